@@ -1,0 +1,3 @@
+"""Second-order optimisation for PyTorch."""
+
+__all__: list[str] = []
