@@ -7,6 +7,7 @@ with ```python notest is shown to the reader only. Tracebacks name the page and 
 import re
 import sys
 import traceback
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +60,13 @@ def unindent(line: str, indent: str) -> str:
 
 
 def run(page: Path) -> None:
-    """Run a page in this process, in the module `__main__`."""
-    namespace = sys.modules["__main__"].__dict__
+    """Run a page in this process, as the module `__main__`."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where pickle, dataclasses and typing look names up
     for block in blocks(page.read_text(encoding="utf-8")):
         # Empty lines before the code make Python count lines as the page does.
         code = "\n" * (block.line - 1) + block.code + "\n"
-        exec(compile(code, str(page), "exec"), namespace)
+        exec(compile(code, str(page), "exec"), module.__dict__)
 
 
 def main(page: Path) -> int:

@@ -98,3 +98,13 @@ def test_a_failure_names_page_and_line(tmp_path: Path, code: str, failure: str) 
     done = run(page, tmp_path)
     assert done.returncode == 1
     assert failure in done.stderr.splitlines()[-1]
+
+
+def test_a_page_is_a_module(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport pickle\n\n\nclass Helper:\n    pass\n```\n\n"
+        "```python\nrun = main = traceback = None\npickle.loads(pickle.dumps(Helper()))\n```\n"
+    )
+    done = run(page, tmp_path)
+    assert done.returncode == 0, done.stderr
