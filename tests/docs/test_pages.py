@@ -32,8 +32,10 @@ def run(page: Path, where: Path) -> subprocess.CompletedProcess[str]:
 def test_page(page: Path, tmp_path: Path) -> None:
     if blocks(page.read_text(encoding="utf-8")):
         done = run(page, tmp_path)
-        # The last line names page, line and error.
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        if done.returncode != 0:
+            error = (done.stderr.splitlines() or ["no message"])[-1]  # page, line and error
+            message = error.removeprefix(f"{ROOT}/")
+            pytest.fail(f"{message}\n{done.stdout}\n{done.stderr}", pytrace=False)
 
 
 NESTED = """\
