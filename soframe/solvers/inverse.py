@@ -44,6 +44,13 @@ class Inverse(Solver):
     def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """See `Solver.shares`.
 
+        Args:
+            mean_traces: ``[groups]`` for each of the two factors, that of the inputs first.
+            damping: The damping of this step.
+
+        Returns:
+            ``[groups]`` for each factor.
+
         Raises:
             ValueError: If the block does not have two factors.
         """
