@@ -80,7 +80,7 @@ class Every:
             self._check(self.value)
 
     def _check(self, value: object) -> int:
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "
                 f"one, not {value!r}"
