@@ -180,9 +180,10 @@ class _GradientHook:
     ) -> None:
         self._capture, self._helper, self._node, self._edge = capture, helper, node, edge
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         capture = self._capture()
-        if capture is not None:
+        # A function's backward may return None for the output: it then counts as not called.
+        if capture is not None and gradient is not None:
             capture._on_gradient(self._helper, self._node, self._edge, gradient)
 
 
