@@ -119,7 +119,10 @@ class Capture:
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
-            self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
+            # First of all: another hook may replace the output (adapters do).
+            self._handles.append(
+                helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            )
 
     def reset(self) -> None:
         """Begin a new window."""
