@@ -163,9 +163,8 @@ class Capture:
         node, edge = kept.grad_fn, torch.autograd.graph.get_gradient_edge(anchor).node
         output.register_hook(_GradientHook(weakref.ref(self), helper, node, edge))
 
-    def _on_gradient(self, helper: LayerHelper, node: Any, edge: Any, gradient: Tensor) -> None:
-        # autograd.grad(loss, inputs) passes through here without touching any parameter.
-        if self.sink is None or not self.enabled or not torch._C._will_engine_execute_node(edge):
+    def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
+        if self.sink is None or not self.enabled:
             return
         number = self._passes.enter()
         device = gradient.device.type
@@ -184,10 +183,16 @@ class _GradientHook:
         self._capture, self._helper, self._node, self._edge = capture, helper, node, edge
 
     def __call__(self, gradient: Tensor | None) -> None:
-        capture = self._capture()
+        # autograd.grad(loss, inputs) passes through here without touching any parameter.
+        if not torch._C._will_engine_execute_node(self._edge):
+            return
+        capture, node = self._capture(), self._node
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Autograd frees here what it saved, even if the output lives on; so does this node.
+            self._node = None
         # A function's backward may return None for the output: it then counts as not called.
         if capture is not None and gradient is not None:
-            capture._on_gradient(self._helper, self._node, self._edge, gradient)
+            capture._on_gradient(self._helper, node, gradient)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
