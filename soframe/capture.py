@@ -135,7 +135,7 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or not self.enabled:
+        if self.sink is None or not self.enabled or _is_functional(helper):
             return
         if torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
@@ -193,6 +193,14 @@ class _GradientHook:
         # A function's backward may return None for the output: it then counts as not called.
         if capture is not None and gradient is not None:
             capture._on_gradient(self._helper, node, gradient)
+
+
+def _is_functional(helper: LayerHelper) -> bool:
+    """Return whether a module runs within ``torch.func``: transformed, or with other tensors."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    own = helper.module._parameters
+    return any(own.get(name) is not p for name, p in helper.parameters.items())
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
