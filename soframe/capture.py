@@ -154,14 +154,15 @@ class Capture:
             return
         inputs = tuple(helper.inputs(args, kwargs))
         needed = inputs if helper.weight is not None else ()
-        anchor = next(iter(helper.parameters.values()))
-        if not anchor.requires_grad:
+        # One that was frozen since is no reason to lose what the others need.
+        trained = [p for p in helper.parameters.values() if p.requires_grad]
+        if not trained:
             return
         kept = _Keep.apply(  # type: ignore[no-untyped-call]
-            anchor.new_empty(0, requires_grad=True), *needed
+            trained[0].new_empty(0, requires_grad=True), *needed
         )
-        node, edge = kept.grad_fn, torch.autograd.graph.get_gradient_edge(anchor).node
-        output.register_hook(_GradientHook(weakref.ref(self), helper, node, edge))
+        edges = tuple(torch.autograd.graph.get_gradient_edge(p).node for p in trained)
+        output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
 
     def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
         if self.sink is None or not self.enabled:
@@ -175,16 +176,16 @@ class Capture:
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_edge", "_helper", "_node")
+    __slots__ = ("_capture", "_edges", "_helper", "_node")
 
     def __init__(
-        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edge: Any
+        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edges: tuple[Any, ...]
     ) -> None:
-        self._capture, self._helper, self._node, self._edge = capture, helper, node, edge
+        self._capture, self._helper, self._node, self._edges = capture, helper, node, edges
 
     def __call__(self, gradient: Tensor | None) -> None:
-        # autograd.grad(loss, inputs) passes through here without touching any parameter.
-        if not torch._C._will_engine_execute_node(self._edge):
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        if not any(map(_accumulates, self._edges)):
             return
         capture, node = self._capture(), self._node
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -193,6 +194,19 @@ class _GradientHook:
         # A function's backward may return None for the output: it then counts as not called.
         if capture is not None and gradient is not None:
             capture._on_gradient(self._helper, node, gradient)
+
+
+def _accumulates(edge: Any) -> bool:
+    """Return whether the backward pass under way adds to a parameter's ``.grad``.
+
+    Args:
+        edge: The parameter's node in the graph.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:
+        # How torch answers for a parameter that autograd.grad was asked for.
+        return False
 
 
 def _is_functional(helper: LayerHelper) -> bool:
