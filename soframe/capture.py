@@ -165,7 +165,8 @@ class Capture:
         output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
 
     def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
-        if self.sink is None or not self.enabled:
+        # A layer that was frozen, thawed or replaced since its forward has another helper now.
+        if self.sink is None or not self.enabled or helper not in self.names:
             return
         number = self._passes.enter()
         device = gradient.device.type
