@@ -102,6 +102,7 @@ class Case:
         data: The whole batch of a step.
         train: Runs forward and backward of one step on this process's part of the batch.
         prepare: Changes the model before the preconditioner is built, in both runs.
+        begin: Changes the model before a forward, in both runs.
         change: Changes the model between backward and step, in both runs.
         ddp: Options of DistributedDataParallel.
         options: Options of the preconditioner.
@@ -115,6 +116,7 @@ class Case:
     data: Callable[[int], Tensor] = vectors
     train: Callable[[nn.Module, Tensor, int], None] = one_pass
     prepare: Callable[[nn.Module], None] = _leave_model
+    begin: Callable[[nn.Module, int], None] = _leave_model_at
     change: Callable[[nn.Module, int], None] = _leave_model_at
     ddp: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -175,6 +177,7 @@ def actual(rank: int, world_size: int, case: Case) -> list[Result]:
         batch = case.data(step).to(case.dtype)
         own = batch.chunk(world_size)[rank]
         model.zero_grad()
+        case.begin(unwrapped(model), step)
         case.train(model, own, step)
         case.change(unwrapped(model), step)
         preconditioner.step()
@@ -218,6 +221,7 @@ def expected(case: Case) -> list[Result]:
     for step in range(STEPS):
         batch = case.data(step)
         model.zero_grad()
+        case.begin(model, step)
         softplus(model(batch)).backward()
         case.change(model, step)
         recorder.step(len(batch))
@@ -275,8 +279,13 @@ class Recorder:
                 self._average(block, *moments(seen, samples))
             self._had[block] = has
             calls.clear()
-            if block in self._history and any(has) and module.weight.grad is not None:
+            given = any(p.grad is not None for p in module.parameters() if p.requires_grad)
+            if block in self._history and given:
                 self._precondition(module, **self.factors()[block])
+
+    def forget(self, block: str) -> None:
+        """Drop what was recorded of a block since the last step."""
+        self._calls[block].clear()
 
     def _average(self, block: str, a: Tensor, g: Tensor) -> None:
         old_a, old_g, mass = self._history.get(block, (0 * a, 0 * g, 0.0))
