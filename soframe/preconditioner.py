@@ -89,6 +89,7 @@ class Preconditioner:
 
     placement: Placement
     counters: dict[str, int]
+    _statistics: Statistics
 
     def __init__(
         self,
