@@ -129,8 +129,9 @@ class Capture:
         self._passes = _Passes()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; what has been called already is no longer waited for."""
         self._finalizer()
+        self.sink = None
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
