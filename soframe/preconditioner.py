@@ -89,6 +89,7 @@ class Preconditioner:
 
     placement: Placement
     counters: dict[str, int]
+    _statistics: Statistics
 
     def __init__(
         self,
@@ -248,7 +249,10 @@ class Preconditioner:
         self._compare_placements()
         self._backend.prepare(self.placement.groups())
         scale = Scale(self._scaling, self._loss_average, self._backend.world_size)
-        self._statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        if old:
+            statistics.resume(self._statistics)
+        self._statistics = statistics
         self._capture.sink = self._statistics.add
         self._capture.attach(
             {helper: block.name for block in self._blocks for helper in block.helpers}
