@@ -4,6 +4,8 @@ Without damping a K-FAC step is that of the function, whatever invertible affine
 the layers; with damping that holds of orthogonal maps.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,10 +49,8 @@ class Net(nn.Module):
     def __init__(self, maps: list[Tensor]) -> None:
         super().__init__()
         self.into0, self.out0, self.into1 = maps
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b).double() for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)
-        )
-        for number, layer in enumerate(self.layers):
+        self.layers = nn.ModuleList(nn.Linear(a, b).double() for a, b in pairwise(WIDTHS))
+        for number in range(2):
             plain = 0.7 * randn(WIDTHS[number + 1], WIDTHS[number] + 1, seed=number)
             self._put(number, plain)
 
@@ -90,7 +90,7 @@ def stepped(maps: list[Tensor], kind: Kind, solver: str, damping: float) -> tupl
         own.step()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.5 * parameter.grad
+            parameter.sub_(parameter.grad, alpha=0.5)
         return before, model(inputs)
 
 
