@@ -1,5 +1,7 @@
 """Rows of a convolution against loops over patches and against autograd, for every geometry."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,9 +106,31 @@ def rows_by_autograd(conv: nn.Conv2d, inputs: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says that it copies
 @given(case=convolutions())
-@settings(max_examples=60)
+@settings(max_examples=50)
 def test_rows(case: tuple[nn.Conv2d, Tensor]) -> None:
-    conv, inputs = case
+    check_rows(*case)
+
+
+GEOMETRIES: list[dict[str, Any]] = [
+    {},
+    {"stride": (2, 1), "padding": (1, 2), "bias": False},
+    {"padding": "valid", "dilation": (2, 1)},
+    *[{"padding": "same", "dilation": (1, 3), "padding_mode": mode} for mode in MODES],
+    *[{"padding": (0, 1), "stride": 2, "padding_mode": mode} for mode in MODES],
+    {"groups": 2, "padding": 1},
+    {"groups": 4, "dilation": 2, "padding": (2, 1)},
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("options", GEOMETRIES, ids=str)
+def test_rows_of_common_geometries(options: dict[str, Any]) -> None:
+    conv = fill(nn.Conv2d(4, 8, (2, 2), **options))  # an even kernel: "same" is lopsided
+    check_rows(conv, randn(3, 4, 5, 4))
+
+
+def check_rows(conv: nn.Conv2d, inputs: Tensor) -> None:
+    """Hold every kind of row of a helper to its definition."""
     helper = Conv2dHelper(conv)
     rows = helper.input_rows(inputs)
     compare(rows, rows_by_loops(conv, inputs), "input rows, by loops")
