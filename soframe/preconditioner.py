@@ -159,7 +159,8 @@ class Preconditioner:
         finite, weights = self._agree(with_statistics)
         if weights is not None:
             self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
-        due = [block for block in self._blocks if block.running and self._is_due(block)]
+        every = self._solve_every.due(self._steps)
+        due = [block for block in self._blocks if block.running and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
@@ -192,9 +193,6 @@ class Preconditioner:
         self.counters["skipped_statistics"] += bad > 0
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
-
-    def _is_due(self, block: Block) -> bool:
-        return not block.solved or self._solve_every.due(self._steps)
 
     def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
         """Clip and write the preconditioned gradients."""
