@@ -56,7 +56,8 @@ class FewerLater(Network):
     """The call that backward meets first has all samples, an earlier one only some."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.cat([self.first(x[:1]), x[1:]])
+        chosen = x[:, 0] > 0
+        hidden = torch.cat([self.first(x[chosen]), x[~chosen]])
         return self.last(self.first(hidden).tanh())
 
 
