@@ -2,13 +2,14 @@
 
 Second-order data is a named set of tensors per factor. A solver says which it makes and in which
 shapes; strategies and comm move them without knowing what they are. All matrices are
-``[groups, n, n]`` and symmetric; only their lower triangle is read.
+``[groups, n, n]`` and symmetric.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,14 @@ class SolveFailedError(RuntimeError):
 
 
 class Solver(ABC):
-    """Turns factors into second-order data and applies them."""
+    """Turns factors into second-order data and applies them.
+
+    Attributes:
+        damps_factors: Whether the damping is added to each factor by ``solve`` (its share, see
+            ``shares``) rather than to their product by ``apply``.
+    """
+
+    damps_factors: ClassVar[bool] = False
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:

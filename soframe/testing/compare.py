@@ -145,9 +145,8 @@ def compare(
 def _ratios(got: Tensor, want: Tensor) -> str:
     broken = int((~got.isfinite()).sum())
     if broken or not bool(want.isfinite().all()):
-        return f"{broken} of {got.numel()} entries are not finite in actual, " + (
-            f"{int((~want.isfinite()).sum())} in expected"
-        )
+        wrong = int((~want.isfinite()).sum())
+        return f"of {got.numel()} entries {broken} are not finite in actual, {wrong} in expected"
     large = want.abs() > 1e-9 * want.abs().max()
     if not bool(large.any()):
         return "expected is zero everywhere"

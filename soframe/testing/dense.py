@@ -274,8 +274,8 @@ def _double_loss(loss: Loss) -> Loss:
 def _value(loss: Loss, output: Any, target: Any) -> Tensor:
     with torch.enable_grad():
         value = loss(output) if target is None else loss(output, target)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError("the loss of one sample must be a tensor of one element")
+    if value.numel() != 1:
+        raise ValueError(f"a loss must have one element, not the shape {tuple(value.shape)}")
     return value.reshape(())
 
 

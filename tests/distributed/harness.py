@@ -12,8 +12,8 @@ hangs once autograd has started its threads there. The server imports torch once
 threads, and forks a rank in milliseconds. It lives as long as the test process.
 
 A rank finds the function by the name of its module, so tests are a package (``tests/__init__.py``)
-that pytest's default import mode puts on ``sys.path`` by its root; ranks inherit that path. They
-do not inherit later changes to ``os.environ`` or monkey-patches: pass what they need as arguments.
+whose root is on ``sys.path``; ranks inherit that path. They do not inherit later changes to
+``os.environ`` or monkey-patches: pass what they need as arguments.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+# pytest's default import mode has put the root of the test package there; importlib mode has not.
+_ROOT = str(Path(__file__).resolve().parents[2])
+if _ROOT not in sys.path:
+    sys.path.append(_ROOT)
 # Test modules import pytest and hypothesis: preloaded, a rank need not pay for them.
 _PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "soframe"]
 # After one rank fails, its peers often fail of it: wait so long to report them together.
@@ -67,6 +71,18 @@ class RankFailure:
     exitcode: int | None = None
     exception: BaseException | None = None
     when: float = field(default=0.0, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank is told."""
+
+    payload: bytes
+    world_size: int
+    folder: str
+    timeout: float
+    group_timeout: float
+    backend: str | None
 
 
 class RankError(RuntimeError):
@@ -98,6 +114,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
+    group_timeout: float | None = None,
     backend: str | None = "gloo",
     check: bool = True,
 ) -> list[Any]:
@@ -112,6 +129,10 @@ def run_ranks(
         world_size: The number of processes.
         *args: Passed to every rank.
         timeout: Seconds from the start of the last rank; then all are killed.
+        group_timeout: The process group's: seconds after which a collective raises. By default
+            ``timeout``, so that a hang is killed. Where ranks are to survive a death, make it
+            short: survivors stay connected, so one that waits for another survivor only learns
+            of the death by it.
         backend: The process group's, on the loopback device; None makes no process group.
         check: Whether the first failure kills the others and raises. If False, a rank that fails
             (which may be the point of the test) has a ``RankFailure`` for a result, and the others
@@ -129,14 +150,13 @@ def run_ranks(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"{fn!r} must be at module level, its arguments picklable") from error
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks: list[_Rank] = []
-        try:
+        task = _Task(payload, world_size, folder, timeout, group_timeout or timeout, backend)
+        ranks = []
+        with contextlib.ExitStack() as stack:
             for rank in range(world_size):
-                ranks.append(_Rank(rank, world_size, payload, folder, timeout, backend))
+                ranks.append(_Rank(task, rank))
+                stack.callback(ranks[-1].end)
             _collect(ranks, timeout, check)
-        finally:
-            for one in ranks:
-                one.end()
     failures = [one.outcome for one in ranks if isinstance(one.outcome, RankFailure)]
     if check and failures:
         report = RankError(failures, [one.rank for one in ranks if not one.done])
@@ -182,24 +202,16 @@ def _time_out(ranks: Sequence[_Rank], timeout: float) -> None:
 class _Rank:
     """The parent's side of one rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        payload: bytes,
-        folder: str,
-        timeout: float,
-        backend: str | None,
-    ) -> None:
+    def __init__(self, task: _Task, rank: int) -> None:
         self.rank = rank
         self.outcome: Any = None
         self.done = False
-        self.stack_file = Path(folder) / f"stack-{rank}"
+        self.stack_file = Path(task.folder) / f"stack-{rank}"
         context = _context()
         self.connection, theirs = context.Pipe()
         self.process: ForkServerProcess = context.Process(
             target=_main,
-            args=(theirs, payload, rank, world_size, folder, timeout, backend),
+            args=(theirs, task, rank),
             name=f"rank {rank}",
         )
         self.process.start()
@@ -241,7 +253,7 @@ def _context() -> ForkServerContext:
     context.set_forkserver_preload(_PRELOAD)
     # The server learns sys.path from the environment only; without it soframe is not preloaded.
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     try:
         forkserver.ensure_running()
     finally:
@@ -255,20 +267,12 @@ def _context() -> ForkServerContext:
 # -- in the rank -------------------------------------------------------------------------------
 
 
-def _main(
-    connection: Connection,
-    payload: bytes,
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout: float,
-    backend: str | None,
-) -> None:
-    stack_file = (Path(folder) / f"stack-{rank}").open("w")
+def _main(connection: Connection, task: _Task, rank: int) -> None:
+    stack_file = (Path(task.folder) / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    faulthandler.dump_traceback_later(timeout + _ORPHAN, exit=True, file=stack_file)
+    faulthandler.dump_traceback_later(task.timeout + _ORPHAN, exit=True, file=stack_file)
     try:
-        result = _call(payload, rank, world_size, folder, timeout, backend)
+        result = _call(task, rank)
         report = pickle.dumps(result)
     except BaseException as error:  # also SystemExit and pytest's outcomes: the parent must know
         connection.send_bytes(pickle.dumps(_failure(rank, error)))
@@ -279,31 +283,29 @@ def _main(
     _leave(0)
 
 
-def _call(
-    payload: bytes, rank: int, world_size: int, folder: str, timeout: float, backend: str | None
-) -> Any:
+def _call(task: _Task, rank: int) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if backend is not None:
+    if task.backend is not None:
         _use_loopback()
         # The type stubs of torch.distributed leave the name out.
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(Path(task.folder) / "store"), task.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
-            backend,
+            task.backend,
             store=store,
             rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            world_size=task.world_size,
+            timeout=timedelta(seconds=task.group_timeout),
         )
         # Without this a rank may run its function, and even die of it, while others still connect.
-        if store.add("joined", 1) == world_size:
+        if store.add("joined", 1) == task.world_size:
             store.set("all joined", "")
         store.wait(["all joined"])
-    fn, args = pickle.loads(payload)
-    return fn(rank, world_size, *args)
+    fn, args = pickle.loads(task.payload)
+    return fn(rank, task.world_size, *args)
 
 
 def _use_loopback() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.distributed.harness import RankError, RankFailure, run_ranks
 
+pytestmark = pytest.mark.distributed
+
 
 def all_reduce(rank: int, world_size: int, values: Tensor) -> tuple[Tensor, int, int]:
     mine = values * (rank + 1)
@@ -66,7 +68,8 @@ def large(rank: int, world_size: int) -> Tensor:
 
 def test_results_larger_than_a_pipe() -> None:
     for rank, result in enumerate(run_ranks(large, 2, backend=None)):
-        assert result.shape == (1 << 20,) and (result == rank).all()
+        assert result.shape == (1 << 20,)
+        assert (result == rank).all()
 
 
 def fail_on(rank: int, world_size: int, bad: int, folder: str) -> int:
@@ -95,7 +98,8 @@ def test_exception_is_raised_with_rank_and_traceback_and_kills_the_others(tmp_pa
     assert time.monotonic() - begin < 30
     message = str(caught.value)
     assert "rank 1: KeyError: 'the reason'" in message
-    assert "in fail_on" in message and "Traceback" in message
+    assert "in fail_on" in message
+    assert "Traceback" in message
     assert isinstance(caught.value.__cause__, KeyError)
     assert [(f.rank, f.reason) for f in caught.value.failures] == [(1, "raised")]
     assert "ranks [0] were still running and were killed" in message
@@ -116,7 +120,8 @@ def test_hang_is_killed_and_names_the_ranks_and_where_they_stood(tmp_path: Path)
     assert [(f.rank, f.reason) for f in failures] == [(0, "timeout"), (2, "timeout")]
     assert "rank 0: did not finish in 2 s" in str(caught.value)
     for failure in failures:
-        assert "all_reduce" in failure.details and "in hang" in failure.details
+        assert "all_reduce" in failure.details
+        assert "in hang" in failure.details
     assert_gone(tmp_path, 3)
 
 
@@ -153,6 +158,30 @@ def test_a_death_may_be_the_point(how: str, reason: str, code: int | None, summa
     assert caught.value.failures[0].rank == 1
 
 
+def die_at_once(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os._exit(3)
+    return "joined"
+
+
+def test_every_rank_has_joined_before_any_begins() -> None:
+    for _ in range(8):  # a race otherwise: peers still connecting when rank 1 dies
+        results = run_ranks(die_at_once, 4, check=False, timeout=20)
+        assert [results[rank] for rank in (0, 2, 3)] == ["joined"] * 3
+
+
+def await_nobody(rank: int, world_size: int) -> str:
+    if rank == 0:
+        return "left"
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        dist.all_reduce(torch.ones(1))
+    return "timed out"
+
+
+def test_a_collective_can_time_out_before_the_rank_is_killed() -> None:
+    assert run_ranks(await_nobody, 2, group_timeout=1) == ["left", "timed out"]
+
+
 def slow_first(rank: int, world_size: int) -> int:
     if rank == 0:
         time.sleep(60)
@@ -161,7 +190,8 @@ def slow_first(rank: int, world_size: int) -> int:
 
 def test_unchecked_timeout_keeps_the_results_of_the_others() -> None:
     slow, quick = run_ranks(slow_first, 2, check=False, timeout=2, backend=None)
-    assert isinstance(slow, RankFailure) and slow.reason == "timeout"
+    assert isinstance(slow, RankFailure)
+    assert slow.reason == "timeout"
     assert quick == 1
 
 
