@@ -12,6 +12,7 @@ by one; a rank whose row has no rank of the block's column receives from another
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,8 +163,9 @@ class HybridOpt(_Grid):
             workers = max(1.0, ranks * wanted)
         columns = max(1, round(ranks / workers))
         notes = []
-        if columns * workers != ranks:
-            lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
+        lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
+        # A fraction of the ranks is a whole number up to rounding.
+        if len(lengths) > 1 or not math.isclose(lengths[0], workers):
             notes.append(
                 f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
                 f"of {' or '.join(map(str, lengths))} ranks instead"
