@@ -222,6 +222,18 @@ def available(kind: str) -> dict[Any, type]:
     return _kind(kind).available()
 
 
+def describe(component: object) -> str:
+    """Return what a component is and its options, the same in every process.
+
+    Args:
+        component: An instance.
+
+    Returns:
+        Its ``repr`` without addresses.
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(component))
+
+
 def first_match(patterns: Iterable[str], *names: str) -> str | None:
     """Return the first pattern that is found in one of the names.
 

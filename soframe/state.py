@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.registry import describe
 from soframe.strategies.placement import Placement
 
 FORMAT = "soframe.Preconditioner"
@@ -55,8 +55,8 @@ def save(
         "blocks": {
             block.name: {
                 "shape": list(block.shape),
-                "method": repr(block.method),
-                "solver": repr(block.solver),
+                "method": describe(block.method),
+                "solver": describe(block.solver),
                 "mass": block.mass,
                 "factors": {name: pack_triangle(f) for name, f in block.running.items()},
                 "second_order": data[block],
@@ -142,9 +142,9 @@ def _check_block(name: str, saved: Any, block: Block) -> None:
             f"block {name!r} has shape {tuple(saved['shape'])} in the state and "
             f"{tuple(block.shape)} in the model"
         )
-    if saved["method"] != repr(block.method):
+    if saved["method"] != describe(block.method):
         raise ValueError(
-            f"block {name!r} was made by {saved['method']}, and is now by {block.method!r}"
+            f"block {name!r} was made by {saved['method']}, and is now by {describe(block.method)}"
         )
     factors = saved["factors"]
     wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
@@ -152,7 +152,7 @@ def _check_block(name: str, saved: Any, block: Block) -> None:
         raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
     for factor, tensor in factors.items():
         _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
-    if saved["solver"] != repr(block.solver):
+    if saved["solver"] != describe(block.solver):
         return
     for factor, tensors in saved["second_order"].items():
         specs = block.tensors.get(factor)
@@ -185,7 +185,7 @@ def load_blocks(
     for block, place in zip(blocks, placement.blocks, strict=True):
         saved = state["blocks"][block.name]
         load_factors(block, saved)
-        data = saved["second_order"] if saved["solver"] == repr(block.solver) else {}
+        data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
         # Without data of this solver the block is solved at the next step.
         block.solved_factors = set(data)
         keep = rank in place.gradient_workers
@@ -235,8 +235,3 @@ def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def digest_tensor(placement: Placement) -> Tensor:
-    """Return a placement's digest as 32 bytes that travel."""
-    return torch.tensor(list(placement.digest), dtype=torch.uint8)
