@@ -138,7 +138,7 @@ class Preconditioner:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._capture = Capture()
         self._closed = False
-        self._hungry = 0
+        self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
@@ -220,7 +220,7 @@ class Preconditioner:
 
     def _next_step(self) -> None:
         self._steps += 1
-        self._hungry = max(0, self._hungry - 1)
+        self._owed_statistics = max(0, self._owed_statistics - 1)
         self._new_window()
 
     def _new_window(self) -> None:
@@ -229,7 +229,7 @@ class Preconditioner:
         self._capture.enabled = self._takes_statistics()
 
     def _takes_statistics(self) -> bool:
-        return self._hungry > 0 or self._statistics_every.due(self._steps)
+        return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Preconditioner:
         old, self._blocks = self._blocks, registration.blocks
         if carry_over(old, self._blocks) and old:
             # They do not wait for the next interval; this window may not have captured them.
-            self._hungry = 2
+            self._owed_statistics = 2
         self._report = registration.report
         self._watch = Watch(self._model)
         self._backend.prepare(self.placement.groups())
@@ -357,6 +357,7 @@ class Preconditioner:
             self._backend,
             self.counters,
             self._steps,
+            self._owed_statistics,
             self._scaling,
         )
 
@@ -372,7 +373,7 @@ class Preconditioner:
         """
         state.check(saved, self._blocks, self._scaling)
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
-        self._steps = saved["step"]
+        self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._new_window()
 
