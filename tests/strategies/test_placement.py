@@ -160,7 +160,9 @@ def test_a_broken_placement_is_refused_by_name(problem):
     ids=["none", "another", "twice", "one too many"],
 )
 def test_blocks_that_are_not_the_works_are_refused(blocks):
-    with pytest.raises(ValueError, match=r"strategy 'mine', block '.*': the placement's blocks are"):
+    with pytest.raises(
+        ValueError, match=r"strategy 'mine', block '.*': the placement's blocks are"
+    ):
         place(*blocks).validate()
 
 
