@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the placement: equal on all ranks, or they must not start."""
+        """The placement's SHA-256; equal on all ranks, or they must not start."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 

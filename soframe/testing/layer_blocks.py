@@ -26,7 +26,7 @@ def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
         layer: The module's qualified name; ``""`` is the network itself.
 
     Returns:
-        Qualified names: weight, bias, then any others in the order of registration.
+        Qualified names, of the weight, the bias, then any others in the order of registration.
     """
     own = {k: p for k, p in model.get_submodule(layer)._parameters.items() if p is not None}
     order = sorted(own, key=lambda k: {"weight": 0, "bias": 1}.get(k, 2))
