@@ -105,7 +105,7 @@ def backward(
         if case.loss_average == "global":
             loss = losses.sum() * ranks / SAMPLES
         elif case.loss_average == "sum":
-            loss = losses.sum() * ranks
+            loss = losses.sum()
         else:
             loss = losses.sum() / max(size, 1) / len(own)
         loss.backward()
