@@ -161,5 +161,3 @@ def test_gradient_set_to_none_after_backward() -> None:
     assert model.first.bias.grad is None
     assert torch.equal(model.last.weight.grad, want["last.weight"])
     assert torch.equal(model.last.bias.grad, want["last.bias"])
-
-

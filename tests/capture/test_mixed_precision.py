@@ -104,7 +104,10 @@ def test_dtype_of_factors(
         autocast(autocast_dtype, network, x, 0)
     preconditioner.step()
     for block in preconditioner._blocks:
-        tensors = [*block.running.values(), *(t for d in block.second_order.values() for t in d.values())]
+        tensors = [
+            *block.running.values(),
+            *(t for d in block.second_order.values() for t in d.values()),
+        ]
         assert {tensor.dtype for tensor in tensors} == {factors}
     assert {p.grad.dtype for p in network.parameters()} == {model}
 

@@ -220,7 +220,9 @@ def test_weight_shared_beyond_helpers_is_left_alone(
     refused = [row for row in rows.values() if row.block is None]
     assert refused
     for row in refused:
-        assert torch.equal(model.get_parameter(row.parameter).grad, raw.get_parameter(row.parameter).grad)
+        assert torch.equal(
+            model.get_parameter(row.parameter).grad, raw.get_parameter(row.parameter).grad
+        )
     reasons = " | ".join(row.reason for row in refused)
     assert reason in reasons
     assert partner in reasons

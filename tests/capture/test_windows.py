@@ -103,9 +103,7 @@ def own_samples() -> int:
 CASES = {
     "micro-batches": Case(Network, train=micro_batches),
     "micro-batches of sequences": Case(Network, train=micro_batches, data=sequences),
-    "micro-batches, global": Case(
-        Network, train=micro_batches, options={"loss_average": "global"}
-    ),
+    "micro-batches, global": Case(Network, train=micro_batches, options={"loss_average": "global"}),
     "an incomplete last window": Case(Network, train=incomplete),
     "forwards before backwards": Case(Network, train=forwards_first),
     "one backward of several forwards": Case(
