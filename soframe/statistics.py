@@ -152,6 +152,14 @@ class Statistics:
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.counts, self._passes)
 
+    def resume(self, before: Statistics) -> None:
+        """Go on with the window of other statistics, whose sums the blocks have taken over.
+
+        Args:
+            before: The statistics of the model as it was before.
+        """
+        self._passes, self._loss_scale = before._passes, before._loss_scale
+
     def clear(self) -> None:
         """Begin a new window."""
         self._passes = {}
