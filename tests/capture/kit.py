@@ -1,7 +1,7 @@
 """What every capture test is held against: the same training, plainly and densely.
 
 A ``Case`` is a model and a way to run its steps. ``expected`` runs the plain twin of the model (the
-same parameters without what is under test) on the whole batch in one pass. Every layer's ``forward``
+same parameters without what is under test) on the whole batch in one pass. Each layer's ``forward``
 is replaced by one that keeps its input and adds a zero to its output; the gradient of that zero is
 the gradient of the output. From these the factors are written out, and every gradient is
 ``(kron(G, A) + damping I)^-1 g`` by a dense solve. No hook, and no line of the capture, is shared.
@@ -34,7 +34,7 @@ DAMPING, DECAY, LR, STEPS, SAMPLES = 0.1, 0.8, 0.2, 3, 4
 LAYERS = (nn.Linear, nn.Conv2d)
 
 Result = dict[str, dict[str, Tensor]]
-"""Of one step: "gradients" by parameter; "A" and "G" by block; "weights" after the step."""
+"""Of one step: "gradients" by parameter, "A" and "G" by block."""
 
 
 def softplus(output: Tensor) -> Tensor:

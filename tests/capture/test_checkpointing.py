@@ -84,6 +84,17 @@ class AllWithin(Network):
         return self.last(self._run["inner"](self._inner, self.first(x)))
 
 
+class Separate(Network):
+    """Every layer lies in a checkpoint, and there are several: still one pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._run["outer"](self.first, x.clone().requires_grad_())
+        return self._run["outer"](self._end, self._run["outer"](self._inner, x))
+
+    def _end(self, x: Tensor) -> Tensor:
+        return self.last(self._run["inner"](self.middle, x))
+
+
 class Segments(nn.Module):
     """``checkpoint_sequential`` in two segments, with in-place activations."""
 
@@ -144,6 +155,10 @@ CASES = {
             ("recomputed", "recomputed"),
         ]
     },
+    "separate and reentrant": Case(
+        partial(Separate, reentrant), Separate, ddp={"static_graph": True}
+    ),
+    "separate and recomputed": Case(partial(Separate, recomputed), Separate),
     "reentrant segments": Case(partial(Segments, True), Segments),
     "recomputed segments": Case(partial(Segments, False), Segments),
     "reentrant, forwards before backwards": Case(partial(Once, reentrant), Once, train=halves),

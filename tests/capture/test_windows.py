@@ -207,6 +207,7 @@ def transformed(model: nn.Module, x: Tensor) -> Any:
     wanted = torch.autograd.grad(loss(named), plain)
     for got, want in zip(gradients.values(), wanted, strict=True):
         compare(got, want, "torch.func")
+    torch.func.grad(lambda inputs: softplus(model(inputs)))(x)
 
 
 def fast_weights(model: nn.Module, x: Tensor) -> Any:
