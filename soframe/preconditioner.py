@@ -90,6 +90,7 @@ class Preconditioner:
 
     placement: Placement
     counters: dict[str, int]
+    _statistics: Statistics
 
     def __init__(
         self,
@@ -157,7 +158,8 @@ class Preconditioner:
         finite, weights = self._agree()
         if weights is not None:
             self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
-        due = [block for block in self._blocks if block.running and self._is_due(block)]
+        every = self._solve_every.due(self._steps)
+        due = [block for block in self._blocks if block.running and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
@@ -200,9 +202,6 @@ class Preconditioner:
                 f"{self._backend.world_size} ranks: change the model on every rank alike"
             )
         self._build()
-
-    def _is_due(self, block: Block) -> bool:
-        return not block.solved or self._solve_every.due(self._steps)
 
     def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
         """Clip and write the preconditioned gradients."""
@@ -251,7 +250,10 @@ class Preconditioner:
         self._watch = Watch(self._model)
         self._backend.prepare(self.placement.groups())
         scale = Scale(self._scaling, self._loss_average, self._backend.world_size)
-        self._statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        if old:
+            statistics.resume(self._statistics)
+        self._statistics = statistics
         self._capture.sink = self._statistics.add
         self._capture.attach(
             {helper: block.name for block in self._blocks for helper in block.helpers}

@@ -116,10 +116,10 @@ class Registration:
             if not refused:
                 self._add_block(tied)
                 continue
+            other, _, why = refused[0]
+            shared = f"its weight is shared with {other}, which has no block: {why}"
             for n, m, reason in reasons:
-                other = next(o for o, _, r in reasons if r is not None)
-                text = reason or f"its weight is shared with {other}, which has no block"
-                self._explain(m, f"{type(m).__name__}: {text}" if reason else text, n)
+                self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared, n)
 
     def _reason(self, name: str, module: nn.Module, attention: Sequence[str]) -> str | None:
         """Return why a module has no block, or None if it can have one."""
