@@ -1,6 +1,5 @@
 """How components are chosen: by name, per layer, and what a choice that cannot be is told."""
 
-
 from __future__ import annotations
 
 import warnings
