@@ -157,8 +157,8 @@ MEM, COMM, HALF = (
     "legs",
     [
         [(2, MEM, 0, 1), (3, COMM, 1, 5), (1, COMM, 5, STEPS)],
-        [(3, HALF, 0, 4), (2, MEM, 4, STEPS)],
-        [(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)],
+        pytest.param([(3, HALF, 0, 4), (2, MEM, 4, STEPS)], marks=pytest.mark.slow),
+        pytest.param([(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)], marks=pytest.mark.slow),
     ],
     ids=["mem-comm-one", "hybrid-mem", "one-hybrid-one"],
 )
