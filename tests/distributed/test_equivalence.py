@@ -156,6 +156,10 @@ def alone(name: str) -> Tensor:
     return train_alone(CASES[name])
 
 
+def slow(ranks: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if ranks > 3 else []
+
+
 def assert_same(results: list[Any], expected: Tensor) -> None:
     for rank, (weights, _, counters) in enumerate(results):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
@@ -175,7 +179,7 @@ def assert_same_traces(events: list[list[Event]]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks == 6 else [])
+        pytest.param(ranks, name, marks=slow(ranks))
         for ranks in (1, 2, 3, 4, 6)
         for name in cases_of(ranks)
     ],
@@ -185,13 +189,18 @@ def test_ranks_equal_one_process(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(ranks, name) for ranks in SHARDED for name in sharded_cases(ranks)]
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=slow(ranks + 1))
+        for ranks in SHARDED
+        for name in sharded_cases(ranks)
+    ],
 )
 def test_shards_equal_one_process(ranks, name):
     assert_same(results_of(ranks, name), train_alone(sharded_cases(ranks)[name][1]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=slow(4))])
 def test_all_members_of_a_group_enter_the_same_collectives(ranks):
     for name in cases_of(ranks):
         events = [result[1] for result in results_of(ranks, name)]
