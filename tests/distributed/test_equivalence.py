@@ -140,10 +140,9 @@ def _run(ranks: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 
 def results_of(ranks: int, name: str) -> list[Any]:
-    """All cases of a world size run in one start of its processes."""
-    return _run(ranks, (*cases_of(ranks), *(sharded_cases(ranks) if ranks in SHARDED else ())))[
-        name
-    ]
+    """All cases of a kind and a world size run in one start of its processes."""
+    names = cases_of(ranks) if name in CASES else sharded_cases(ranks)
+    return _run(ranks, tuple(names))[name]
 
 
 def cases_of(ranks: int) -> list[str]:
