@@ -1,0 +1,78 @@
+# `make help` lists what there is. Every target sets up what it needs in $(VENV); the second time
+# that takes no time, until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: demo
+demo: $(VENV)/.stamp-demo ## train side by side with and without soframe, and show what it brings
+	$(BIN)/soframe demo
+
+.PHONY: test
+test: $(VENV)/.stamp-test ## run the whole test suite
+	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+
+.PHONY: test-fast
+test-fast: $(VENV)/.stamp-test ## run the tests that take a few seconds at most
+	$(PYTEST) -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.stamp-lint ## check style, docstrings and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.stamp-lint ## write the style that lint asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: docs
+docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnings are errors
+	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+.PHONY: bench
+bench: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
+	$(PYTEST) benchmarks --benchmark-only $(PYTEST_ARGS)
+
+.PHONY: mutants
+mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.gate
+
+.PHONY: clean
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api/generated
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find soframe tests benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# A command line that is to be checked for types needs the packages that it imports.
+$(VENV)/.stamp-lint: EXTRAS = lint,demo
+$(VENV)/.stamp-%: EXTRAS = $*
+
+$(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp
+	$(PIP) install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "soframe needs Python 3.11 or later; '$(PYTHON)' is not." >&2; \
+	    echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "'$(PYTHON)' cannot make virtual environments: its venv or ensurepip is missing." >&2; \
+	    echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

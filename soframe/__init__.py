@@ -1,0 +1,44 @@
+"""soframe: second-order optimisation in PyTorch, distributed, every part pluggable.
+
+Two lines precondition the gradients of a model for any optimizer::
+
+    preconditioner = soframe.Preconditioner(model, optimizer=optimizer)
+    ...
+    loss.backward()
+    preconditioner.step()
+    optimizer.step()
+"""
+
+from soframe import comm, layers, methods, solvers, strategies
+from soframe.comm import Backend
+from soframe.factors import FactorSpec, TensorSpec
+from soframe.layers import LayerHelper
+from soframe.methods import Method
+from soframe.preconditioner import Preconditioner
+from soframe.registry import Registry, available, register
+from soframe.report import Report
+from soframe.solvers import Solver
+from soframe.strategies import Placement, Strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "FactorSpec",
+    "LayerHelper",
+    "Method",
+    "Placement",
+    "Preconditioner",
+    "Registry",
+    "Report",
+    "Solver",
+    "Strategy",
+    "TensorSpec",
+    "available",
+    "comm",
+    "layers",
+    "methods",
+    "register",
+    "solvers",
+    "strategies",
+]

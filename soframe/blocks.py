@@ -1,0 +1,136 @@
+"""A block at run time: its helpers, its running factors, its second-order data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from soframe.factors import FactorSpec, TensorSpec
+from soframe.layers.base import BlockShape, LayerHelper
+from soframe.methods.base import Method
+from soframe.methods.scaling import Counts
+from soframe.solvers.base import Solver
+from soframe.strategies.placement import BlockWork
+
+
+@dataclass(eq=False)
+class Block:
+    """The curvature of one layer's parameters.
+
+    Attributes:
+        name: The qualified name of the (first) module.
+        helpers: One per module; several where modules share the parameters.
+        method: The curvature method.
+        solver: The solver.
+        dtype: The dtype of factors and second-order data.
+        running: The running factors, by name; empty before the first statistics.
+        mass: The weight that the running factors' average has gathered: 1 without start-up bias.
+        second_order: Factor name -> tensor name -> tensor; empty where this rank has none.
+        solved_factors: The factors that their owners have ever solved: the same on every rank.
+        sums: The statistics of the window, by factor.
+        counts: What they count.
+    """
+
+    name: str
+    helpers: tuple[LayerHelper, ...]
+    method: Method
+    solver: Solver
+    dtype: torch.dtype
+    running: dict[str, Tensor] = field(default_factory=dict)
+    mass: float = 0.0
+    second_order: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    solved_factors: set[str] = field(default_factory=set)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.shape: BlockShape = self.helper.shape
+        self.factors: tuple[FactorSpec, ...] = self.method.factors(self.shape)
+        self.device: torch.device = next(iter(self.parameters.values())).device
+        self.tensors: dict[str, dict[str, TensorSpec]] = {
+            factor.name: self.solver.tensors(factor) for factor in self.factors
+        }
+
+    @property
+    def helper(self) -> LayerHelper:
+        """The helper that packs and unpacks the gradient."""
+        return self.helpers[0]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of the block, by their name in the module."""
+        return self.helper.parameters
+
+    @property
+    def solved(self) -> bool:
+        """Whether the gradient workers have second-order data for every factor."""
+        return len(self.solved_factors) == len(self.factors)
+
+    @property
+    def work(self) -> BlockWork:
+        """What has to be placed."""
+        return BlockWork(self.name, self.shape, self.factors)
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient as a matrix in the factors' dtype.
+
+        Returns:
+            ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
+            none counts as zero.
+        """
+        own = self.parameters
+        if all(parameter.grad is None for parameter in own.values()):
+            return None
+        parts = {
+            name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            for name, parameter in own.items()
+        }
+        matrix = self.helper.to_matrix(parts.get("weight"), parts.get("bias"))
+        return matrix.to(self.dtype)
+
+    def write(self, matrix: Tensor) -> None:
+        """Write a matrix into the parameters' gradients, in place.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+        """
+        weight, bias = self.helper.from_matrix(matrix)
+        for name, value in (("weight", weight), ("bias", bias)):
+            parameter = self.parameters.get(name)
+            if value is not None and parameter is not None and parameter.grad is not None:
+                parameter.grad.copy_(value)
+
+    def empty_factor(self, factor: FactorSpec) -> Tensor:
+        """Return zeros in the shape of a factor."""
+        return torch.zeros(factor.shape, dtype=self.dtype, device=self.device)
+
+    def forget_window(self) -> None:
+        """Drop the statistics of the window."""
+        self.sums = {}
+        self.counts = Counts()
+
+    def flat_specs(self) -> list[tuple[str, str, TensorSpec]]:
+        """Return (factor, tensor, spec) of the second-order data, in the order of travel."""
+        return [
+            (factor, name, spec)
+            for factor, specs in self.tensors.items()
+            for name, spec in specs.items()
+        ]
+
+
+def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a block's factors.
+
+    Args:
+        parameters: The block's parameters.
+        wanted: What the user asked for.
+
+    Returns:
+        ``wanted``, or the parameters' dtype but at least float32.
+    """
+    if wanted is not None:
+        return wanted
+    return torch.promote_types(parameters[0].dtype, torch.float32)

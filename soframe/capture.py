@@ -1,0 +1,192 @@
+"""Capture: which tensors belong to which call of which layer.
+
+A forward hook puts a tensor hook on the module's output. When that output's gradient arrives, the
+call is complete: its inputs and its output gradient are handed on as one pair. So nothing can be
+paired wrongly, whatever the order of calls and backward passes, and a forward that is never
+differentiated (``no_grad``, validation, the first pass of a checkpoint) leaves no trace. Tensor
+hooks, unlike full-backward hooks, bear an in-place activation after the layer.
+
+Inputs are kept through autograd's own saved tensors, so that activation checkpointing and
+offloading treat them like every other saved tensor, and an input that was overwritten is an error
+instead of a wrong factor.
+
+Calls of one layer within one backward pass are more positions of the same samples; every further
+backward pass before the step is more samples. What a pass is, is decided at its outermost level: a
+reentrant checkpoint runs backward passes of its own within it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from soframe.layers.base import LayerHelper
+
+Sink = Callable[[LayerHelper, tuple[Tensor, ...], Tensor, int], None]
+"""Receives a complete call: helper, inputs, output gradient, number of the backward pass."""
+
+
+class _Keep(torch.autograd.Function):
+    """Saves tensors as autograd does; its output only exists to own the node that has them."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return handle.view_as(handle)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise RuntimeError("never part of a loss")  # pragma: no cover
+
+
+class _Hook:
+    """A forward hook that dies with its capture, and that copies of the model do not share."""
+
+    def __init__(self, capture: Capture | None, helper: LayerHelper | None) -> None:
+        self._capture = None if capture is None else weakref.ref(capture)
+        self._helper = None if helper is None else weakref.ref(helper)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        capture = self._capture() if self._capture is not None else None
+        helper = self._helper() if self._helper is not None else None
+        if capture is not None and helper is not None:
+            capture._on_forward(helper, args, kwargs, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or pickled model is another model: its hooks do nothing.
+        return (_Hook, (None, None))
+
+
+@dataclass
+class _Passes:
+    """Numbers the backward passes of a window, at their outermost level."""
+
+    current: int | None = None
+    count: int = 0
+
+    def enter(self) -> int:
+        """Return the number of the pass under way; the first caller of a pass opens it."""
+        if self.current is None:
+            self.current = self.count
+            self.count += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+        return self.current
+
+    def leave(self) -> None:
+        """Close the pass."""
+        self.current = None
+
+
+@dataclass
+class Capture:
+    """The hooks on a model's layers.
+
+    Attributes:
+        sink: Receives the complete calls.
+        names: The qualified name of each helper's module, for errors.
+        enabled: Whether calls are captured; off between statistics steps.
+    """
+
+    sink: Sink | None = None
+    names: dict[LayerHelper, str] = field(default_factory=dict)
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._passes = _Passes()
+        self._finalizer = weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since `reset`."""
+        return self._passes.count
+
+    def attach(self, names: Mapping[LayerHelper, str]) -> None:
+        """Hook the helpers' modules, instead of those that were hooked before.
+
+        Args:
+            names: The qualified name of each helper's module.
+        """
+        _remove(self._handles)
+        self.names = dict(names)
+        for helper in names:
+            hook = _Hook(self, helper)
+            self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
+
+    def reset(self) -> None:
+        """Begin a new window."""
+        self._passes = _Passes()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._finalizer()
+
+    def _on_forward(
+        self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self.sink is None or not self.enabled:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
+            # opened before any nested one delivers gradients.
+            self._passes.enter()
+        elif self._passes.current is not None:
+            # A backward pass that raised never closed itself.
+            self._passes.leave()
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{self.names.get(helper, type(helper.module).__name__)}: "
+                f"{type(helper).__name__} serves modules that return one tensor, not "
+                f"{type(output).__name__}; skip the module or register a helper for its type"
+            )
+        if not output.requires_grad:
+            return
+        inputs = tuple(helper.inputs(args, kwargs))
+        needed = inputs if helper.weight is not None else ()
+        anchor = next(iter(helper.parameters.values()))
+        if not anchor.requires_grad:
+            return
+        kept = _Keep.apply(anchor.new_empty(0, requires_grad=True), *needed)
+        node, edge = kept.grad_fn, torch.autograd.graph.get_gradient_edge(anchor).node
+        output.register_hook(_GradientHook(weakref.ref(self), helper, node, edge))
+
+    def _on_gradient(
+        self, helper: LayerHelper, node: Any, edge: Any, gradient: Tensor
+    ) -> None:
+        # autograd.grad(loss, inputs) passes through here without touching any parameter.
+        if self.sink is None or not self.enabled or not torch._C._will_engine_execute_node(edge):
+            return
+        number = self._passes.enter()
+        device = gradient.device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            self.sink(helper, node.saved_tensors, gradient, number)
+
+
+class _GradientHook:
+    """The tensor hook of one call."""
+
+    __slots__ = ("_capture", "_edge", "_helper", "_node")
+
+    def __init__(
+        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edge: Any
+    ) -> None:
+        self._capture, self._helper, self._node, self._edge = capture, helper, node, edge
+
+    def __call__(self, gradient: Tensor) -> None:
+        capture = self._capture()
+        if capture is not None:
+            capture._on_gradient(self._helper, self._node, self._edge, gradient)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

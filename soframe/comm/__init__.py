@@ -1,0 +1,8 @@
+"""Communication: backends, packing and fusion. Transport is torch.distributed's."""
+
+from soframe.comm.base import Backend, Handle
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.recording import Recording
+from soframe.comm.single import SingleProcess
+
+__all__ = ["Backend", "Handle", "Recording", "SingleProcess", "TorchDistributed"]

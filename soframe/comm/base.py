@@ -1,0 +1,152 @@
+"""The backend: the few collectives that soframe needs, and the counting of what they carry.
+
+Ranks are numbers within the backend's own group. Every collective returns at once with a handle;
+``wait`` completes it. Every call is counted under the phase that it belongs to: its payload is the
+bytes of the tensor that this rank gives or receives, whatever the engine sends for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Handle:
+    """A collective under way.
+
+    Args:
+        wait: Completes it; None if it is complete.
+    """
+
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Complete the collective."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
+class Backend(ABC):
+    """Collectives among the ranks of one group.
+
+    Attributes:
+        rank: This process's rank in the group.
+        world_size: The number of ranks.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __init__(self) -> None:
+        self._traffic: dict[str, dict[str, int]] = {}
+
+    # -- what an implementation provides ------------------------------------------------------
+
+    @abstractmethod
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups that will communicate by themselves.
+
+        Args:
+            groups: Sorted ranks of each; the same list on every rank.
+        """
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        """Add up a contiguous tensor over all ranks, in place."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        """Copy a contiguous tensor from a rank to the others of a group, in place."""
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's contiguous tensor."""
+
+    def meet(self, what: str) -> None:  # noqa: B027 (optional)
+        """Wait until every rank is here, where the engine can name those that are missing.
+
+        Args:
+            what: What the ranks are about to do, for the error.
+        """
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """Return where a tensor must live to travel.
+
+        Args:
+            device: Where it lives.
+
+        Returns:
+            ``device`` itself unless the engine cannot send from there.
+        """
+        return device
+
+    # -- what the phases call -------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, phase: str) -> Handle:
+        """Add up a contiguous tensor over all ranks, in place.
+
+        Args:
+            tensor: The tensor.
+            phase: The phase that it is counted under.
+
+        Returns:
+            The handle.
+        """
+        if self.world_size == 1:
+            return Handle()
+        self._count(phase, tensor)
+        return self._all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
+        """Copy a contiguous tensor from a rank to the others of its group, in place.
+
+        Args:
+            tensor: The tensor.
+            source: The rank that has it.
+            group: Sorted ranks, this one among them.
+            phase: The phase that it is counted under.
+
+        Returns:
+            The handle.
+        """
+        if len(group) == 1:
+            return Handle()
+        self._count(phase, tensor)
+        return self._broadcast(tensor, source, group)
+
+    def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
+        """Return every rank's contiguous tensor of one common shape.
+
+        Args:
+            tensor: This rank's.
+            phase: The phase that it is counted under.
+
+        Returns:
+            One tensor per rank.
+        """
+        if self.world_size == 1:
+            return [tensor]
+        self._count(phase, tensor)
+        return self._all_gather(tensor)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return what was carried so far.
+
+        Returns:
+            Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
+        """
+        phases = {phase: dict(count) for phase, count in self._traffic.items()}
+        total = {
+            key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")
+        }
+        return {**phases, "total": total}
+
+    def _count(self, phase: str, tensor: Tensor) -> None:
+        count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
+        count["bytes"] += tensor.numel() * tensor.element_size()
+        count["calls"] += 1

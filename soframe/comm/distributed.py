@@ -1,0 +1,95 @@
+"""torch.distributed, with the engine of the process group: Gloo, NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soframe.comm.base import Backend, Handle
+from soframe.registry import register
+
+
+@register("backend", "torch")
+class TorchDistributed(Backend):
+    """The ranks of a process group.
+
+    Args:
+        group: The process group; None for the default one. Only its members may build this.
+        meet_timeout: How long ``meet`` waits for the other ranks, in seconds (Gloo).
+
+    Raises:
+        RuntimeError: If torch.distributed is not initialised.
+        ValueError: If this process is not a member of ``group``.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, meet_timeout: float = 300.0
+    ) -> None:
+        super().__init__()
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "backend 'torch': torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group first, or pass backend='single'"
+            )
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self._group)
+        if self.rank < 0:
+            raise ValueError("backend 'torch': this process is not a member of the given group")
+        self.world_size = dist.get_world_size(self._group)
+        self._engine = str(dist.get_backend(self._group))
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self._everyone = tuple(range(self.world_size))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {self._everyone: self._group}
+        self._meet_timeout = timedelta(seconds=meet_timeout)
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """See `Backend.prepare`."""
+        for ranks in groups:
+            if self.rank in ranks and ranks not in self._groups:
+                # Only members take part, since this backend's own group need not be the world.
+                self._groups[ranks] = dist.new_group(
+                    [self._global_ranks[rank] for rank in ranks],
+                    backend=self._engine,
+                    use_local_synchronization=True,
+                )
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """See `Backend.wire_device`."""
+        if self._engine == "nccl" and device.type != "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def meet(self, what: str) -> None:
+        """See `Backend.meet`.
+
+        Raises:
+            RuntimeError: If a rank does not come (Gloo names it; NCCL leaves it to its watchdog).
+        """
+        if self._engine != "gloo":
+            return
+        try:
+            dist.monitored_barrier(self._group, timeout=self._meet_timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} must be called by every rank: {error}") from error
+
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        work = dist.broadcast(
+            tensor, self._global_ranks[source], group=self._groups[group], async_op=True
+        )
+        return _handle(work)
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in self._everyone]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+
+def _handle(work: dist.Work | None) -> Handle:
+    return Handle(work.wait if work is not None else None)

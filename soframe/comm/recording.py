@@ -1,0 +1,101 @@
+"""A backend that writes down every collective, for tests and for counting without running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.comm.base import Backend, Handle
+from soframe.registry import register
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective.
+
+    Attributes:
+        operation: ``"all_reduce"``, ``"broadcast"`` or ``"all_gather"``.
+        numel: Elements of the tensor.
+        dtype: Its dtype.
+        source: The source of a broadcast.
+        group: The ranks that took part.
+    """
+
+    operation: str
+    numel: int
+    dtype: torch.dtype
+    source: int | None
+    group: tuple[int, ...]
+
+
+@register("backend", "recording")
+class Recording(Backend):
+    """Records, and passes on to another backend.
+
+    Args:
+        inner: The backend that does the work. Without one this is a rank of a world that exists
+            on paper: nothing travels, and tensors stay as this rank left them.
+        rank: This rank, where there is no ``inner``.
+        world_size: The ranks, where there is no ``inner``.
+
+    Attributes:
+        events: The collectives, in the order in which this rank entered them.
+        groups: The groups that were prepared.
+    """
+
+    def __init__(
+        self, inner: Backend | None = None, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        super().__init__()
+        self._inner = inner
+        self.rank = inner.rank if inner is not None else rank
+        self.world_size = inner.world_size if inner is not None else world_size
+        self.events: list[Event] = []
+        self.groups: list[tuple[int, ...]] = []
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """See `Backend.prepare`."""
+        self.groups.extend(groups)
+        if self._inner is not None:
+            self._inner.prepare(groups)
+
+    def meet(self, what: str) -> None:
+        """See `Backend.meet`."""
+        if self._inner is not None:
+            self._inner.meet(what)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """See `Backend.wire_device`."""
+        return device if self._inner is None else self._inner.wire_device(device)
+
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        self._record("all_reduce", tensor)
+        return Handle() if self._inner is None else self._inner._all_reduce(tensor)
+
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        self._record("broadcast", tensor, source, group)
+        if self._inner is not None:
+            return self._inner._broadcast(tensor, source, group)
+        if source != self.rank:
+            tensor.zero_()
+        return Handle()
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self._record("all_gather", tensor)
+        if self._inner is not None:
+            return self._inner._all_gather(tensor)
+        return [tensor.clone() for _ in range(self.world_size)]
+
+    def _record(
+        self,
+        operation: str,
+        tensor: Tensor,
+        source: int | None = None,
+        group: tuple[int, ...] | None = None,
+    ) -> None:
+        everyone = tuple(range(self.world_size))
+        event = Event(operation, tensor.numel(), tensor.dtype, source, group or everyone)
+        self.events.append(event)

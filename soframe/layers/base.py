@@ -1,0 +1,232 @@
+"""The layer helper: the one place that knows how a module lays out its tensors.
+
+Rows are ``[groups, batch, shared, features]``: ``groups`` are independent sub-layers of one module
+(the groups of a convolution; 1 otherwise), ``batch`` the samples, ``shared`` the positions at
+which one sample uses the same weights (sequence, space), ``features`` what a weight row multiplies.
+A layer's gradient is the matrix ``[groups, out, in]``; the bias, where it is part of the block, is
+the last input column, and its input is one.
+
+``input_rows`` and ``output_rows`` make a helper correct; everything else has a default that they
+imply. ``input_moment`` and ``output_moment`` may be overridden to be fast, and are then held equal
+to the plain version by ``soframe.testing.check_layer_helper``. No helper scales anything: that is
+the method's (``soframe/methods/scaling.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class BlockShape(NamedTuple):
+    """The shape of a block's gradient matrix, bias column included."""
+
+    groups: int
+    out_features: int
+    in_features: int
+
+
+class LayerHelper(ABC):
+    """How one module's tensors become rows and matrices.
+
+    Args:
+        module: The module.
+        weight: Whether the weight is part of the block (it is not when frozen).
+        bias: Whether the bias is part of the block.
+
+    Attributes:
+        module: The module.
+        weight: The weight, if it is part of the block.
+        bias: The bias, if it is part of the block.
+    """
+
+    def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
+        self.module = module
+        own_weight = module._parameters.get("weight")
+        own_bias = module._parameters.get("bias")
+        self.weight = own_weight if weight else None
+        self.bias = own_bias if bias else None
+        self._full_weight = own_weight
+        self._signature = inspect.signature(module.forward)
+
+    # -- required ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """Return the rows that the weight multiplies, without the bias column.
+
+        Args:
+            *inputs: What the module was called with, in the order of ``forward``'s parameters.
+
+        Returns:
+            ``[groups, batch, shared, in_features]`` (features of the weight alone), in the
+            inputs' dtype.
+        """
+
+    @abstractmethod
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        """Return the rows of the gradient of the module's output.
+
+        Args:
+            grad_output: The gradient, of the output's shape.
+
+        Returns:
+            ``[groups, batch, shared, out_features]``, with rows in the order of ``input_rows``.
+        """
+
+    # -- defaults ---------------------------------------------------------------------------
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Return why this helper cannot serve a module, or None if it can.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The reason for the registration report.
+        """
+        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            return "its weight is not a parameter of its own (parametrised or computed)"
+        extra = sorted(set(module._parameters) - {"weight", "bias"})
+        if extra:
+            return f"it has parameters that {cls.__name__} does not know: {', '.join(extra)}"
+        return None
+
+    @property
+    def groups(self) -> int:
+        """The number of independent sub-layers."""
+        return 1
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the block's gradient matrix."""
+        assert self._full_weight is not None
+        rows = self._full_weight.shape[0]
+        columns = self._full_weight.numel() // rows if self.weight is not None else 0
+        return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of the block, by their name in the module."""
+        own = {"weight": self.weight, "bias": self.bias}
+        return {name: p for name, p in own.items() if p is not None}
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Return the tensors of a call, however they were given.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The tensors in the order of ``forward``'s parameters.
+        """
+        if kwargs:
+            args = tuple(self._signature.bind(*args, **kwargs).arguments.values())
+        return tuple(value for value in args if isinstance(value, Tensor))
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Pack tensors of the parameters' shapes into the block's matrix.
+
+        Args:
+            weight: A tensor of the weight's shape; None where it is not part of the block.
+            bias: A tensor of the bias's shape; None where it is not part of the block.
+
+        Returns:
+            ``[groups, out, in]``; a view of ``weight`` where there is no bias.
+        """
+        columns = []
+        if weight is not None:
+            columns.append(weight.reshape(self.groups, weight.shape[0] // self.groups, -1))
+        if bias is not None:
+            columns.append(bias.reshape(self.groups, -1, 1))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Undo ``to_matrix``.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+
+        Returns:
+            Views of the matrix in the shapes of the weight and the bias; None for those that are
+            not part of the block.
+        """
+        weight = bias = None
+        if self.bias is not None:
+            bias = matrix[:, :, -1].reshape(self.bias.shape)
+            matrix = matrix[:, :, :-1]
+        if self.weight is not None:
+            weight = matrix.reshape(self.weight.shape)
+        return weight, bias
+
+    def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """Return the input rows of the block: those of the weight, then ones for the bias.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups, batch, shared, in]`` in the dtype of ``output_rows``.
+
+        Raises:
+            ValueError: If the helper's two kinds of rows do not belong together.
+        """
+        ones = output_rows.new_ones(()).expand(*output_rows.shape[:3], 1)
+        if self.weight is None:
+            return ones
+        rows = self.input_rows(*inputs).to(output_rows.dtype)
+        if rows.shape[:3] != output_rows.shape[:3]:
+            raise ValueError(
+                f"{type(self).__name__}: input_rows gives [groups, batch, shared] = "
+                f"{tuple(rows.shape[:3])} and output_rows {tuple(output_rows.shape[:3])}; "
+                f"they must be equal"
+            )
+        return rows if self.bias is None else torch.cat([rows, ones], dim=3)
+
+    # -- fast paths: override together with a test that holds them equal ----------------------
+
+    def input_moment(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """Return the sum of ``a a^T`` over batch and positions.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient, in the factors' dtype.
+
+        Returns:
+            ``[groups, in, in]`` in the dtype of ``output_rows``.
+        """
+        return moment(self.block_rows(inputs, output_rows))
+
+    def output_moment(self, output_rows: Tensor) -> Tensor:
+        """Return the sum of ``g g^T`` over batch and positions.
+
+        Args:
+            output_rows: ``[groups, batch, shared, out]`` in the factors' dtype.
+
+        Returns:
+            ``[groups, out, out]``.
+        """
+        return moment(output_rows)
+
+
+def moment(rows: Tensor) -> Tensor:
+    """Return the sum of the outer products of rows.
+
+    Args:
+        rows: ``[groups, batch, shared, features]``.
+
+    Returns:
+        ``[groups, features, features]``.
+    """
+    flat = rows.flatten(1, 2)
+    if flat.shape[0] == 1:
+        return (flat[0].T @ flat[0]).unsqueeze(0)
+    return flat.transpose(1, 2) @ flat

@@ -1,0 +1,28 @@
+"""Linear layers, with any leading dimensions: ``[batch, ..., features]``."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from soframe.layers.base import LayerHelper
+from soframe.registry import register
+
+
+@register("layer", nn.Linear)
+class LinearHelper(LayerHelper):
+    """``y = x W^T + b``: the first dimension is the batch, those in between are positions."""
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`."""
+        return _rows(inputs[0])
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        """See `LayerHelper.output_rows`."""
+        return _rows(grad_output)
+
+
+def _rows(x: Tensor) -> Tensor:
+    if x.dim() == 1:
+        return x.view(1, 1, 1, -1)
+    shared = x[0, ..., 0].numel() if x.shape[0] else 1
+    return x.reshape(1, x.shape[0], shared, x.shape[-1])

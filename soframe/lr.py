@@ -1,0 +1,89 @@
+"""The live learning rate of each block, for the KL clip."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks import Block
+from soframe.schedules import Schedule, Scheduled
+
+ASSUMED_LR = 0.1
+"""What the KL clip assumes where it is told nothing, as KAISA does."""
+
+
+class LearningRates:
+    """Where learning rates come from: the optimizer's groups, or a schedule.
+
+    Args:
+        optimizer: The optimizer, read at every step.
+        lr: A schedule, instead of the optimizer.
+        clipped: Whether anything will ask.
+
+    Raises:
+        ValueError: If both are given.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, lr: Schedule | None, *, clipped: bool
+    ) -> None:
+        if optimizer is not None and lr is not None:
+            raise ValueError("pass optimizer= or lr=, not both: the KL clip needs one source")
+        if clipped and optimizer is None and lr is None:
+            warnings.warn(
+                f"soframe: the KL clip assumes a learning rate of {ASSUMED_LR}; pass "
+                f"optimizer=... (its live rates are used), lr=..., or kl_clip=None",
+                stacklevel=3,
+            )
+        self._optimizer = optimizer
+        self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._sizes: list[int] = []
+
+    def check(self, blocks: Sequence[Block]) -> None:
+        """Check that the optimizer has every block.
+
+        Args:
+            blocks: The blocks.
+
+        Raises:
+            ValueError: If it lacks one.
+        """
+        if self._optimizer is None:
+            return
+        self._read_groups(self._optimizer)
+        for block in blocks:
+            for name, parameter in block.parameters.items():
+                if id(parameter) not in self._group_of:
+                    raise ValueError(
+                        f"{block.name}.{name} is not in the given optimizer: add it to a "
+                        f"parameter group, skip the module (skip=[{block.name!r}]), or pass lr= "
+                        f"instead of optimizer="
+                    )
+
+    def of(self, blocks: Sequence[Block], step: int) -> list[float | Tensor]:
+        """Return the learning rate of each block.
+
+        Args:
+            blocks: The blocks.
+            step: Completed steps.
+
+        Returns:
+            Numbers, or the scalar tensors that capturable optimizers keep.
+        """
+        if self._optimizer is None:
+            return [self._schedule.at(step)] * len(blocks)
+        if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
+            self.check(blocks)
+        return [
+            self._group_of[id(next(iter(block.parameters.values())))]["lr"] for block in blocks
+        ]
+
+    def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        self._sizes = [len(group["params"]) for group in groups]
+        self._group_of = {id(p): group for group in groups for p in group["params"]}

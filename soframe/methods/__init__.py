@@ -1,0 +1,6 @@
+"""Curvature methods: which factors a block has, and what they do to a gradient."""
+
+from soframe.methods.base import Call, Method
+from soframe.methods.kfac import KFAC
+
+__all__ = ["KFAC", "Call", "Method"]

@@ -1,0 +1,74 @@
+"""The method: which factors a block has, what a call adds to them, how they precondition.
+
+A method sees one call of one layer at a time, as rows, and adds plain sums to the statistics; how
+sums and counts become averages is `soframe.methods.scaling`. At the end of the step it is given
+the gradient as a matrix ``[groups, out, in]`` and the second-order data of the block's factors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soframe.factors import FactorSpec, SecondOrder
+from soframe.layers.base import BlockShape, LayerHelper
+from soframe.solvers.base import Solver
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer whose output received a gradient.
+
+    Attributes:
+        helper: The helper of the module that was called.
+        inputs: The tensors that it was called with.
+        output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
+    """
+
+    helper: LayerHelper
+    inputs: tuple[Tensor, ...]
+    output_rows: Tensor
+
+
+class Method(ABC):
+    """A curvature approximation."""
+
+    @abstractmethod
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """Return the factors of a block.
+
+        Args:
+            shape: The shape of the block's gradient matrix.
+
+        Returns:
+            The factors, in a fixed order.
+        """
+
+    @abstractmethod
+    def statistics(self, call: Call) -> dict[str, Tensor]:
+        """Return what a call adds to each factor: plain sums over samples and positions.
+
+        Args:
+            call: The call.
+
+        Returns:
+            A tensor of the factor's shape for each factor.
+        """
+
+    @abstractmethod
+    def precondition(
+        self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
+    ) -> Tensor:
+        """Return the preconditioned gradient.
+
+        Args:
+            gradient: ``[groups, out, in]``.
+            data: The second-order data of each factor.
+            solver: The solver that made the data.
+            damping: The damping of this step.
+
+        Returns:
+            ``[groups, out, in]``, in a new tensor.
+        """

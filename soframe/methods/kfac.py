@@ -1,0 +1,44 @@
+"""K-FAC: the block of a layer as the Kronecker product ``A ⊗ G`` (Martens and Grosse, 2015).
+
+A is the second moment of the layer's inputs, G that of the gradients of its outputs. With weight
+sharing every position is treated as a sample of its own (*expand*: Eschenhagen et al., 2023), which
+for convolutions is KFC (Grosse and Martens, 2016).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soframe.factors import FactorSpec, SecondOrder
+from soframe.layers.base import BlockShape
+from soframe.methods.base import Call, Method
+from soframe.registry import register
+from soframe.solvers.base import Solver
+
+
+@register("method", "kfac")
+@dataclass(frozen=True)
+class KFAC(Method):
+    """Kronecker-factored approximate curvature, expand setting."""
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: A acts on the inputs' side, G on the outputs'."""
+        return (
+            FactorSpec("A", "right", shape.groups, shape.in_features),
+            FactorSpec("G", "left", shape.groups, shape.out_features),
+        )
+
+    def statistics(self, call: Call) -> dict[str, Tensor]:
+        """See `Method.statistics`."""
+        return {
+            "A": call.helper.input_moment(call.inputs, call.output_rows),
+            "G": call.helper.output_moment(call.output_rows),
+        }
+
+    def precondition(
+        self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
+    ) -> Tensor:
+        """See `Method.precondition`: ``(A ⊗ G + damping I)^-1`` as the solver takes it."""
+        return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)

@@ -1,0 +1,161 @@
+"""The scale of the factors: the only place that divides by anything.
+
+Convention. The loss is the mean over N samples, and the block of a layer is
+``F = (1/N) sum_n J_n^T H_n J_n``. With inputs ``a`` and gradients ``g`` of the outputs of one
+sample's own loss, over positions t of samples n (T of them per sample on average):
+
+    A = (1/N) sum_{n,t} a a^T        G = (1/(N T)) sum_{n,t} g g^T
+
+so that ``A ⊗ G = F`` wherever K-FAC is exact. What the hooks see is not ``g`` but ``g0``, what the
+loss made of it: ``g`` with a weight. Three declarations say which weight (``loss_average``):
+
+- ``"local"``: each backward pass is a mean over its own samples, divided by the number k of
+  backward passes since the last step; ranks are averaged. So ``g = k N_c g0`` for a pass over N_c
+  samples, and a sample counts as much as the gradient counts it: ``1 / (W k N_c)`` on W ranks.
+- ``"global"``: the loss is scaled so that the gradient, averaged over ranks, is the mean over all
+  N samples of all passes and ranks. So ``g = (N / W) g0``, and every sample counts alike.
+- ``"sum"``: the loss is a sum over samples. So ``g = g0``; the factors are still those of the mean.
+
+For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch:
+every call's own mean of ``g0 g0^T``, with rows divided by the number of locations for convolutions.
+
+Every rank turns its sums into a *contribution* that only needs to be added up over ranks and
+divided by the added-up *weight*: statistics stay linear until they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+LossAverage = Literal["local", "global", "sum"]
+Scaling = Literal["fisher", "kaisa"]
+
+
+@dataclass(frozen=True)
+class CallScale:
+    """How one call enters the sums: multipliers of its ``sum a a^T`` and ``sum g0 g0^T``."""
+
+    inputs: float
+    outputs: float
+
+
+@dataclass
+class Counts:
+    """What was counted of one block in one window on one rank.
+
+    Attributes:
+        samples: Samples per backward pass, by the pass's number.
+        rows: Rows (samples times positions) per backward pass, by the pass's number.
+        calls: Calls of the block's modules.
+    """
+
+    samples: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    calls: int = 0
+
+    def add(self, backward: int, samples: int, rows: int) -> None:
+        """Count one call.
+
+        Args:
+            backward: The number of the backward pass.
+            samples: Its samples; calls of the same pass share the first one's.
+            rows: The call's rows.
+        """
+        self.samples.setdefault(backward, samples)
+        self.rows[backward] = self.rows.get(backward, 0) + rows
+        self.calls += 1
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank contributes: multipliers of its sums, and weights to divide by.
+
+    Attributes:
+        inputs: Multiplier of the sum over inputs.
+        outputs: Multiplier of the sum over output gradients.
+        input_weight: The rank's share of the divisor of A.
+        output_weight: The rank's share of the divisor of G.
+    """
+
+    inputs: float = 0.0
+    outputs: float = 0.0
+    input_weight: float = 0.0
+    output_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The convention in force.
+
+    Attributes:
+        scaling: ``"fisher"`` or ``"kaisa"``.
+        loss_average: What the loss is a mean of.
+        world_size: Over how many ranks the gradient is averaged.
+    """
+
+    scaling: Scaling = "fisher"
+    loss_average: LossAverage = "local"
+    world_size: int = 1
+
+    def call(
+        self, module: nn.Module, samples: int, batch: int, shared: int, grad_scale: float
+    ) -> CallScale:
+        """Return how one call enters the sums.
+
+        Args:
+            module: The module that was called.
+            samples: N_c, the samples of the backward pass.
+            batch: The call's batch.
+            shared: The call's positions.
+            grad_scale: What the loss was multiplied by (``GradScaler``).
+
+        Returns:
+            The multipliers.
+        """
+        unscale = 1.0 / grad_scale**2
+        if self.scaling == "kaisa":
+            per_row = 1.0 / (batch * shared)
+            if isinstance(module, nn.modules.conv._ConvNd):
+                per_row /= shared**2
+            return CallScale(per_row, per_row * unscale)
+        if self.loss_average == "local":
+            return CallScale(1.0 / samples, samples * unscale)
+        return CallScale(1.0, unscale)
+
+    def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
+        """Return what this rank adds to the sum over ranks.
+
+        Args:
+            counts: What was counted of the block.
+            passes: The samples of every backward pass of the window, whether or not it used the
+                block: a sample that does not reach a layer still counts in N.
+
+        Returns:
+            The multipliers and weights; all zero for a rank that saw nothing.
+        """
+        if not passes:
+            return Contribution()
+        if self.scaling == "kaisa":
+            return Contribution(1.0, 1.0, counts.calls, counts.calls)
+        if self.loss_average == "local":
+            k = len(passes)
+            positions = sum(rows / counts.samples[c] for c, rows in counts.rows.items())
+            return Contribution(1.0 / k, k, 1.0, positions / k)
+        samples = sum(counts.samples.get(c, own) for c, own in passes.items())
+        return Contribution(1.0, 1.0, samples, sum(counts.rows.values()))
+
+    def gradient_scale(self, input_weight: float) -> float:
+        """Return what is left to multiply G by once the weights of all ranks are known.
+
+        Args:
+            input_weight: The added-up ``input_weight`` (N for ``"global"``).
+
+        Returns:
+            The square of the factor between ``g`` and ``g0`` that no rank can know alone.
+        """
+        if self.scaling == "fisher" and self.loss_average == "global":
+            return (input_weight / self.world_size) ** 2
+        return 1.0

@@ -1,0 +1,400 @@
+"""The preconditioner: the step, as data flows.
+
+Two lines add it to a training script::
+
+    preconditioner = soframe.Preconditioner(model, optimizer=optimizer)
+    ...
+    loss.backward()
+    preconditioner.step()
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from soframe import solving, state
+from soframe.blocks import Block
+from soframe.capture import Capture
+from soframe.comm.base import Backend
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.single import SingleProcess
+from soframe.follow import Watch, carry_over
+from soframe.layers.base import LayerHelper
+from soframe.lr import LearningRates
+from soframe.methods.scaling import LossAverage, Scale, Scaling
+from soframe.registration import Choice, Choices, Registration, unwrap
+from soframe.registry import KINDS
+from soframe.report import Report
+from soframe.schedules import Every, Interval, Schedule, Scheduled
+from soframe.statistics import Samples, Statistics
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import Placement
+from soframe.trust_region.kl_clip import kl_clip_factor
+
+COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
+
+
+class Preconditioner:
+    """Rewrites the gradients of a model, in place, with second-order information.
+
+    Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
+    ``torch.amp.GradScaler`` call ``scaler.unscale_(optimizer)`` first.
+
+    Args:
+        model: The model; DistributedDataParallel and compiled wrappers are looked through.
+        method: The curvature method: a name, class, instance, or a mapping from patterns on module
+            names to one of these (first match wins).
+        solver: The solver, chosen likewise.
+        strategy: The distribution strategy: a name, class or instance.
+        backend: The communication backend; None for torch.distributed where it is initialised,
+            else one process.
+        damping: Added to the curvature's eigenvalues.
+        decay: What the running factors keep of their past at each statistics step.
+        kl_clip: Bound on the KL divergence of a step; None turns it off.
+        optimizer: The optimizer whose learning rates the KL clip reads at every step.
+        lr: The learning rate for the KL clip where there is no ``optimizer``.
+        statistics_every: Interval of statistics steps, in steps.
+        solve_every: Interval of solves, in steps.
+        skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
+        scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
+        loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
+            samples), ``"global"`` (all samples of all passes and ranks) or ``"sum"``. See
+            `soframe.methods.scaling`.
+        samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
+            own term, as in language models), or a callable that returns the number of samples of
+            the backward pass under way.
+        layers: Helper classes by patterns on module names, asked before the registry.
+        grad_scaler: The ``GradScaler`` in use, or a callable that returns what the loss is
+            multiplied by.
+        dtype: The dtype of factors and second-order data; None for the parameters', at least
+            float32.
+
+    Attributes:
+        placement: Who owns, preconditions and receives what.
+        counters: Updates and statistics that were skipped since something was not finite, and
+            factorisations that were retried in float64 or failed.
+
+    Raises:
+        ValueError: If a setting is out of range, a component does not exist, the model has nothing
+            to precondition, or the ranks do not agree on the placement.
+        TypeError: If a setting has the wrong type.
+    """  # noqa: DOC502
+
+    placement: Placement
+    counters: dict[str, int]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Choice = "kfac",
+        solver: Choice = "eigen",
+        strategy: str | type[Strategy] | Strategy = "comm-opt",
+        backend: str | type[Backend] | Backend | None = None,
+        *,
+        damping: Schedule = 1e-3,
+        decay: Schedule = 0.95,
+        kl_clip: Schedule | None = 1e-3,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr: Schedule | None = None,
+        statistics_every: Interval = 1,
+        solve_every: Interval = 10,
+        skip: Sequence[str] = (),
+        scaling: Scaling = "fisher",
+        loss_average: LossAverage = "local",
+        samples: Samples = "batch",
+        layers: Mapping[str, type[LayerHelper]] | None = None,
+        grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _require("scaling", scaling, ("fisher", "kaisa"))
+        _require("loss_average", loss_average, ("local", "global", "sum"))
+        if not callable(samples):
+            _require("samples", samples, ("batch", "positions"))
+        if isinstance(skip, str):
+            raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
+        self._model = unwrap(model)
+        self._damping = Scheduled("damping", damping)
+        self._decay = Scheduled("decay", decay, high=1.0)
+        self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
+        self._statistics_every = Every("statistics_every", statistics_every)
+        self._solve_every = Every("solve_every", solve_every)
+        self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
+        self._scaling, self._samples = scaling, samples
+        self._loss_average = loss_average
+        self._scaler = grad_scaler
+        self._optimizer = optimizer
+        self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
+        self._backend = _backend(backend)
+        self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
+        self._steps = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._capture = Capture()
+        self._closed = False
+        self._blocks: list[Block] = []
+        self._build()
+
+    # -- the step -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Rewrite ``.grad`` of every registered parameter, in place.
+
+        Raises:
+            RuntimeError: If the preconditioner is closed, or a ``GradScaler`` still scales the
+                gradients.
+        """
+        self._require_ready()
+        self._follow_model()
+        damping = self._damping.at(self._steps)
+        with_statistics = self._takes_statistics()
+        finite, weights = self._agree(with_statistics)
+        if weights is not None:
+            self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
+        due = [block for block in self._blocks if block.running and self._is_due(block)]
+        if due:
+            solving.solve(
+                self._blocks, due, self.placement, self._backend, damping, self.counters
+            )
+        pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
+        if finite:
+            self._write(pairs)
+        else:
+            self._discard_gradients()
+        self._next_step()
+
+    def _agree(self, with_statistics: bool) -> tuple[bool, list[float] | None]:
+        """Agree with all ranks on what is finite and what the statistics weigh.
+
+        Args:
+            with_statistics: Whether this is a statistics step.
+
+        Returns:
+            Whether the gradients of all ranks are finite; and the added-up weights of the
+            statistics if they are to be used.
+        """
+        bad_gradient = not gradients_are_finite(self._model)
+        bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
+        own = [float(bad_gradient), float(bad_statistics)]
+        if with_statistics:
+            own += self._statistics.weights()
+        vector = torch.tensor(own, dtype=torch.float64)
+        vector = vector.to(self._backend.wire_device(vector.device))
+        self._backend.all_reduce(vector, "agree").wait()
+        bad_gradients, bad, *weights = vector.tolist()
+        self.counters["skipped_updates"] += bad_gradients > 0
+        self.counters["skipped_statistics"] += bad > 0
+        usable = with_statistics and not bad
+        return not bad_gradients, weights if usable else None
+
+    def _is_due(self, block: Block) -> bool:
+        return not block.solved or self._solve_every.due(self._steps)
+
+    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
+        """Clip and write the preconditioned gradients."""
+        if not pairs:
+            return
+        results, gradients = zip(*pairs.values(), strict=True)
+        if self._kl_clip is not None:
+            lrs = self._lrs.of(list(pairs), self._steps)
+            kappa = self._kl_clip.at(self._steps)
+            factor = kl_clip_factor(results, gradients, lrs, kappa)
+            for result in results:
+                result.mul_(factor.to(result.device))
+        for block, result in zip(pairs, results, strict=True):
+            block.write(result)
+
+    def _discard_gradients(self) -> None:
+        """Zero all gradients: the optimizer's step then costs one update, not the weights."""
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _next_step(self) -> None:
+        self._steps += 1
+        self._hungry = max(0, self._hungry - 1)
+        self._new_window()
+
+    def _new_window(self) -> None:
+        self._statistics.clear()
+        self._capture.reset()
+        self._capture.enabled = self._takes_statistics()
+
+    def _takes_statistics(self) -> bool:
+        return self._hungry > 0 or self._statistics_every.due(self._steps)
+
+    # -- building -----------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Register the model, place the work and hook the layers."""
+        registration = Registration(self._model, self._choices)
+        if not registration.blocks:
+            raise ValueError(
+                f"there is nothing to precondition in {type(self._model).__name__}:\n"
+                f"{registration.report}"
+            )
+        old, self._blocks = self._blocks, registration.blocks
+        carry_over(old, self._blocks)
+        # Blocks that are new to a running preconditioner do not wait for the next interval.
+        known = {block.name for block in self._blocks if block.running or block.sums}
+        # This window may not have captured them; the next one does.
+        self._hungry = 2 if old and len(known) < len(self._blocks) else 0
+        self._report = registration.report
+        self._watch = Watch(self._model)
+        self._lrs.check(self._blocks)
+        self.placement = self._strategy.place(
+            [block.work for block in self._blocks], self._backend.world_size
+        )
+        self.placement.validate()
+        self._compare_placements()
+        self._backend.prepare(self.placement.groups())
+        scale = Scale(self._scaling, self._loss_average, self._backend.world_size)
+        self._statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        self._capture.sink = self._statistics.add
+        self._capture.attach(
+            {helper: block.name for block in self._blocks for helper in block.helpers}
+        )
+
+    def _compare_placements(self) -> None:
+        """Check that all ranks would execute the same placement.
+
+        Raises:
+            ValueError: On every rank, if they would not.
+        """
+        own = state.digest_tensor(self.placement)
+        own = own.to(self._backend.wire_device(own.device))
+        digests = self._backend.all_gather(own, "start")
+        others = [rank for rank, d in enumerate(digests) if not torch.equal(d, digests[0])]
+        if others:
+            raise ValueError(
+                f"the placement of rank(s) {others} differs from rank 0's: models, skipped or "
+                f"frozen layers, methods, solvers or strategies are not the same on every rank. "
+                f"This rank's:\n{self.placement}"
+            )
+
+    def _follow_model(self) -> None:
+        if self._watch.changed():
+            self._build()
+
+    def _grad_scale(self) -> float:
+        scaler = self._scaler
+        if scaler is None:
+            return 1.0
+        return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler())
+
+    def _require_ready(self) -> None:
+        if self._closed:
+            raise RuntimeError("this preconditioner is closed")
+        scaler, optimizer = self._scaler, self._optimizer
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and optimizer is not None:
+            known = scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+            if known["stage"] is OptState.READY:
+                raise RuntimeError(
+                    "the gradients are still scaled: call scaler.unscale_(optimizer) between "
+                    "backward() and preconditioner.step()"
+                )
+
+    # -- what users ask -----------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return every parameter with its block, or the reason why it has none.
+
+        Returns:
+            The report; print it, or iterate over its rows.
+        """
+        seen = self._steps > 0
+        idle = {block.name for block in self._blocks if seen and not block.running}
+        return self._report.with_note("no statistics so far: not used in training", idle)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank holds.
+
+        Returns:
+            ``"factors"``, ``"second_order"``, ``"statistics"`` (of the window under way) and their
+            ``"total"``.
+        """
+        return state.memory_usage(self._blocks)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return what this rank's collectives carried so far.
+
+        Returns:
+            Phase -> ``{"bytes", "calls"}``, and ``"total"``. Bytes are those of the tensors that
+            this rank gives or receives, not what an engine's algorithm makes of them.
+        """
+        return self._backend.traffic()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, independent of world size and strategy.
+
+        Where the strategy leaves second-order data on some ranks only (all but ``comm-opt``), call
+        it on every rank. What a window under way has gathered is not part of the state.
+
+        Returns:
+            Tensors, numbers and strings in dicts, for ``torch.save``.
+        """
+        return state.save(
+            self._blocks,
+            self.placement,
+            self._backend,
+            self.counters,
+            self._steps,
+            self._scaling,
+        )
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a state, perhaps of another world size, strategy or solver.
+
+        Args:
+            saved: What `state_dict` returned.
+
+        Raises:
+            ValueError: If the state is foreign, truncated or of another model; nothing has changed
+                then.
+        """  # noqa: DOC502
+        state.check(saved, self._blocks, self._scaling)
+        state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
+        self._steps = saved["step"]
+        self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self._new_window()
+
+    def close(self) -> None:
+        """Remove every hook; the preconditioner cannot be used afterwards."""
+        self._capture.close()
+        self._closed = True
+
+
+def gradients_are_finite(model: nn.Module) -> bool:
+    """Return whether every gradient of a model is finite.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False if any element of any gradient is infinite or not a number.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if not dense:
+        return True
+    return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())
+
+
+def _backend(choice: str | type[Backend] | Backend | None) -> Backend:
+    if choice is None:
+        distributed = dist.is_available() and dist.is_initialized()
+        return TorchDistributed() if distributed else SingleProcess()
+    backend = KINDS["backend"].build(choice, Backend)
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def _require(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

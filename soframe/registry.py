@@ -1,0 +1,238 @@
+"""One registry for every kind of component.
+
+A component is chosen by name (``strategy="mem-opt"``), by class, or by instance with its options
+(``strategy=MemOpt(...)``); layer helpers are looked up by module type along the MRO. Packages that
+are installed add components through entry points in the groups ``soframe.layer``,
+``soframe.method``, ``soframe.solver``, ``soframe.strategy`` and ``soframe.backend``: the entry
+point's name is the key and its object the class (for layers, importing the object must register
+it, since the key is a type).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+
+
+class Registry:
+    """The components of one kind, by key.
+
+    Args:
+        kind: What the components are, for messages and the entry-point group, e.g. ``"solver"``.
+        key_type: ``str`` for components chosen by name, ``type`` for components of module types.
+    """
+
+    def __init__(self, kind: str, key_type: type = str) -> None:
+        self.kind = kind
+        self.key_type = key_type
+        self._components: dict[Any, type] = {}
+        self._discovered = False
+
+    @property
+    def group(self) -> str:
+        """The entry-point group through which other packages add to this registry."""
+        return f"soframe.{self.kind}"
+
+    def register(self, key: Any, *, override: bool = False) -> Callable[[C], C]:
+        """Return a class decorator that adds the class under ``key``.
+
+        Args:
+            key: The name, or for layers the module type.
+            override: Replace what is registered under ``key``.
+
+        Returns:
+            The decorator; it returns the class unchanged.
+
+        Raises:
+            TypeError: If ``key`` is not of this registry's key type.
+        """
+        if not isinstance(key, self.key_type):
+            raise TypeError(
+                f"a {self.kind} is registered under a {self.key_type.__name__}, not {key!r}"
+            )
+
+        def add(component: C) -> C:
+            self._add(key, component, override=override)
+            return component
+
+        return add
+
+    def _add(self, key: Any, component: type, *, override: bool = False) -> None:
+        known = self._components.get(key)
+        if known is not None and known is not component and not override:
+            # The same class from a reloaded module (a notebook, importlib.reload) replaces itself.
+            same = (known.__module__, known.__qualname__) == (
+                component.__module__,
+                component.__qualname__,
+            )
+            if not same:
+                raise ValueError(
+                    f"{self.kind} {self._show(key)} is already {known.__module__}."
+                    f"{known.__qualname__}; choose another key or pass override=True "
+                    f"(registered: {self._list()})"
+                )
+        self._components[key] = component
+
+    def discover(self) -> None:
+        """Import the components of installed packages, once.
+
+        Raises:
+            ValueError: If an entry point clashes with a registered component, or a layer's entry
+                point registers nothing.
+        """
+        if self._discovered:
+            return
+        self._discovered = True
+        for point in entry_points(group=self.group):
+            component = point.load()
+            if component in self._components.values():
+                continue
+            if self.key_type is not str:
+                raise ValueError(
+                    f"entry point {point.name!r} of {self.group} loads {component!r}, which "
+                    f"registers itself for no module type: decorate it with "
+                    f"@soframe.register({self.kind!r}, ModuleType)"
+                )
+            self._add(point.name, component)
+
+    def available(self) -> dict[Any, type]:
+        """Return every component by key, those of installed packages included."""
+        self.discover()
+        return dict(self._components)
+
+    def get(self, key: Any) -> type:
+        """Return the class under ``key``.
+
+        Args:
+            key: The name, or for layers the exact module type.
+
+        Returns:
+            The registered class.
+
+        Raises:
+            ValueError: If there is none; the message lists those that do exist.
+        """
+        self.discover()
+        try:
+            return self._components[key]
+        except KeyError:
+            raise ValueError(
+                f"no {self.kind} {self._show(key)}; registered: {self._list()}"
+            ) from None
+
+    def lookup(self, module_type: type) -> type | None:
+        """Return the class for a module type: the nearest registered one along its MRO.
+
+        Args:
+            module_type: The type of the module.
+
+        Returns:
+            The registered class, or None.
+        """
+        self.discover()
+        for base in module_type.__mro__:
+            if base in self._components:
+                return self._components[base]
+        return None
+
+    def build(self, choice: Any, base: type) -> Any:
+        """Return a component from a name, a class or an instance.
+
+        Args:
+            choice: A registered name, a subclass of ``base``, or an instance of it.
+            base: The class that components of this kind extend.
+
+        Returns:
+            The instance; classes are built with their default options.
+
+        Raises:
+            TypeError: If ``choice`` is none of these.
+        """
+        if isinstance(choice, str):
+            return self.get(choice)()
+        if isinstance(choice, base):
+            return choice
+        if isinstance(choice, type) and issubclass(choice, base):
+            return choice()
+        raise TypeError(
+            f"a {self.kind} is a name ({self._list()}), a {base.__name__} class or an instance "
+            f"of one, not {choice!r}"
+        )
+
+    def _show(self, key: Any) -> str:
+        return repr(key) if isinstance(key, str) else f"{key.__module__}.{key.__qualname__}"
+
+    def _list(self) -> str:
+        return ", ".join(sorted(self._show(key) for key in self._components)) or "none"
+
+
+KINDS: dict[str, Registry] = {
+    "layer": Registry("layer", type),
+    "method": Registry("method"),
+    "solver": Registry("solver"),
+    "strategy": Registry("strategy"),
+    "backend": Registry("backend"),
+}
+
+
+def _kind(kind: str) -> Registry:
+    if kind not in KINDS:
+        raise ValueError(f"no kind {kind!r} of component; there are: {', '.join(KINDS)}")
+    return KINDS[kind]
+
+
+def register(kind: str, key: Any, *, override: bool = False) -> Callable[[C], C]:
+    """Return a class decorator that registers a component.
+
+    Args:
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"`` or ``"backend"``.
+        key: The component's name; for ``"layer"`` the module type that it serves.
+        override: Replace a component that is registered under the same key.
+
+    Returns:
+        The decorator; it returns the class unchanged.
+
+    Raises:
+        ValueError: If the kind does not exist or the key is taken.
+        TypeError: If the key is of the wrong type.
+
+    Example:
+        >>> @soframe.register("solver", "my-solver")
+        ... class MySolver(soframe.Solver): ...
+    """
+    return _kind(kind).register(key, override=override)
+
+
+def available(kind: str) -> dict[Any, type]:
+    """Return the registered components of a kind, by key.
+
+    Args:
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"`` or ``"backend"``.
+
+    Returns:
+        The classes by name (for layers: by module type), installed packages' included.
+
+    Raises:
+        ValueError: If the kind does not exist.
+    """
+    return _kind(kind).available()
+
+
+def first_match(patterns: Iterable[str], *names: str) -> str | None:
+    """Return the first pattern that is found in one of the names.
+
+    Args:
+        patterns: Regular expressions (``re.search``: anchor with ``^`` and ``$``), in order.
+        *names: For example a module's qualified name and its class name.
+
+    Returns:
+        The pattern, or None if there is no match.
+    """
+    for pattern in patterns:
+        if any(re.search(pattern, name) for name in names):
+            return pattern
+    return None

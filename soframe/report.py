@@ -1,0 +1,77 @@
+"""The registration report: every parameter ends in a block, or has a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from soframe.text import format_table
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """Where one parameter ended.
+
+    Attributes:
+        parameter: The parameter's qualified name.
+        shape: Its shape.
+        block: The name of its block; None if it has none.
+        method: The block's curvature method.
+        reason: Why it has no block; empty if it has one.
+        note: What a user may want to know of the block.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    block: str | None
+    method: str = ""
+    reason: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every parameter of a model; iterate for the rows, print for a table."""
+
+    rows: tuple[ReportRow, ...]
+
+    def __iter__(self) -> Iterator[ReportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        cells = [
+            (
+                row.parameter,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.block if row.block is not None else "-",
+                row.method,
+                row.reason or row.note,
+            )
+            for row in self.rows
+        ]
+        covered = [row for row in self.rows if row.block is not None]
+        blocks = len({row.block for row in covered})
+        title = f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        header = ("parameter", "shape", "block", "method", "why / note")
+        return f"{title}\n{format_table(header, cells)}"
+
+    def with_note(self, note: str, blocks: Collection[str]) -> Report:
+        """Return a report that says something more of some blocks.
+
+        Args:
+            note: What to say.
+            blocks: The blocks' names.
+
+        Returns:
+            The report.
+        """
+        rows = (
+            replace(row, note="; ".join(filter(None, (row.note, note))))
+            if row.block in blocks
+            else row
+            for row in self.rows
+        )
+        return Report(tuple(rows))

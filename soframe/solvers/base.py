@@ -1,0 +1,122 @@
+"""The solver: what a factor becomes, and how that multiplies a gradient.
+
+Second-order data is a named set of tensors per factor. A solver says which it makes and in which
+shapes; strategies and comm move them without knowing what they are. All matrices are
+``[groups, n, n]`` and symmetric; only their lower triangle is read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from soframe.factors import FactorSpec, TensorSpec
+
+
+class SolveFailed(RuntimeError):
+    """A factor that could not be solved, in its own precision nor in float64."""
+
+
+class Solver(ABC):
+    """Turns factors into second-order data and applies them."""
+
+    @abstractmethod
+    def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
+        """Return what ``solve`` makes of a factor.
+
+        Args:
+            factor: The factor.
+
+        Returns:
+            The tensors by name, in the order in which they travel.
+        """
+
+    @abstractmethod
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        """Return the second-order data of a factor.
+
+        Args:
+            matrix: ``[groups, n, n]``, positive semi-definite up to rounding.
+            damping: ``[groups]``, the factor's share of the damping.
+
+        Returns:
+            The tensors that ``tensors`` announces, in the dtype of ``matrix``.
+
+        Raises:
+            torch.linalg.LinAlgError: If the factorisation fails.
+        """  # noqa: DOC502 (raised by implementations)
+
+    @abstractmethod
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        """Return ``(left ⊗ right + damping)^-1`` times the gradient.
+
+        Args:
+            gradient: ``[groups, out, in]``.
+            left: Second-order data of the factor of the outputs, ``[groups, out, out]``.
+            right: Second-order data of the factor of the inputs, ``[groups, in, in]``.
+            damping: The damping of this step; solvers that damp when they solve ignore it.
+
+        Returns:
+            ``[groups, out, in]``, in a new tensor.
+        """
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+        """Return each factor's share of the damping, for ``solve``.
+
+        Args:
+            mean_traces: ``[groups]`` for each factor of the block: its trace over its size.
+            damping: The damping of this step.
+
+        Returns:
+            ``[groups]`` for each factor. By default the whole damping.
+        """
+        return [torch.full_like(trace, damping) for trace in mean_traces]
+
+
+def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], bool]:
+    """Solve a factor; where that fails, once more in float64.
+
+    Args:
+        solver: The solver.
+        matrix: ``[groups, n, n]``.
+        damping: ``[groups]``.
+
+    Returns:
+        The second-order data in the dtype of ``matrix``, and whether float64 was needed.
+
+    Raises:
+        SolveFailed: If it fails in float64 too, or gives something that is not finite.
+    """
+    reason = "the result is not finite"
+    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        try:
+            data = solver.solve(matrix.to(dtype), damping.to(dtype))
+        except torch.linalg.LinAlgError as error:
+            reason = str(error)
+            continue
+        data = {name: tensor.to(matrix.dtype) for name, tensor in data.items()}
+        if all(bool(tensor.isfinite().all()) for tensor in data.values()):
+            return data, dtype != matrix.dtype
+    raise SolveFailed(reason)
+
+
+def mean_trace(matrix: Tensor) -> Tensor:
+    """Return the trace over the size.
+
+    Args:
+        matrix: ``[groups, n, n]``.
+
+    Returns:
+        ``[groups]``.
+    """
+    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -1,0 +1,49 @@
+"""Eigendecomposition: exact damping in the Kronecker eigenbasis.
+
+``(A ⊗ G + damping I)^-1`` of a gradient V is ``Q_G ((Q_G^T V Q_A) / (l_G l_A^T + damping)) Q_A^T``
+(Grosse and Martens, 2016, appendix; George et al., 2018). The damping is that of the step at which
+the gradient is preconditioned, so it may change between solves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.factors import FactorSpec, TensorSpec
+from soframe.registry import register
+from soframe.solvers.base import Solver
+
+
+@register("solver", "eigen")
+@dataclass(frozen=True)
+class Eigen(Solver):
+    """Eigenvectors (columns) and eigenvalues (ascending, negative ones from rounding set to 0)."""
+
+    def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
+        """See `Solver.tensors`."""
+        return {
+            "vectors": TensorSpec(factor.shape),
+            "values": TensorSpec((factor.groups, factor.size)),
+        }
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        """See `Solver.solve`; the damping enters in ``apply``."""
+        values, vectors = torch.linalg.eigh(matrix)
+        return {"vectors": vectors, "values": values.clamp_(min=0)}
+
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        """See `Solver.apply`."""
+        rotated = left["vectors"].mT @ gradient @ right["vectors"]
+        rotated /= left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
+        return left["vectors"] @ rotated @ right["vectors"].mT

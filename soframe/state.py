@@ -1,0 +1,242 @@
+"""State: what a preconditioner must remember, independent of world size and strategy.
+
+Running factors are stored as packed triangles. Second-order data is stored too, since between
+solves it cannot be recomputed from the factors, which have moved on. Everything is tensors,
+numbers, strings, dicts and lists, so ``torch.load(weights_only=True)`` reads it. Loading checks
+everything before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks import Block
+from soframe.comm.base import Backend
+from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.strategies.placement import Placement
+
+FORMAT = "soframe.Preconditioner"
+VERSION = 1
+
+
+def save(
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    counters: Mapping[str, int],
+    step: int,
+    scaling: str,
+) -> dict[str, Any]:
+    """Return the state.
+
+    Args:
+        blocks: The blocks, in the placement's order.
+        placement: Who holds second-order data. Where a rank lacks some, every rank must call.
+        backend: The backend.
+        counters: What went wrong so far.
+        step: Completed steps.
+        scaling: The scaling convention.
+
+    Returns:
+        The state, the same on every rank.
+    """
+    data = _gather_second_order(blocks, placement, backend)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "scaling": scaling,
+        "counters": dict(counters),
+        "blocks": {
+            block.name: {
+                "shape": list(block.shape),
+                "method": repr(block.method),
+                "solver": repr(block.solver),
+                "mass": block.mass,
+                "factors": {name: pack_triangle(f) for name, f in block.running.items()},
+                "second_order": data[block],
+            }
+            for block in blocks
+        },
+    }
+
+
+def _gather_second_order(
+    blocks: Sequence[Block], placement: Placement, backend: Backend
+) -> dict[Block, dict[str, dict[str, Tensor]]]:
+    """Bring the second-order data of every block to every rank."""
+    everyone = tuple(range(backend.world_size))
+    parcels: list[tuple[Block, Parcel]] = []
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solved or len(place.gradient_workers) == backend.world_size:
+            continue
+        source = place.gradient_workers[0]
+        names = block.flat_specs()
+        own = [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
+        specs = tuple(spec for _, _, spec in names)
+        parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+        parcels.append((block, parcel))
+    if parcels:
+        backend.meet("Preconditioner.state_dict()")
+        deliver(backend, [parcel for _, parcel in parcels], "state")
+    data = {block: {f: dict(t) for f, t in block.second_order.items()} for block in blocks}
+    for block, parcel in parcels:
+        data[block] = {}
+        for (factor, name, _), tensor in zip(block.flat_specs(), parcel.tensors or (), strict=True):
+            data[block].setdefault(factor, {})[name] = tensor
+    return data
+
+
+def check(state: Any, blocks: Sequence[Block], scaling: str) -> None:
+    """Check that a state belongs to these blocks.
+
+    Args:
+        state: What `save` returned, perhaps in another run.
+        blocks: The blocks.
+        scaling: The scaling convention in force.
+
+    Raises:
+        ValueError: If it does not; the message says what differs.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("this is not the state of a soframe.Preconditioner")
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"the state has version {state.get('version')!r}; this soframe reads version "
+            f"{VERSION}: load it with the soframe that wrote it or newer"
+        )
+    missing = [key for key in ("step", "scaling", "counters", "blocks") if key not in state]
+    if missing:
+        raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
+    step = state["step"]
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"the state is damaged: step is {step!r}")
+    if state["scaling"] != scaling:
+        raise ValueError(
+            f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
+            f"differ by constants"
+        )
+    saved, expected = state["blocks"], {block.name: block for block in blocks}
+    if not isinstance(saved, Mapping) or set(saved) != set(expected):
+        names = set(saved) if isinstance(saved, Mapping) else set()
+        raise ValueError(
+            f"the state is of another model or another choice of layers: it lacks "
+            f"{sorted(set(expected) - names) or 'nothing'} and has "
+            f"{sorted(names - set(expected)) or 'nothing'} besides"
+        )
+    for name, block in expected.items():
+        _check_block(name, saved[name], block)
+
+
+def _check_block(name: str, saved: Any, block: Block) -> None:
+    keys = ("shape", "method", "solver", "mass", "factors", "second_order")
+    if not isinstance(saved, Mapping) or any(key not in saved for key in keys):
+        raise ValueError(f"the state is truncated: block {name!r} lacks some of {keys}")
+    if tuple(saved["shape"]) != tuple(block.shape):
+        raise ValueError(
+            f"block {name!r} has shape {tuple(saved['shape'])} in the state and "
+            f"{tuple(block.shape)} in the model"
+        )
+    if saved["method"] != repr(block.method):
+        raise ValueError(
+            f"block {name!r} was made by {saved['method']}, and is now by {block.method!r}"
+        )
+    factors = saved["factors"]
+    wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
+    if factors and set(factors) != set(wanted):
+        raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
+    for factor, tensor in factors.items():
+        _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
+    if saved["solver"] != repr(block.solver):
+        return
+    for factor, tensors in saved["second_order"].items():
+        specs = block.tensors.get(factor)
+        if specs is None or set(tensors) != set(specs):
+            raise ValueError(f"the state is truncated: second-order data of block {name!r}")
+        for tensor_name, spec in specs.items():
+            what = f"{tensor_name} of factor {factor} of block {name!r}"
+            _check_tensor(what, tensors[tensor_name], spec.shape)
+
+
+def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"the state is damaged: {what} is {got}, not a tensor of shape {shape}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"the state is damaged: {what} is not finite")
+
+
+def load_blocks(
+    state: Mapping[str, Any], blocks: Sequence[Block], placement: Placement, rank: int
+) -> None:
+    """Load a checked state into blocks; each rank keeps what its placement says.
+
+    Args:
+        state: The state.
+        blocks: The blocks, in the placement's order.
+        placement: Who holds second-order data.
+        rank: This rank.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        saved = state["blocks"][block.name]
+        load_factors(block, saved)
+        data = saved["second_order"] if saved["solver"] == repr(block.solver) else {}
+        # Without data of this solver the block is solved at the next step.
+        block.solved_factors = set(data)
+        keep = rank in place.gradient_workers
+        block.second_order = {
+            factor: {name: _own(tensor, block) for name, tensor in tensors.items()}
+            for factor, tensors in data.items()
+            if keep
+        }
+
+
+def load_factors(block: Block, saved: Mapping[str, Any]) -> None:
+    """Load the running factors of one block.
+
+    Args:
+        block: The block.
+        saved: Its part of the state.
+    """
+    sizes = {factor.name: factor.size for factor in block.factors}
+    block.mass = float(saved["mass"])
+    block.running = {
+        name: unpack_triangle(_own(packed, block), sizes[name])
+        for name, packed in saved["factors"].items()
+    }
+
+
+def _own(tensor: Tensor, block: Block) -> Tensor:
+    return tensor.detach().to(device=block.device, dtype=block.dtype, copy=True)
+
+
+def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
+    """Return bytes on this rank.
+
+    Args:
+        blocks: The blocks.
+
+    Returns:
+        ``"factors"``, ``"second_order"``, ``"statistics"`` and their ``"total"``.
+    """
+    held = {
+        "factors": [t for b in blocks for t in b.running.values()],
+        "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
+        "statistics": [t for b in blocks for t in b.sums.values()],
+    }
+    usage = {name: sum(_bytes(t) for t in tensors) for name, tensors in held.items()}
+    return {**usage, "total": sum(usage.values())}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def digest_tensor(placement: Placement) -> Tensor:
+    """Return a placement's digest as 32 bytes that travel."""
+    return torch.tensor(list(placement.digest), dtype=torch.uint8)

@@ -1,0 +1,40 @@
+"""Load balancing: longest processing time first, under a cost that can be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from soframe.factors import FactorSpec
+
+Cost = Callable[[FactorSpec], float]
+"""What it costs to own a factor, in any unit."""
+
+
+def compute_cost(factor: FactorSpec) -> float:
+    """Return the operations of a factorisation, up to a constant: ``groups n^3``."""
+    return float(factor.groups * factor.size**3)
+
+
+def memory_cost(factor: FactorSpec) -> float:
+    """Return the elements of the second-order data, up to a constant: ``groups n^2``."""
+    return float(factor.groups * factor.size**2)
+
+
+def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Assign jobs to bins by LPT: in descending cost, each to the bin with the least load.
+
+    At most 4/3 - 1/(3 bins) of the optimal makespan (Graham, 1969). Ties go to the earlier job and
+    the lower bin, so that every rank finds the same.
+
+    Args:
+        costs: The cost of each job.
+        loads: What each bin carries already; the jobs' costs are added to it.
+
+    Returns:
+        The bin of each job.
+    """
+    bins = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        bins[job] = min(range(len(loads)), key=lambda b: (loads[b], b))
+        loads[bins[job]] += costs[job]
+    return bins

@@ -1,0 +1,159 @@
+"""The KAISA grid: COMM-OPT, MEM-OPT and everything between (Pauloski et al., 2021, section 4).
+
+Ranks form a grid with ``columns`` columns: rank r stands in column ``r % columns``, row
+``r // columns``. A block is given to one column; its ranks are the block's gradient workers and
+one of them owns each factor. Within each row the column's rank sends the preconditioned gradient
+to the others. With one column every rank preconditions everything and no gradient is sent
+(COMM-OPT); with as many columns as ranks a single rank does (MEM-OPT).
+
+Where the number of gradient workers does not divide the number of ranks, columns differ in length
+by one; a rank whose row has no rank of the block's column receives from another row's, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from soframe.registry import register
+from soframe.strategies.balance import Cost, assign, compute_cost
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import BlockPlacement, BlockWork, Placement
+
+
+@dataclass(frozen=True)
+class _Grid(Strategy):
+    """The grid, for any number of columns."""
+
+    colocate: bool = True
+    cost: Cost = compute_cost
+
+    def _place(
+        self, name: str, work: Sequence[BlockWork], ranks: int, columns: int, *notes: str
+    ) -> Placement:
+        members = [tuple(range(column, ranks, columns)) for column in range(columns)]
+        totals = [sum(self.cost(factor) for factor in block.factors) for block in work]
+        # Loads are per rank of a column, so that a shorter column is given less.
+        shares = [1.0 / len(ranks_) for ranks_ in members]
+        column_of = _assign_columns(totals, shares)
+        loads = [[0.0] * len(ranks_) for ranks_ in members]
+        owners: dict[int, tuple[int, ...]] = {}
+        for index in sorted(range(len(work)), key=lambda i: (-totals[i], i)):
+            column, factors = column_of[index], work[index].factors
+            costs = [totals[index]] if self.colocate else [self.cost(f) for f in factors]
+            chosen = [members[column][row] for row in assign(costs, loads[column])]
+            owners[index] = tuple(chosen * len(factors) if self.colocate else chosen)
+        blocks = tuple(
+            BlockPlacement(
+                block.name,
+                owners[i],
+                members[column_of[i]],
+                _sources(members[column_of[i]], ranks, columns),
+            )
+            for i, block in enumerate(work)
+        )
+        return Placement(name, ranks, tuple(work), blocks, notes)
+
+
+def _assign_columns(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """LPT over columns whose load counts per rank."""
+    loads = [0.0] * len(shares)
+    columns = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        column = min(
+            range(len(loads)), key=lambda c: (loads[c] + costs[job] * shares[c], loads[c], c)
+        )
+        loads[column] += costs[job] * shares[column]
+        columns[job] = column
+    return columns
+
+
+def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
+    by_row = {worker // columns: worker for worker in workers}
+    return tuple(
+        rank
+        if rank in workers
+        else by_row.get(rank // columns, workers[(rank // columns) % len(workers)])
+        for rank in range(ranks)
+    )
+
+
+@register("strategy", "comm-opt")
+@dataclass(frozen=True)
+class CommOpt(_Grid):
+    """Every rank preconditions every gradient: most memory, no communication between solves.
+
+    Attributes:
+        colocate: Solve the factors of one block on the same rank.
+        cost: What owning a factor costs.
+    """
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """See `Strategy.place`."""
+        return self._place("comm-opt", work, ranks, 1)
+
+
+@register("strategy", "mem-opt")
+@dataclass(frozen=True)
+class MemOpt(_Grid):
+    """One rank preconditions a gradient and sends it to the others: least memory.
+
+    Attributes:
+        colocate: Kept for symmetry; a single rank owns all factors of a block.
+        cost: What owning a factor costs.
+    """
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """See `Strategy.place`."""
+        return self._place("mem-opt", work, ranks, ranks)
+
+
+@register("strategy", "hybrid-opt")
+@dataclass(frozen=True)
+class HybridOpt(_Grid):
+    """A fraction of the ranks preconditions each gradient.
+
+    Attributes:
+        colocate: Solve the factors of one block on the same rank.
+        cost: What owning a factor costs.
+        gradient_workers: How many ranks precondition a gradient: a fraction of the ranks in
+            (0, 1] as a float, or a number of ranks as an int.
+    """
+
+    gradient_workers: float | int = 0.5
+
+    def __post_init__(self) -> None:
+        wanted = self.gradient_workers
+        whole = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
+        fraction = isinstance(wanted, float) and 0 < wanted <= 1
+        if not whole and not fraction:
+            raise ValueError(
+                f"HybridOpt: gradient_workers must be a fraction in (0, 1] (float) or a number of "
+                f"ranks (int), not {wanted!r}"
+            )
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """See `Strategy.place`.
+
+        Raises:
+            ValueError: If more gradient workers are asked for than there are ranks.
+        """
+        wanted = self.gradient_workers
+        if isinstance(wanted, int):
+            if wanted > ranks:
+                raise ValueError(
+                    f"HybridOpt: gradient_workers={wanted} but there are {ranks} rank(s); "
+                    f"pass at most {ranks}, or a fraction"
+                )
+            workers = float(wanted)
+        else:
+            workers = max(1.0, ranks * wanted)
+        columns = max(1, round(ranks / workers))
+        notes = []
+        if columns * workers != ranks:
+            lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
+            notes.append(
+                f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
+                f"of {' or '.join(map(str, lengths))} ranks instead"
+            )
+        return self._place("hybrid-opt", work, ranks, columns, *notes)

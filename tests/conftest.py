@@ -1,0 +1,20 @@
+"""What holds for every test."""
+
+import os
+
+# Before torch is imported: several workers and their processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A shared machine is slow at times; that is no failure.
+settings.register_profile("soframe", deadline=None, print_blob=True)
+settings.load_profile("soframe")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Give each test the same random numbers, whichever worker runs it and in whichever order."""
+    torch.manual_seed(0)

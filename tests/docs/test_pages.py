@@ -1,0 +1,112 @@
+"""The code in the documentation runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.page import Block, blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNER = Path(__file__).with_name("page.py")
+BUILT = {"_build", "generated"}
+PAGES = [ROOT / "README.md"] + [
+    path
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if not BUILT & set(path.relative_to(ROOT).parts)
+]
+
+
+def run(page: Path, where: Path) -> subprocess.CompletedProcess[str]:
+    """Run a page in a process of its own, so that what it registers and starts ends with it."""
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(RUNNER), str(page)]
+    return subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_page(page: Path, tmp_path: Path) -> None:
+    if blocks(page.read_text(encoding="utf-8")):
+        done = run(page, tmp_path)
+        if done.returncode != 0:
+            error = (done.stderr.splitlines() or ["no message"])[-1]  # page, line and error
+            message = error.removeprefix(f"{ROOT}/")
+            pytest.fail(f"{message}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+NESTED = """\
+1. In a list:
+   ```python
+   if True:
+       x = 1
+   ```
+
+````{note}
+```python
+y = 2
+```
+````
+
+```python notest
+never()
+```
+
+```text
+```
+
+~~~python
+z = 3
+~~~
+"""
+
+
+def test_blocks_are_found_wherever_they_stand() -> None:
+    assert blocks(NESTED) == [
+        Block("if True:\n    x = 1", 3),
+        Block("y = 2", 9),
+        Block("z = 3", 21),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\n```python\nx = 1\n", "line 2: this fence is never closed"),
+        ("```python no-test\nx = 1\n```\n", "line 1: after ```python only 'notest'"),
+        ("```py\nx = 1\n```\n", "line 1: write ```python"),
+        ("```{code-block} python\nx = 1\n```\n", "line 1: write ```python"),
+    ],
+)
+def test_code_that_would_not_run_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("assert x == 2", "page.md:6: AssertionError"),
+        ("x = = 2", "page.md:6: SyntaxError"),
+        ("\ndef f():\n    raise KeyError(x)\n\nf()", "page.md:10: KeyError: 1"),
+    ],
+)
+def test_a_failure_names_page_and_line(tmp_path: Path, code: str, failure: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nx = 1\n```\n\n```python\n{code}\n```\n")
+    done = run(page, tmp_path)
+    assert done.returncode == 1
+    assert failure in done.stderr.splitlines()[-1]
+
+
+def test_a_page_is_a_module(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport pickle\n\n\nclass Helper:\n    pass\n```\n\n"
+        "```python\nrun = main = traceback = None\npickle.loads(pickle.dumps(Helper()))\n```\n"
+    )
+    done = run(page, tmp_path)
+    assert done.returncode == 0, done.stderr

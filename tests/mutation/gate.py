@@ -1,0 +1,110 @@
+"""The mutation gate: break the code in known ways, each of which must make a test fail.
+
+`mutants.toml` names the mutants. Each is applied, alone, to a copy of the project, and the tests it
+names run there. A mutant is dead when a test fails, or when the tests never end; it is an error if
+the unbroken code fails the same tests, or if they cannot even be collected.
+
+Run it with `make mutants`, or, for some of them, `python -m tests.mutation.gate NAME...`
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 900.0
+PASSED, FAILED = 0, 1  # pytest's exit codes; any other says that no verdict was reached
+NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "build", "runs")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way to break the code: `find`, once in `file`, becomes `replace`; `tests` must notice."""
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Write the broken file below `root` and return the text that it replaced."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.find)) != 1:
+            raise ValueError(f"mutant {self.name!r}: its text is {count} times in {self.file}")
+        path.write_text(text.replace(self.find, self.replace), encoding="utf-8")
+        return text
+
+
+def load() -> list[Mutant]:
+    """The mutants of `mutants.toml`, in its order."""
+    text = Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8")
+    entries = tomllib.loads(text).get("mutant", [])
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> int | None:
+    """The exit code of pytest on `tests` in the project at `root`; None if it did not end."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return done.returncode
+
+
+def verdict(root: Path, mutant: Mutant) -> str:
+    """What became of a mutant in the project at `root`: "killed", "SURVIVED" or an error."""
+    original = mutant.apply(root)
+    try:
+        code = run_tests(root, mutant.tests)
+    finally:
+        (root / mutant.file).write_text(original, encoding="utf-8")
+    if code is None:
+        return "killed (the tests never ended)"
+    names = {PASSED: "SURVIVED", FAILED: "killed"}
+    return names.get(code, f"ERROR (pytest exit code {code}: no test ran)")
+
+
+def gate(mutants: Sequence[Mutant], root: Path = ROOT) -> bool:
+    """Try every mutant on a copy of the project at `root`, print the verdicts; are all dead?"""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        copy = Path(scratch).resolve() / "project"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        for tests in sorted({mutant.tests for mutant in mutants}):
+            if run_tests(copy, tests) != PASSED:
+                print(f"ERROR: without any mutant these do not pass: {' '.join(tests)}")
+                return False
+        dead = 0
+        for mutant in mutants:
+            start = time.monotonic()
+            answer = verdict(copy, mutant)
+            dead += answer.startswith("killed")
+            print(f"{mutant.name:<48} {answer} [{time.monotonic() - start:.0f} s]", flush=True)
+    print(f"{dead} of {len(mutants)} mutants killed")
+    return dead == len(mutants)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the gate on the named mutants, or on all; return the exit code of the process."""
+    mutants = load()
+    if unknown := set(names) - {mutant.name for mutant in mutants}:
+        print(f"no such mutant: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    return 0 if gate([m for m in mutants if not names or m.name in names]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""What holds for the project as a whole: its imports, its version, the size of its files."""
+
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import soframe
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+RUNTIME = {"torch", "numpy", "scipy"}
+
+# What the files of soframe import themselves; and all modules that are there in the end. The first
+# says what soframe needs: numpy, scipy and torch try some packages of others and do without.
+IMPORTED = """\
+import builtins, json, sys
+direct, plain = set(), builtins.__import__
+def spy(name, globals=None, locals=None, fromlist=(), level=0):
+    if level == 0 and str((globals or {}).get("__name__")).partition(".")[0] == "soframe":
+        direct.add(name.partition(".")[0])
+    return plain(name, globals, locals, fromlist, level)
+builtins.__import__ = spy
+import soframe
+print(json.dumps([sorted(direct), sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+def name_of(requirement: str) -> str:
+    """The distribution that a requirement names, in the spelling of the packaging standard."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def test_runtime_dependencies_are_few() -> None:
+    assert {name_of(r) for r in PROJECT["project"]["dependencies"]} == RUNTIME
+
+
+def test_import_needs_the_runtime_dependencies_only() -> None:
+    command = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    direct, loaded = (set(modules) for modules in json.loads(done.stdout))
+    assert direct <= RUNTIME | {"soframe"} | sys.stdlib_module_names
+    owners = importlib.metadata.packages_distributions()
+    extra = {name_of(r) for r in PROJECT["project"]["optional-dependencies"]["demo"]}
+    assert not {m for m in loaded if extra & {name_of(owner) for owner in owners.get(m, [])}}
+
+
+def test_types_are_packaged() -> None:
+    assert Path(soframe.__file__).with_name("py.typed").is_file()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["soframe"]
+
+
+def test_version_is_the_same_everywhere() -> None:
+    version = PROJECT["project"]["version"]
+    assert importlib.metadata.version("soframe") == version
+    assert getattr(soframe, "__version__", version) == version
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)[0] == version
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [version]
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    needed = {name_of(r) for r in PROJECT["project"]["dependencies"]}
+    needed |= {name_of(requirement) for extra in extras for requirement in extra}
+    pinned = {name_of(pin) for pin in pins}
+    assert needed - {"soframe"} <= pinned
+    assert not {name for name in pinned if re.search("nvidia|cuda|triton|torchvision", name)}
+
+
+FILES = sorted((ROOT / "soframe").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_public_names_exist_once_and_are_documented() -> None:
+    names = soframe.__all__
+    assert len(set(names)) == len(names)
+    undocumented = []
+    for name in names:
+        value = getattr(soframe, name)
+        if inspect.ismodule(value) or inspect.isclass(value) or callable(value):
+            text = value.__doc__ or ""
+            # A dataclass without a docstring is given its signature.
+            if not text.strip() or text.startswith(f"{name}("):
+                undocumented.append(name)
+    assert not undocumented
