@@ -60,9 +60,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"no optimizer {self.optimizer!r}; there are: {', '.join(OPTIMIZERS)}"
-            )
+            raise ValueError(f"no optimizer {self.optimizer!r}; there are: {', '.join(OPTIMIZERS)}")
         if self.schedule not in get_args(ScheduleName):
             raise ValueError(
                 f"no schedule {self.schedule!r}; there are: {', '.join(get_args(ScheduleName))}"

@@ -61,9 +61,7 @@ def build_preconditioner(
         # whatever the learning rate. Only a bound that falls with its square lets the schedule
         # through.
         options["kl_clip"] = _scaled(float(kl_clip), config)
-    return soframe.Preconditioner(
-        model, optimizer=optimizer, strategy=config.strategy, **options
-    )
+    return soframe.Preconditioner(model, optimizer=optimizer, strategy=config.strategy, **options)
 
 
 def _scaled(kl_clip: float, config: RunConfig) -> Callable[[int], float]:

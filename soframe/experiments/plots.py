@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, told apart under every common colour blindness; the dashes tell curves
 # apart that lie on each other, as those of the strategies do against steps.
-_FIRST_ORDER = {"sgd": ("#000000", "-"), "adamw": ("#E69F00", "-")}
-_PRECONDITIONED = (
+_Style = tuple[str, str | tuple[float, tuple[float, ...]]]
+_FIRST_ORDER: Mapping[str, _Style] = {"sgd": ("#000000", "-"), "adamw": ("#E69F00", "-")}
+_PRECONDITIONED: Sequence[_Style] = (
     ("#0072B2", "-"),
     ("#D55E00", (0, (5, 2))),
     ("#009E73", (0, (1.5, 1.5))),

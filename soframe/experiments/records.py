@@ -44,6 +44,7 @@ class RunRecord:
             collectives, by purpose: "gradients" (averaged by DDP) and the preconditioner's phases;
             of the rank with the largest sum. Empty on one process.
         curvature_bytes: The peak of the preconditioner's memory, for each rank.
+        gradient_workers: How many ranks precondition each block, in the preconditioner's order.
     """
 
     config: RunConfig
@@ -54,6 +55,7 @@ class RunRecord:
     milliseconds_per_step: float
     sent_bytes_per_step: Mapping[str, float]
     curvature_bytes: tuple[int, ...]
+    gradient_workers: tuple[int, ...] = ()
 
     def reached(self, target: float) -> Row | None:
         """The first evaluation at or below a training loss, or None."""

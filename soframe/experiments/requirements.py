@@ -25,6 +25,7 @@ def require(*modules: str) -> list[ModuleType]:
     Raises:
         MissingLibraryError: If one of them is not installed; it names them all, and the command
             that installs them.
+        ModuleNotFoundError: If one of them is installed, but lacks what it needs itself.
     """
     found: list[ModuleType] = []
     missing: list[str] = []

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import soframe
 from soframe.experiments.config import RunConfig
 from soframe.experiments.data import Examples
 from soframe.experiments.launch import Worker, launch
@@ -156,6 +155,7 @@ class _Run:
             milliseconds_per_step=1e3 * statistics.median(self.step_seconds),
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
+            gradient_workers=self._gradient_workers(),
         )
         if self.preconditioner is not None:
             self.preconditioner.close()
@@ -186,6 +186,9 @@ class _Run:
         """This rank's part of every global batch, epoch after epoch in a new order.
 
         The examples that are left over at the end of an epoch are dropped from it.
+
+        Yields:
+            `batch / processes` examples.
         """
         examples = self.data.train
         generator = torch.Generator().manual_seed(self.config.seed)
@@ -233,7 +236,15 @@ class _Run:
     def _finished(self, row: Row) -> bool:
         reached = self.config.stop_at_target and row.loss <= min(self.problem.targets)
         # A run whose loss is no longer finite never comes back.
-        return self._fraction(row) >= 1.0 or not math.isfinite(row.loss) or (reached and row.step > 0)
+        return (
+            self._fraction(row) >= 1.0 or not math.isfinite(row.loss) or (reached and row.step > 0)
+        )
+
+    def _gradient_workers(self) -> tuple[int, ...]:
+        if self.preconditioner is None:
+            return ()
+        blocks = self.preconditioner.placement.blocks
+        return tuple(len(block.gradient_workers) for block in blocks)
 
     def _sent_bytes_per_step(self) -> dict[str, float]:
         sent: dict[str, float] = {}
