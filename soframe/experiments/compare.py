@@ -148,4 +148,7 @@ def console(*, to_stderr: bool = False) -> Console:
     """
     (module,) = require("rich.console")
     made: Console = module.Console(file=sys.stderr if to_stderr else sys.stdout)
+    if not made.is_terminal:
+        # Tables in files are not cut to a width that nobody looks at.
+        made.width = max(made.width, 100)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import torch
@@ -29,10 +30,11 @@ def digits_autoencoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.
     code = len(AUTOENCODER_WIDTHS) - 2
     last = len(widths) - 2
     layers: list[nn.Module] = []
-    for index, (width_in, width_out) in enumerate(pairwise(widths)):
-        layers.append(nn.Linear(width_in, width_out))
-        if index not in (code, last):
-            layers.append(nn.Tanh())
+    with _own_randomness():
+        for index, (width_in, width_out) in enumerate(pairwise(widths)):
+            layers.append(nn.Linear(width_in, width_out))
+            if index not in (code, last):
+                layers.append(nn.Tanh())
     model = nn.Sequential(*layers)
     _initialise(model, seed, gain=1.0)
     return model.to(dtype)
@@ -73,13 +75,18 @@ def digits_cnn(seed: int = 0, dtype: torch.dtype = torch.float32) -> DigitsCNN:
     Returns:
         The model.
     """
-    model = DigitsCNN()
+    with _own_randomness():
+        model = DigitsCNN()
     _initialise(model, seed, gain=nn.init.calculate_gain("relu"))
     return model.to(dtype)
 
 
+def _own_randomness() -> AbstractContextManager[None]:
+    """Keeps the initial weights that torch draws, which are overwritten, off the caller's seed."""
+    return torch.random.fork_rng(devices=[])
+
+
 def _initialise(model: nn.Module, seed: int, gain: float) -> None:
-    """Draws weights from a generator of its own, so that the global one is left alone."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

@@ -41,19 +41,22 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
     Returns:
         A rich table.
     """
-    (module,) = require("rich.table")
+    table_module, box = require("rich.table", "rich.box")
     summaries = [summarise(record) for record in records]
-    table: Table = module.Table(
-        title=f"{workload.title}: {workload.loss_name}", title_justify="left"
+    table: Table = table_module.Table(
+        title=f"{workload.title}: {workload.loss_name}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("optimizer", no_wrap=True)
     for target in workload.targets:
         table.add_column(f"to {target:g}\nsteps / s", justify="right", no_wrap=True)
-    table.add_column("last loss\n(after s)", justify="right")
+    table.add_column("last\nloss", justify="right", no_wrap=True)
     if workload.classifies:
-        table.add_column("test\naccuracy", justify="right")
-    table.add_column("ms /\nstep", justify="right")
-    table.add_column("sent /\nstep, rank", justify="right", no_wrap=True)
+        table.add_column("test\nacc.", justify="right", no_wrap=True)
+    table.add_column("ms/\nstep", justify="right", no_wrap=True)
+    table.add_column("sent per\nstep, rank", justify="right", no_wrap=True)
     table.add_column("curvature\npeak, rank", justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(*_cells(summary, workload.classifies))
@@ -67,10 +70,10 @@ def _cells(summary: Summary, classifies: bool) -> list[str]:
             cells.append("not reached")
         else:
             cells.append(f"{reached.step} / {reached.seconds:.1f}")
-    cells.append(f"{summary.final_loss:.3g} ({summary.final_seconds:.1f})")
+    cells.append(f"{summary.final_loss:.3g}")
     if classifies:
         accuracy = summary.final_accuracy
-        cells.append("-" if accuracy is None else f"{100 * accuracy:.1f} %")
+        cells.append("-" if accuracy is None else f"{100 * accuracy:.1f}%")
     cells.append(f"{summary.milliseconds_per_step:.1f}")
     cells.append(format_bytes(summary.bytes_per_step))
     cells.append(format_bytes(summary.curvature_bytes))

@@ -28,7 +28,7 @@ from soframe.experiments.launch import Worker, launch
 from soframe.experiments.optimizers import build_optimizer, build_preconditioner, set_lr
 from soframe.experiments.records import Row, RunRecord
 from soframe.experiments.requirements import require
-from soframe.experiments.workloads import Workload, workload
+from soframe.experiments.workloads import workload
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ def run(
 
     Returns:
         The record, with the memory of every rank.
-    """
+
+    Raises:
+        ValueError: If the batch cannot be split evenly over the processes.
+    """  # noqa: DOC502
+    _batch_size(config, processes)
     start = launch(
         train, processes, on_message=on_progress, timeout=timeout, threads=config.threads
     )
@@ -90,28 +94,34 @@ def train(worker: Worker, config: RunConfig, tensorboard: Path | None = None) ->
 
     Raises:
         ValueError: If the batch cannot be split evenly, or exceeds the training set.
-    """
-    problem = workload(config.workload)
-    batch_size = config.batch_size or problem.batch_size
-    if batch_size % worker.world_size:
-        raise ValueError(
-            f"a batch of {batch_size} cannot be split evenly over {worker.world_size} processes"
-        )
+    """  # noqa: DOC502
     with _numerics(config.threads), _events(worker, tensorboard) as write:
-        return _Run(worker, config, problem, batch_size).train(write)
+        return _Run(worker, config).train(write)
+
+
+def _batch_size(config: RunConfig, processes: int) -> int:
+    """The global batch.
+
+    Raises:
+        ValueError: If it cannot be split evenly.
+    """
+    batch_size = config.batch_size or workload(config.workload).batch_size
+    if batch_size % processes:
+        raise ValueError(
+            f"a batch of {batch_size} cannot be split evenly over {processes} processes"
+        )
+    return batch_size
 
 
 class _Run:
     """The state of one run on one rank."""
 
-    def __init__(
-        self, worker: Worker, config: RunConfig, problem: Workload, batch_size: int
-    ) -> None:
+    def __init__(self, worker: Worker, config: RunConfig) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.worker = worker
         self.config = config
-        self.problem = problem
-        self.batch_size = batch_size
+        self.problem = problem = workload(config.workload)
+        self.batch_size = batch_size = _batch_size(config, worker.world_size)
         self.evaluate_every = config.evaluate_every or problem.evaluate_every
         self.data = problem.data(config.seed, dtype)
         if batch_size > len(self.data.train):
@@ -124,6 +134,7 @@ class _Run:
         self.forward: nn.Module = self.model
         if worker.world_size > 1:
             self.forward = DistributedDataParallel(self.model)
+        self.clock = time.perf_counter if config.clock == "wall" else time.process_time
         self.step_seconds: list[float] = []
         self.curvature_bytes = 0
 
@@ -162,18 +173,18 @@ class _Run:
         return record
 
     def _step(self, batch: Examples) -> None:
-        start = time.perf_counter()
+        start = self.clock()
         set_lr(self.optimizer, self.config, len(self.step_seconds))
         self.optimizer.zero_grad()
         self.problem.losses(self.forward(batch.inputs), batch.targets).mean().backward()
-        clock = time.perf_counter() - start
+        seconds = self.clock() - start
         # Statistics peak here, second-order data after the step; looking at either is not training.
         self._look_at_memory()
-        start = time.perf_counter()
+        start = self.clock()
         if self.preconditioner is not None:
             self.preconditioner.step()
         self.optimizer.step()
-        self.step_seconds.append(clock + time.perf_counter() - start)
+        self.step_seconds.append(seconds + self.clock() - start)
         self._look_at_memory()
 
     def _look_at_memory(self) -> None:

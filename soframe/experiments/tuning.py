@@ -61,23 +61,28 @@ def _choose(values: Sequence[Any], generator: random.Random) -> Any:
 
 
 #: Schedules are the same for all: constant, or a cosine of some length in steps.
-_SCHEDULES = choice(None, 300, 600, 1200, 2400)
+_SCHEDULES = choice(None, 300, 600, 1200)
 
 #: Search spaces. Names with a dot are arguments of the preconditioner.
 SPACES: Mapping[OptimizerName, Mapping[str, Draw]] = {
     "sgd": {
-        "lr": log_uniform(1e-3, 3e-1),
+        "lr": log_uniform(1e-3, 1e-1),
         "momentum": choice(0.9, 0.95, 0.98),
         "schedule_steps": _SCHEDULES,
     },
     "adamw": {
-        "lr": log_uniform(3e-4, 3e-2),
-        "betas": choice((0.9, 0.99), (0.9, 0.999), (0.95, 0.99)),
+        "lr": log_uniform(5e-4, 1e-2),
+        "betas": choice((0.9, 0.99), (0.9, 0.999)),
         "schedule_steps": _SCHEDULES,
     },
     "kfac": {
-        "lr": log_uniform(1e-2, 1.0),
-        "preconditioner.damping": log_uniform(1e-4, 1e-1),
+        "lr": log_uniform(5e-2, 1.0),
+        "momentum": choice(0.8, 0.9),
+        "preconditioner.damping": log_uniform(1e-4, 1e-2),
+        "preconditioner.kl_clip": log_uniform(5e-5, 1e-3),
+        "preconditioner.decay": choice(0.8, 0.9),
+        "preconditioner.statistics_every": choice(5, 10),
+        "preconditioner.solve_every": choice(10, 20),
         "schedule_steps": _SCHEDULES,
     },
 }
@@ -90,15 +95,14 @@ class Protocol:
     Attributes:
         workload: The name of the workload.
         trials: For each optimizer.
-        seconds: Of training, for each trial.
-        processes: Ranks that share each batch.
+        seconds: Of training, for each trial; of processor time, which a busy machine stretches
+            less.
         seed: Of the trials' runs and of the search.
     """
 
     workload: str
     trials: int = 16
     seconds: float = 10.0
-    processes: int = 1
     seed: int = TUNING_SEED
 
 
@@ -281,25 +285,12 @@ def tune(
     return Tuned(protocol, optimizer, target, tuple(sorted(trials, key=lambda t: t.rank)))
 
 
-def retry(outcome: Tuned) -> Trial:
-    """Runs the chosen settings of an outcome again.
-
-    Args:
-        outcome: A stored outcome.
-
-    Returns:
-        What came of it now.
-    """
-    return _try(outcome.optimizer, outcome.best.settings, outcome.protocol, outcome.target)
-
-
 def _try(
     optimizer: OptimizerName, settings: Mapping[str, Any], protocol: Protocol, target: float
 ) -> Trial:
-    config = configure(
-        protocol.workload, optimizer, settings, seconds=protocol.seconds, seed=protocol.seed
-    )
-    return judge(settings, run(config, processes=protocol.processes), target)
+    budget = {"seconds": protocol.seconds, "clock": "cpu"}
+    config = configure(protocol.workload, optimizer, settings, seed=protocol.seed, **budget)
+    return judge(settings, run(config), target)
 
 
 def judge(settings: Mapping[str, Any], record: RunRecord, target: float) -> Trial:
