@@ -48,10 +48,22 @@ napoleon_use_rtype = True
 
 nitpicky = True
 # Builds work without a network, so names of other packages have nothing to link to.
-_OTHERS = ["np", "numpy", "nn", "scipy", "torch", "Tensor", "T", *sorted(sys.stdlib_module_names)]
+_OTHERS = [
+    "dist",
+    "np",
+    "numpy",
+    "nn",
+    "scipy",
+    "torch",
+    "Tensor",
+    "T",
+    *sorted(sys.stdlib_module_names),
+]
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS)})(\..*)?"),
-    (r"py:(class|data|obj)", r".*\.(T|P|R|_[A-Za-z]\w*)"),  # type variables, private types
+    (r"py:(class|data|obj)", r".*\.(C|T|P|R|_[A-Za-z]\w*)"),  # type variables, private types
+    # Aliases, spelt out in the text beside them.
+    (r"py:class", r"(Choice|Interval|LossAverage|Samples|Scaling|Schedule)"),
 ]
 
 

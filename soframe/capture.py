@@ -154,13 +154,13 @@ class Capture:
         anchor = next(iter(helper.parameters.values()))
         if not anchor.requires_grad:
             return
-        kept = _Keep.apply(anchor.new_empty(0, requires_grad=True), *needed)
+        kept = _Keep.apply(  # type: ignore[no-untyped-call]
+            anchor.new_empty(0, requires_grad=True), *needed
+        )
         node, edge = kept.grad_fn, torch.autograd.graph.get_gradient_edge(anchor).node
         output.register_hook(_GradientHook(weakref.ref(self), helper, node, edge))
 
-    def _on_gradient(
-        self, helper: LayerHelper, node: Any, edge: Any, gradient: Tensor
-    ) -> None:
+    def _on_gradient(self, helper: LayerHelper, node: Any, edge: Any, gradient: Tensor) -> None:
         # autograd.grad(loss, inputs) passes through here without touching any parameter.
         if self.sink is None or not self.enabled or not torch._C._will_engine_execute_node(edge):
             return

@@ -79,9 +79,7 @@ class LearningRates:
             return [self._schedule.at(step)] * len(blocks)
         if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
             self.check(blocks)
-        return [
-            self._group_of[id(next(iter(block.parameters.values())))]["lr"] for block in blocks
-        ]
+        return [self._group_of[id(next(iter(block.parameters.values())))]["lr"] for block in blocks]
 
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups

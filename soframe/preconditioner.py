@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from soframe import solving, state
+from soframe import gradients, solving, state
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
@@ -85,7 +85,7 @@ class Preconditioner:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
             to precondition, or the ranks do not agree on the placement.
         TypeError: If a setting has the wrong type.
-    """  # noqa: DOC502
+    """
 
     placement: Placement
     counters: dict[str, int]
@@ -137,6 +137,7 @@ class Preconditioner:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._capture = Capture()
         self._closed = False
+        self._hungry = 0
         self._blocks: list[Block] = []
         self._build()
 
@@ -159,14 +160,12 @@ class Preconditioner:
             self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
         due = [block for block in self._blocks if block.running and self._is_due(block)]
         if due:
-            solving.solve(
-                self._blocks, due, self.placement, self._backend, damping, self.counters
-            )
+            solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
         if finite:
             self._write(pairs)
         else:
-            self._discard_gradients()
+            gradients.discard(self._model)
         self._next_step()
 
     def _agree(self, with_statistics: bool) -> tuple[bool, list[float] | None]:
@@ -179,7 +178,7 @@ class Preconditioner:
             Whether the gradients of all ranks are finite; and the added-up weights of the
             statistics if they are to be used.
         """
-        bad_gradient = not gradients_are_finite(self._model)
+        bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
         own = [float(bad_gradient), float(bad_statistics)]
         if with_statistics:
@@ -200,21 +199,15 @@ class Preconditioner:
         """Clip and write the preconditioned gradients."""
         if not pairs:
             return
-        results, gradients = zip(*pairs.values(), strict=True)
+        results, raw = zip(*pairs.values(), strict=True)
         if self._kl_clip is not None:
             lrs = self._lrs.of(list(pairs), self._steps)
             kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, gradients, lrs, kappa)
+            factor = kl_clip_factor(results, raw, lrs, kappa)
             for result in results:
                 result.mul_(factor.to(result.device))
         for block, result in zip(pairs, results, strict=True):
             block.write(result)
-
-    def _discard_gradients(self) -> None:
-        """Zero all gradients: the optimizer's step then costs one update, not the weights."""
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
 
     def _next_step(self) -> None:
         self._steps += 1
@@ -292,7 +285,11 @@ class Preconditioner:
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
         scaler, optimizer = self._scaler, self._optimizer
-        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and optimizer is not None:
+        if (
+            isinstance(scaler, torch.amp.GradScaler)
+            and scaler.is_enabled()
+            and optimizer is not None
+        ):
             known = scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
             if known["stage"] is OptState.READY:
                 raise RuntimeError(
@@ -357,7 +354,7 @@ class Preconditioner:
         Raises:
             ValueError: If the state is foreign, truncated or of another model; nothing has changed
                 then.
-        """  # noqa: DOC502
+        """
         state.check(saved, self._blocks, self._scaling)
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
         self._steps = saved["step"]
@@ -368,22 +365,6 @@ class Preconditioner:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
         self._closed = True
-
-
-def gradients_are_finite(model: nn.Module) -> bool:
-    """Return whether every gradient of a model is finite.
-
-    Args:
-        model: The model.
-
-    Returns:
-        False if any element of any gradient is infinite or not a number.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if not dense:
-        return True
-    return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())
 
 
 def _backend(choice: str | type[Backend] | Backend | None) -> Backend:

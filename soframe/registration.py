@@ -53,8 +53,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
         else:
             return model
 
@@ -72,7 +72,7 @@ class Registration:
 
     Raises:
         ValueError: If a component does not exist or a module cannot be registered yet.
-    """  # noqa: DOC502
+    """
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self._model = model
@@ -255,5 +255,3 @@ def _name(component: object) -> str:
             if type(component) is registered:
                 return str(key)
     return type(component).__name__
-
-

@@ -214,7 +214,7 @@ def available(kind: str) -> dict[Any, type]:
         kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"`` or ``"backend"``.
 
     Returns:
-        The classes by name (for layers: by module type), installed packages' included.
+        The classes by name (by module type for layers), installed packages' included.
 
     Raises:
         ValueError: If the kind does not exist.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -36,16 +37,16 @@ class Scheduled:
         if not callable(self.value):
             self._check(self.value)
 
-    def _check(self, value: float) -> float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        in_range = number and self.low <= value < self.high
-        if not in_range or (self.open_low and value == self.low):
+    def _check(self, value: object) -> float:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        number = float(value) if real else math.nan  # type: ignore[arg-type]
+        if not self.low <= number < self.high or (self.open_low and number == self.low):
             bracket = "(" if self.open_low else "["
             raise ValueError(
                 f"{self.name} must be a number in {bracket}{self.low}, {self.high}) "
                 f"or a callable of the step that returns one, not {value!r}"
             )
-        return float(value)
+        return number
 
     def at(self, step: int) -> float:
         """Return the value at a step.
@@ -58,7 +59,7 @@ class Scheduled:
 
         Raises:
             ValueError: If a callable returns a value out of range.
-        """  # noqa: DOC502 (raised by _check)
+        """
         return self._check(self.value(step) if callable(self.value) else self.value)
 
 
@@ -78,13 +79,13 @@ class Every:
         if not callable(self.value):
             self._check(self.value)
 
-    def _check(self, value: int) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    def _check(self, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "
                 f"one, not {value!r}"
             )
-        return value
+        return int(value)
 
     def due(self, step: int) -> bool:
         """Return whether the step is due.

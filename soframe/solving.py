@@ -11,7 +11,7 @@ from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
 from soframe.factors import FactorSpec, TensorSpec
-from soframe.solvers.base import SolveFailed, mean_trace, solve_safely
+from soframe.solvers.base import SolveFailedError, mean_trace, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
 
 log = logging.getLogger("soframe")
@@ -47,7 +47,7 @@ def solve(
             continue
         try:
             data, retried = _solve_factor(block, index, factor, damping)
-        except SolveFailed as error:
+        except SolveFailedError as error:
             outcome[0, number] = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
         else:
@@ -92,7 +92,12 @@ def _share(
         tensors = None if own is None else [own[name] for name in specs]
         parcels.append(
             Parcel(
-                place.owners[index], group, tuple(specs.values()), block.dtype, block.device, tensors
+                place.owners[index],
+                group,
+                tuple(specs.values()),
+                block.dtype,
+                block.device,
+                tensors,
             )
         )
     deliver(backend, parcels, "share")
@@ -138,9 +143,7 @@ def precondition(
             group = exchange_group(worker, place.sources)
             tensors = [results[block]] if worker == backend.rank else None
             spec = (TensorSpec(tuple(block.shape)),)
-            parcels.append(
-                (block, Parcel(worker, group, spec, block.dtype, block.device, tensors))
-            )
+            parcels.append((block, Parcel(worker, group, spec, block.dtype, block.device, tensors)))
     deliver(backend, [parcel for _, parcel in parcels], "exchange")
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:

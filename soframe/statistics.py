@@ -88,7 +88,7 @@ class Statistics:
             return batch
         if self._samples == "positions":
             return batch * shared
-        samples = self._samples()
+        samples: object = self._samples()
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples() must return a positive integer, not {samples!r}")
         return samples
@@ -157,4 +157,3 @@ class Statistics:
         self._loss_scale = None
         for block in self._blocks:
             block.forget_window()
-

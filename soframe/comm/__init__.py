@@ -2,7 +2,16 @@
 
 from soframe.comm.base import Backend, Handle
 from soframe.comm.distributed import TorchDistributed
+from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.recording import Recording
 from soframe.comm.single import SingleProcess
 
-__all__ = ["Backend", "Handle", "Recording", "SingleProcess", "TorchDistributed"]
+__all__ = [
+    "Backend",
+    "Handle",
+    "Recording",
+    "SingleProcess",
+    "TorchDistributed",
+    "pack_triangle",
+    "unpack_triangle",
+]

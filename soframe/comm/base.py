@@ -141,9 +141,7 @@ class Backend(ABC):
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
         phases = {phase: dict(count) for phase, count in self._traffic.items()}
-        total = {
-            key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")
-        }
+        total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
         return {**phases, "total": total}
 
     def _count(self, phase: str, tensor: Tensor) -> None:

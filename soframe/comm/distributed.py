@@ -35,7 +35,9 @@ class TorchDistributed(Backend):
                 "backend 'torch': torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first, or pass backend='single'"
             )
-        self._group = group if group is not None else dist.group.WORLD
+        default = group if group is not None else dist.group.WORLD
+        assert default is not None
+        self._group = default
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
             raise ValueError("backend 'torch': this process is not a member of the given group")

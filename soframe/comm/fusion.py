@@ -61,9 +61,7 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
             numel = sum(parcel.numel for parcel in bucket)
             flat = torch.empty(numel, dtype=first.dtype, device=first.device)
         flat = flat.to(backend.wire_device(first.device))
-        under_way.append(
-            (backend.broadcast(flat, first.source, first.group, phase), flat, bucket)
-        )
+        under_way.append((backend.broadcast(flat, first.source, first.group, phase), flat, bucket))
     for handle, flat, bucket in under_way:
         handle.wait()
         if backend.rank != bucket[0].source:

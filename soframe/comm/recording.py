@@ -46,9 +46,7 @@ class Recording(Backend):
         groups: The groups that were prepared.
     """
 
-    def __init__(
-        self, inner: Backend | None = None, *, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, inner: Backend | None = None, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__()
         self._inner = inner
         self.rank = inner.rank if inner is not None else rank

@@ -70,9 +70,7 @@ def _padding(conv: nn.Conv2d) -> tuple[int, int, int, int]:
         return (0, 0, 0, 0)
     if conv.padding == "same":
         # An odd total leaves the extra row or column at the end, as torch does.
-        rows, columns = (
-            d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)
-        )
+        rows, columns = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
         return (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2)
     rows, columns = (int(p) for p in conv.padding)
     return (rows, rows, columns, columns)

@@ -2,26 +2,36 @@
 
 Second-order data is a named set of tensors per factor. A solver says which it makes and in which
 shapes; strategies and comm move them without knowing what they are. All matrices are
-``[groups, n, n]`` and symmetric; only their lower triangle is read.
+``[groups, n, n]`` and symmetric.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from soframe.factors import FactorSpec, TensorSpec
 
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
-class SolveFailed(RuntimeError):
+
+class SolveFailedError(RuntimeError):
     """A factor that could not be solved, in its own precision nor in float64."""
 
 
 class Solver(ABC):
-    """Turns factors into second-order data and applies them."""
+    """Turns factors into second-order data and applies them.
+
+    Attributes:
+        damps_factors: Whether the damping is added to each factor by ``solve`` (its share, see
+            ``shares``) rather than to their product by ``apply``.
+    """
+
+    damps_factors: ClassVar[bool] = False
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
@@ -47,7 +57,7 @@ class Solver(ABC):
 
         Raises:
             torch.linalg.LinAlgError: If the factorisation fails.
-        """  # noqa: DOC502 (raised by implementations)
+        """
 
     @abstractmethod
     def apply(
@@ -95,19 +105,19 @@ def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[
         The second-order data in the dtype of ``matrix``, and whether float64 was needed.
 
     Raises:
-        SolveFailed: If it fails in float64 too, or gives something that is not finite.
+        SolveFailedError: If it fails in float64 too, or gives something that is not finite.
     """
     reason = "the result is not finite"
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         try:
             data = solver.solve(matrix.to(dtype), damping.to(dtype))
-        except torch.linalg.LinAlgError as error:
+        except LinAlgError as error:
             reason = str(error)
             continue
         data = {name: tensor.to(matrix.dtype) for name, tensor in data.items()}
         if all(bool(tensor.isfinite().all()) for tensor in data.values()):
             return data, dtype != matrix.dtype
-    raise SolveFailed(reason)
+    raise SolveFailedError(reason)
 
 
 def mean_trace(matrix: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Inverse(Solver):
             the damping of the block).
     """
 
+    damps_factors: ClassVar[bool] = True
     split: Literal["pi", "sqrt", "full"] = "pi"
 
     def __post_init__(self) -> None:
@@ -43,6 +44,13 @@ class Inverse(Solver):
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """See `Solver.shares`.
+
+        Args:
+            mean_traces: ``[groups]`` for each of the two factors, that of the inputs first.
+            damping: The damping of this step.
+
+        Returns:
+            ``[groups]`` for each factor.
 
         Raises:
             ValueError: If the block does not have two factors.

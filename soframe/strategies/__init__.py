@@ -1,5 +1,6 @@
 """Strategies: who solves, preconditions and receives what, as plain data."""
 
+from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement
@@ -12,4 +13,7 @@ __all__ = [
     "MemOpt",
     "Placement",
     "Strategy",
+    "assign",
+    "compute_cost",
+    "memory_cost",
 ]

@@ -135,6 +135,13 @@ class HybridOpt(_Grid):
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
         """See `Strategy.place`.
 
+        Args:
+            work: The blocks.
+            ranks: The number of ranks.
+
+        Returns:
+            The placement.
+
         Raises:
             ValueError: If more gradient workers are asked for than there are ranks.
         """

@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the placement: equal on all ranks, or they must not start."""
+        """The placement's SHA-256; equal on all ranks, or they must not start."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 
@@ -136,15 +136,20 @@ class Placement:
                 " ".join(
                     f"{worker}->{_ranks(receivers)}"
                     for worker in block.gradient_workers
-                    if (receivers := [r for r in exchange_group(worker, block.sources)
-                                      if r != worker])
+                    if (
+                        receivers := [
+                            r for r in exchange_group(worker, block.sources) if r != worker
+                        ]
+                    )
                 )
                 or "-",
             )
             for work, block in zip(self.work, self.blocks, strict=True)
         ]
         header = ("block", "groups x out x in", "owners", "gradient workers", "exchange")
-        title = f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
+        title = (
+            f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
+        )
         return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
 
 

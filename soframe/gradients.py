@@ -1,0 +1,33 @@
+"""The gradients of a whole model: are they finite, and what to do if not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def finite(model: nn.Module) -> bool:
+    """Return whether every gradient of a model is finite.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False if any element of any gradient is infinite or not a number.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if not dense:
+        return True
+    return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())
+
+
+def discard(model: nn.Module) -> None:
+    """Zero every gradient: the optimizer's step then costs one update, not the weights.
+
+    Args:
+        model: The model.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()

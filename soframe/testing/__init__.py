@@ -1,0 +1,28 @@
+"""The public test kit: exact curvature to measure approximations against, and comparisons."""
+
+from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
+from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio
+from soframe.testing.dense import dense_fisher, sample_gradients
+from soframe.testing.layer_blocks import (
+    dense_blocks,
+    layer_fisher,
+    layer_matrix_basis,
+    layer_parameters,
+)
+
+__all__ = [
+    "check_layer_helper",
+    "check_solver",
+    "check_strategy",
+    "compare",
+    "dense_blocks",
+    "dense_fisher",
+    "dense_preconditioned",
+    "kron",
+    "kron_loops",
+    "layer_fisher",
+    "layer_matrix_basis",
+    "layer_parameters",
+    "sample_gradients",
+    "trace_ratio",
+]

@@ -1,0 +1,161 @@
+"""Dense linear algebra and comparisons for tests of curvature; torch alone, float64.
+
+Most bugs in this field are wrong constants, so a failed comparison says by which factor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["compare", "dense_preconditioned", "kron", "kron_loops", "trace_ratio"]
+
+# By the coarser of the two dtypes compared.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+def dense_preconditioned(fisher: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """Return ``(F + damping I)^-1 g`` by a dense solve.
+
+    Args:
+        fisher: ``[P, P]``.
+        gradient: Any shape of P elements, read row-major (a layer matrix ``[out, in(+1)]``, say).
+        damping: Added to the diagonal.
+
+    Returns:
+        The shape of ``gradient``, float64. A singular damped matrix raises torch's LinAlgError.
+    """
+    fisher = fisher.double()
+    identity = torch.eye(len(fisher), dtype=torch.float64, device=fisher.device)
+    solution: Tensor = torch.linalg.solve(fisher + damping * identity, gradient.double().flatten())
+    return solution.reshape(gradient.shape)
+
+
+def kron(g: Tensor, a: Tensor) -> Tensor:
+    """Return the Kronecker product ``G ⊗ A`` over row-major ``(o, i)``.
+
+    Entry ``[(o, i), (p, j)]`` is ``G[o, p] A[i, j]``, so that for ``X [out, in]``
+    ``kron(G, A) @ X.flatten() = (G @ X @ A.T).flatten()``.
+
+    Args:
+        g: ``[out, out]``.
+        a: ``[in, in]``.
+
+    Returns:
+        ``[out * in, out * in]``.
+    """
+    blocks = g[:, None, :, None] * a[None, :, None, :]
+    return blocks.reshape(g.shape[0] * a.shape[0], g.shape[1] * a.shape[1])
+
+
+def kron_loops(g: Tensor, a: Tensor) -> Tensor:
+    """Return ``kron(g, a)``, entry by entry, as its definition reads.
+
+    Args:
+        g: ``[out, out]``.
+        a: ``[in, in]``.
+
+    Returns:
+        ``[out * in, out * in]``.
+    """
+    (rows_g, columns_g), (rows_a, columns_a) = g.shape, a.shape
+    product = torch.zeros(rows_g * rows_a, columns_g * columns_a, dtype=g.dtype, device=g.device)
+    for o in range(rows_g):
+        for i in range(rows_a):
+            for p in range(columns_g):
+                for j in range(columns_a):
+                    product[o * rows_a + i, p * columns_a + j] = g[o, p] * a[i, j]
+    return product
+
+
+def trace_ratio(actual: Tensor, expected: Tensor) -> float:
+    """Return ``trace(actual) / trace(expected)``: one where the scale is right.
+
+    Args:
+        actual: A matrix ``[P, P]``, or its diagonal or eigenvalues ``[P]``.
+        expected: The same, independently of ``actual``.
+
+    Returns:
+        The ratio; one where both traces are zero, infinite where only the expected one is.
+    """
+    top, bottom = (
+        float((t.diagonal() if t.ndim == 2 else t).double().sum()) for t in (actual, expected)
+    )
+    if not bottom:
+        return float("inf") if top else 1.0
+    return top / bottom
+
+
+def compare(
+    actual: Tensor,
+    expected: Tensor,
+    name: str,
+    *,
+    rtol: float | None = None,
+    atol: float = 1e-12,
+) -> float:
+    """Assert that two tensors agree, and say by what factor they do not.
+
+    The error is relative to the whole tensor, ``||actual - expected||_F / ||expected||_F``: an
+    entry that should be zero is then held to the scale of the others.
+
+    Args:
+        actual: What the code under test made.
+        expected: The reference, of the same shape.
+        name: What is compared; begins the message.
+        rtol: The largest relative error; by default 1e-9 for float64, 1e-4 for float32, 1e-2 for
+            float16 and 5e-2 for bfloat16, whichever dtype of the two is the coarser.
+        atol: Tensors whose entries all differ by no more are equal too.
+
+    Returns:
+        The relative error.
+
+    Raises:
+        AssertionError: If they differ. The message has the largest absolute error, the relative
+            error, and the median, least and greatest of ``actual / expected``.
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(
+            f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        )
+    if rtol is None:
+        rtol = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (actual, expected))
+    got, want = (t.detach().cpu().double().flatten() for t in (actual, expected))
+    if got.numel() == 0:
+        return 0.0
+    largest = float((got - want).abs().max())
+    norm = float(want.norm())
+    absolute = float((got - want).norm())
+    error = absolute / norm if norm else (float("inf") if largest else 0.0)
+    # Written so that a NaN fails.
+    if error <= rtol or largest <= atol:
+        return error
+    raise AssertionError(
+        f"{name}: relative error {error:.3e} > {rtol:.1e}\n"
+        f"  largest absolute error {largest:.6e} (largest expected {float(want.abs().max()):.6e})\n"
+        f"  {_ratios(got, want)}"
+    )
+
+
+def _ratios(got: Tensor, want: Tensor) -> str:
+    broken = int((~got.isfinite()).sum())
+    if broken or not bool(want.isfinite().all()):
+        wrong = int((~want.isfinite()).sum())
+        return f"of {got.numel()} entries {broken} are not finite in actual, {wrong} in expected"
+    large = want.abs() > 1e-9 * want.abs().max()
+    if not bool(large.any()):
+        return "expected is zero everywhere"
+    ratios = got[large] / want[large]
+    low, middle, high = float(ratios.min()), float(ratios.median()), float(ratios.max())
+    text = (
+        f"actual/expected: median {middle:.6g}, min {low:.6g}, max {high:.6g} "
+        f"({len(ratios)} of {len(want)} entries; in the others expected is zero)"
+    )
+    if high - low <= 1e-3 * abs(middle):
+        text += f"\n  a constant factor of {middle:.6g}: look for the scale"
+    return text

@@ -1,0 +1,141 @@
+"""The exact block of one layer, in the order of the layer's gradient matrix.
+
+A *layer matrix* is the order that soframe packs a layer's gradient in: ``[out, in(+1)] =
+[weight.flatten(1) | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares
+with ``kron(G, A)``. Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
+``layer_matrix_basis`` translates the one into the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher
+
+__all__ = ["dense_blocks", "layer_fisher", "layer_matrix_basis", "layer_parameters"]
+
+
+def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
+    """Return the names of one module's own trainable parameters, weight and bias first.
+
+    Args:
+        model: The network.
+        layer: The module's qualified name; ``""`` is the network itself.
+
+    Returns:
+        Qualified names, of the weight, the bias, then any others in the order of registration.
+    """
+    own = {k: p for k, p in model.get_submodule(layer)._parameters.items() if p is not None}
+    order = sorted(own, key=lambda k: {"weight": 0, "bias": 1}.get(k, 2))
+    return tuple(f"{layer}.{k}" if layer else k for k in order if own[k].requires_grad)
+
+
+def dense_blocks(
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss,
+    targets: Any = None,
+    *,
+    kind: Kind = "empirical",
+    reduction: Reduction = "mean",
+) -> dict[str, Tensor]:
+    """Return the block of every module that has trainable parameters of its own.
+
+    Args:
+        model: Any network.
+        inputs: As in ``dense_fisher``.
+        loss: As in ``dense_fisher``.
+        targets: As in ``dense_fisher``.
+        kind: As in ``dense_fisher``.
+        reduction: As in ``dense_fisher``.
+
+    Returns:
+        Module name -> block ``[P_l, P_l]``, its parameters in the order of ``layer_parameters``.
+    """
+    blocks = {}
+    for layer, _ in model.named_modules():
+        names = layer_parameters(model, layer)
+        if names:
+            blocks[layer] = dense_fisher(
+                model, inputs, loss, targets, parameters=names, kind=kind, reduction=reduction
+            )
+    return blocks
+
+
+def layer_matrix_basis(
+    module: nn.Module, *, weight: bool | None = None, bias: bool | None = None
+) -> Tensor:
+    """Return where each entry of a layer's gradient matrix sits in its flat parameter vector.
+
+    With ``basis = layer_matrix_basis(module)`` and ``flat`` the concatenation of the flattened
+    weight and bias: ``flat[basis]`` is the gradient as ``[groups, out/groups, in(+1)]``,
+    ``flat[basis[g]] = matrix`` writes group ``g`` back, and with ``order = basis[g].flatten()``
+    ``F[order][:, order]`` is the block of group ``g`` over ``(o, i)``, row-major.
+
+    Args:
+        module: A Linear, or a convolution of 1 to 3 dimensions, with
+            weight ``[out, in/groups, *kernel]``. Input features follow ``weight.flatten(1)``:
+            channel, then kernel position, the last kernel axis fastest.
+        weight: Whether the flat vector holds the weight; by default whether it is trainable.
+        bias: The same for the bias.
+
+    Returns:
+        Indices ``[groups, out/groups, in(+1)]``, int64; the bias is the last column.
+
+    Raises:
+        TypeError: If the module is none of these.
+        ValueError: If neither parameter is held.
+    """
+    if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        raise TypeError(f"no layer matrix is defined for {type(module).__name__}")
+    groups = 1 if isinstance(module, nn.Linear) else module.groups
+    out, fan_in = module.weight.shape[0], module.weight[0].numel()
+    if weight is None:
+        weight = module.weight.requires_grad
+    if bias is None:
+        bias = module.bias is not None and module.bias.requires_grad
+    if not (weight or bias):
+        raise ValueError("a layer matrix needs the weight, the bias or both")
+    offset = out * fan_in if weight else 0
+    rows = []
+    for o in range(out):
+        row = [o * fan_in + i for i in range(fan_in)] if weight else []
+        rows.append(row + ([offset + o] if bias else []))
+    return torch.tensor(rows, dtype=torch.int64).reshape(groups, out // groups, -1)
+
+
+def layer_fisher(
+    model: nn.Module,
+    layer: str,
+    inputs: Any,
+    loss: Loss,
+    targets: Any = None,
+    *,
+    kind: Kind = "empirical",
+    reduction: Reduction = "mean",
+) -> list[Tensor]:
+    """Return one layer's block per group, ordered like its gradient matrix ``[out, in(+1)]``.
+
+    Args:
+        model: Any network.
+        layer: The qualified name of a Linear or convolution in it.
+        inputs: As in ``dense_fisher``.
+        loss: As in ``dense_fisher``.
+        targets: As in ``dense_fisher``.
+        kind: As in ``dense_fisher``.
+        reduction: As in ``dense_fisher``.
+
+    Returns:
+        For each group the block over ``(o, i)``, row-major, float64: what ``kron(G, A)``
+        approximates. Frozen parameters have no column.
+    """
+    basis = layer_matrix_basis(model.get_submodule(layer))
+    names = layer_parameters(model, layer)
+    block = dense_fisher(
+        model, inputs, loss, targets, parameters=names, kind=kind, reduction=reduction
+    )
+    orders = [group.flatten().to(block.device) for group in basis]
+    return [block[order][:, order] for order in orders]

@@ -1,0 +1,1 @@
+"""Tests of soframe; the folders mirror the package."""

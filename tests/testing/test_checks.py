@@ -1,0 +1,195 @@
+"""The checks for parts that users write: soframe's own pass them, broken ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.layers import Conv2dHelper, LinearHelper
+from soframe.solvers import Eigen, Inverse, Solver
+from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement, Strategy
+from soframe.testing import check_layer_helper, check_solver, check_strategy
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4)),
+    "linear, no bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4)),
+    "linear, positions": (lambda: nn.Linear(4, 3), (5, 2, 3, 4)),
+    "conv": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 6, 5)),
+    "conv, all settings": (
+        lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, True, "circular"),
+        (2, 4, 7, 6),
+    ),
+    "conv, depthwise": (lambda: nn.Conv2d(4, 4, 3, padding="same", groups=4), (2, 4, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_own_layer_helpers_pass(case: str) -> None:
+    make, shape = LAYERS[case]
+    check_layer_helper(make(), torch.randn(shape))
+
+
+class Swapped(Conv2dHelper):
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(*inputs).flip(3)
+
+
+class Averaged(LinearHelper):
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(*inputs) / inputs[0].shape[0]
+
+
+class WrongFastPath(LinearHelper):
+    def output_moment(self, output_rows: Tensor) -> Tensor:
+        return super().output_moment(output_rows) * 2
+
+
+class MixedSamples(LinearHelper):
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(*inputs).flatten(1, 2).unsqueeze(1)
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        return super().output_rows(grad_output).flatten(1, 2).unsqueeze(1)
+
+
+class LosesBias(LinearHelper):
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return super().from_matrix(matrix)[0], None
+
+
+@pytest.mark.parametrize(
+    ("helper", "message"),
+    [
+        (Averaged, "gradient of sample 0"),
+        (WrongFastPath, "fast output_moment"),
+        (MixedSamples, "keep the batch"),
+        (LosesBias, "loses the bias"),
+    ],
+)
+def test_a_wrong_linear_helper_is_found(helper: type[LinearHelper], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_layer_helper(nn.Linear(4, 3), torch.randn(5, 2, 4), helper=helper)
+
+
+def test_a_permuted_convolution_is_found() -> None:
+    with pytest.raises(AssertionError, match="gradient of sample"):
+        check_layer_helper(nn.Conv2d(2, 3, 2), torch.randn(2, 2, 4, 4), helper=Swapped)
+
+
+def test_a_module_without_helper_is_refused() -> None:
+    with pytest.raises(ValueError, match="no layer helper is registered for LayerNorm"):
+        check_layer_helper(nn.LayerNorm(3), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(
+    "solver", [Eigen(), Inverse(), Inverse(split="sqrt"), Inverse(split="full")], ids=repr
+)
+def test_own_solvers_pass(solver: Solver) -> None:
+    check_solver(solver)
+
+
+class IgnoresDamping(Eigen):
+    def apply(self, gradient: Tensor, **data: Any) -> Tensor:
+        return super().apply(gradient, **{**data, "damping": 1e-12})
+
+
+class SwapsSides(Inverse):
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        return right["inverse"] @ gradient.mT @ left["inverse"]
+
+
+class InPlace(Eigen):
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        data = super().solve(matrix, damping)
+        matrix.zero_()
+        return data
+
+
+class WrongSpec(Eigen):
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        data = super().solve(matrix, damping)
+        return {"values": data["values"], "vectors": data["vectors"]}
+
+
+class SwallowsNaN(Eigen):
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        return super().solve(matrix.nan_to_num(1.0), damping)
+
+
+@pytest.mark.parametrize(
+    ("solver", "message"),
+    [
+        (IgnoresDamping(), "relative error"),
+        (SwapsSides(), "shape|relative error"),
+        (InPlace(), "changes the factor"),
+        (WrongSpec(), "announces"),
+        (SwallowsNaN(), "NaNs gives finite"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Solver) else "",
+)
+def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_solver(solver)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        CommOpt(),
+        MemOpt(),
+        HybridOpt(),
+        HybridOpt(gradient_workers=1),
+        HybridOpt(gradient_workers=0.75, colocate=False),
+        CommOpt(colocate=False),
+    ],
+    ids=repr,
+)
+def test_own_strategies_pass(strategy: Strategy) -> None:
+    check_strategy(strategy)
+
+
+@dataclass(frozen=True)
+class Shifting(Strategy):
+    """Its answer depends on how often it was asked."""
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        placement = MemOpt().place(work, ranks)
+        return replace(placement, notes=(str(object()),))
+
+
+class OwnsNowhere(Strategy):
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        placement = MemOpt().place(work, ranks)
+        blocks = tuple(replace(b, owners=(ranks, ranks)) for b in placement.blocks)
+        return replace(placement, blocks=blocks)
+
+
+class ForgetsWork(Strategy):
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        return CommOpt().place(work[:1], ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Shifting(), "pure function"),
+        (OwnsNowhere(), "an owner is not a rank"),
+        (ForgetsWork(), "other work"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
+)
+def test_a_wrong_strategy_is_found(strategy: Strategy, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_strategy(strategy)
