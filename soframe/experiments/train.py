@@ -66,7 +66,7 @@ def run(
 
     Raises:
         ValueError: If the batch cannot be split evenly over the processes.
-    """  # noqa: DOC502
+    """
     _batch_size(config, processes)
     start = launch(
         train, processes, on_message=on_progress, timeout=timeout, threads=config.threads
@@ -94,13 +94,20 @@ def train(worker: Worker, config: RunConfig, tensorboard: Path | None = None) ->
 
     Raises:
         ValueError: If the batch cannot be split evenly, or exceeds the training set.
-    """  # noqa: DOC502
+    """
     with _numerics(config.threads), _events(worker, tensorboard) as write:
         return _Run(worker, config).train(write)
 
 
 def _batch_size(config: RunConfig, processes: int) -> int:
-    """The global batch.
+    """Checks the global batch.
+
+    Args:
+        config: The run.
+        processes: How many ranks share each batch.
+
+    Returns:
+        Examples per step over all processes.
 
     Raises:
         ValueError: If it cannot be split evenly.
