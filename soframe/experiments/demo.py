@@ -21,11 +21,11 @@ from soframe.experiments.tuning import TUNING_SEED, tuned
 from soframe.experiments.workloads import workload
 
 #: The workloads, and each one's share of the training seconds.
-SHARES = {"digits-autoencoder": 0.75, "digits-cnn": 0.25}
+SHARES = {"digits-autoencoder": 0.8, "digits-cnn": 0.2}
 
 #: The part of the budget that is spent training if no run ends early. The rest is for starting
 #: processes, evaluations and plots.
-TRAINING = 0.75
+TRAINING = 0.85
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Runs a function on several local processes that talk over Gloo.
 
 Processes come from a fork server that has imported torch once, so that starting them takes a
-tenth of a second each. Rank r sends messages and its result to the parent through its own pipe.
+fraction of a second. Rank r sends messages and its result to the parent through its own pipe.
 The parent owns their lives: whatever goes wrong (an exception in a rank, a rank that dies, the
 time limit, an interrupt) ends with every process gone and one exception in the parent.
 """
@@ -30,8 +30,9 @@ import torch.distributed as dist
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-#: Imported once by the fork server. The data is scikit-learn's, whose import takes a second.
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "sklearn.datasets")
+#: Imported once by the fork server, for seconds that each process would spend: the compiler,
+#: which torch imports at the first step of an optimizer, and scikit-learn, which holds the data.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "sklearn.datasets")
 
 #: How long a process may take to end by itself, in seconds, before it is killed.
 GRACE = 2.0

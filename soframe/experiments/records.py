@@ -178,8 +178,8 @@ def verdict(records: Sequence[RunRecord], target: float) -> str:
     return (
         f"{start}; the fastest first-order run, {first_order.config.label}, took "
         f"{other_row.step} steps and {other_row.seconds:.1f} s: K-FAC needed "
-        f"{_ratio(other_row.step / max(row.step, 1), 'fewer', 'more')} steps and "
-        f"{_ratio(other_row.seconds / max(row.seconds, 1e-9), 'less', 'more')} time."
+        f"{_ratio(other_row.step / max(row.step, 1), 'fewer steps', 'more steps')} and "
+        f"{_ratio(other_row.seconds / max(row.seconds, 1e-9), 'less time', 'more time')}."
     )
 
 
@@ -189,4 +189,8 @@ def _fastest(records: Sequence[RunRecord], target: float) -> tuple[RunRecord, Ro
 
 
 def _ratio(ratio: float, better: str, worse: str) -> str:
-    return f"{ratio:.1f}x {better}" if ratio >= 1 else f"{1 / ratio:.1f}x {worse}"
+    """Says how much better or worse, unless that rounds to "1.0 times"."""
+    factor = f"{max(ratio, 1 / ratio):.1f}"
+    if factor == "1.0":
+        return f"neither {better} nor {worse}"
+    return f"{factor} times {better if ratio > 1 else worse}"

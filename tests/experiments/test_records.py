@@ -88,9 +88,10 @@ FAST, SLOW, NEVER = (3.0, 0.4), (3.0, 2.0, 2.0, 2.0, 0.4), (3.0, 2.0)
 @pytest.mark.parametrize(
     ("kfac", "sgd", "kfac_seconds", "expected"),
     [
-        (FAST, SLOW, 0.5, "4.0x fewer steps and 4.0x less time."),
-        (FAST, SLOW, 4.0, "4.0x fewer steps and 2.0x more time."),
-        (SLOW, FAST, 0.5, "4.0x more steps and 4.0x more time."),
+        (FAST, SLOW, 0.5, "K-FAC needed 4.0 times fewer steps and 4.0 times less time."),
+        (FAST, SLOW, 4.0, "K-FAC needed 4.0 times fewer steps and 2.0 times more time."),
+        (SLOW, FAST, 0.5, "K-FAC needed 4.0 times more steps and 4.0 times more time."),
+        (FAST, SLOW, 2.03, "4.0 times fewer steps and neither less time nor more time."),
         (FAST, NEVER, 0.5, "took 10 steps and 0.5 s; no first-order run reached it"),
         (NEVER, FAST, 0.5, "K-FAC did not reach a training loss of 0.5 within the budget; SGD did"),
         (NEVER, NEVER, 0.5, "No optimizer reached a training loss of 0.5"),
