@@ -216,7 +216,8 @@ def compare_command(
         screen = console(to_stderr=as_json)
         with bars(screen, [config.label for config in configs]) as watch:
             comparison = compare(configs, processes=processes, watch=watch)
-        plot = plots.loss_curves(problem, comparison.records, output / f"{workload_name}.png")
+        figure = plots.loss_curves(problem, comparison.records)
+        plot = plots.save(figure, output / f"{workload_name}.png")
     said = verdict(comparison.records, min(problem.targets))
     if as_json:
         _print_json({**comparison.as_dict(), "plot": str(plot), "summary": [said]})

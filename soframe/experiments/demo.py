@@ -112,7 +112,8 @@ def run(
         labels = [config.label for config in configs]
         with watch(workload(name).title, labels) as watcher:
             comparison = compare(configs, processes=processes, watch=watcher)
-        plot = plots.loss_curves(workload(name), comparison.records, output / f"{name}.png")
+        figure = plots.loss_curves(workload(name), comparison.records)
+        plot = plots.save(figure, output / f"{name}.png")
         part = Part(comparison, plot, sentences(name, comparison.records))
         parts.append(part)
         show(part)

@@ -12,6 +12,7 @@ from soframe.experiments.workloads import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart under every common colour blindness; the dashes tell curves
 # apart that lie on each other, as those of the strategies do against steps.
@@ -25,24 +26,21 @@ _PRECONDITIONED: Sequence[_Style] = (
 )
 
 
-def loss_curves(workload: Workload, records: Sequence[RunRecord], path: Path) -> Path:
-    """Draws the training loss of several runs, logarithmic, and saves it.
+def loss_curves(workload: Workload, records: Sequence[RunRecord]) -> Figure:
+    """Draws the training loss of several runs, logarithmic.
 
     Args:
         workload: What was trained.
         records: One run for each curve.
-        path: Of the image; its folder is made.
 
     Returns:
-        The path.
+        A figure of two panels: against steps on the left, against seconds on the right.
     """
-    backend, figure_module = require("matplotlib.backends.backend_agg", "matplotlib.figure")
-    # A figure of its own on the Agg canvas: no display, and no global state of pyplot.
-    figure = figure_module.Figure(figsize=(10.5, 4.4), layout="constrained")
-    backend.FigureCanvasAgg(figure)
+    (module,) = require("matplotlib.figure")
+    # A figure of its own: no display, and none of pyplot's global state.
+    figure: Figure = module.Figure(figsize=(10.5, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    styles = _styles(records)
-    for record, style in zip(records, styles, strict=True):
+    for record, style in zip(records, _styles(records), strict=True):
         rows = [row for row in record.rows if row.loss > 0]
         losses = [row.loss for row in rows]
         left.plot([row.step for row in rows], losses, **style)
@@ -65,6 +63,19 @@ def loss_curves(workload: Workload, records: Sequence[RunRecord], path: Path) ->
     where = f"{processes} processes" if processes > 1 else "1 process"
     figure.suptitle(f"{workload.title}, {where}", fontsize=12)
     right.legend(frameon=False, fontsize=9, loc="upper right")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure as an image.
+
+    Args:
+        figure: The figure.
+        path: Of the image, whose suffix chooses the format; its folder is made.
+
+    Returns:
+        The path.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
