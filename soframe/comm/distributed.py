@@ -46,18 +46,26 @@ class TorchDistributed(Backend):
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self._everyone = tuple(range(self.world_size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {self._everyone: self._group}
+        self._made: set[tuple[int, ...]] = {self._everyone}
         self._meet_timeout = timedelta(seconds=meet_timeout)
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """See `Backend.prepare`."""
+        if self.world_size != dist.get_world_size():
+            # NOTE: torch makes groups in a part of the world only if their members have made
+            # equally many before (their names count them), which overlapping groups have not. So
+            # the backend sends from rank to rank there, see `_broadcast`.
+            return
         for ranks in groups:
-            if self.rank in ranks and ranks not in self._groups:
-                # Only members take part, since this backend's own group need not be the world.
-                self._groups[ranks] = dist.new_group(
-                    [self._global_ranks[rank] for rank in ranks],
-                    backend=self._engine,
-                    use_local_synchronization=True,
-                )
+            if ranks in self._made:
+                continue
+            self._made.add(ranks)
+            # Every rank of the world takes part, a member or not.
+            members = [self._global_ranks[rank] for rank in ranks]
+            made = dist.new_group(members, backend=self._engine)
+            if self.rank in ranks:
+                assert isinstance(made, dist.ProcessGroup)
+                self._groups[ranks] = made
 
     def wire_device(self, device: torch.device) -> torch.device:
         """See `Backend.wire_device`."""
@@ -82,10 +90,19 @@ class TorchDistributed(Backend):
         return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
-        work = dist.broadcast(
-            tensor, self._global_ranks[source], group=self._groups[group], async_op=True
-        )
-        return _handle(work)
+        origin = self._global_ranks[source]
+        if group in self._groups:
+            return _handle(dist.broadcast(tensor, origin, self._groups[group], async_op=True))
+        if self.rank != source:
+            return _handle(dist.irecv(tensor, origin, self._group))
+        others = [self._global_ranks[rank] for rank in group if rank != source]
+        sends = [_handle(dist.isend(tensor, rank, self._group)) for rank in others]
+
+        def wait() -> None:
+            for send in sends:
+                send.wait()
+
+        return Handle(wait)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self._everyone]

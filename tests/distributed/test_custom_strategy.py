@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,13 +30,18 @@ def node_opt(ranks_per_node: int) -> soframe.Strategy:
     return made
 
 
-def train(model: nn.Module, share: slice, strategy: soframe.Strategy | str) -> Tensor:
+def train(
+    model: nn.Module,
+    share: slice,
+    strategy: soframe.Strategy | str,
+    backend: soframe.Backend | None = None,
+) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 5, generator=generator, dtype=torch.float64)
     y = torch.randn(12, 2, generator=generator, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     preconditioner = soframe.Preconditioner(
-        model, optimizer=optimizer, strategy=strategy, solve_every=2
+        model, optimizer=optimizer, strategy=strategy, backend=backend, solve_every=2
     )
     for _ in range(4):
         optimizer.zero_grad()
@@ -65,3 +71,19 @@ def test_guide_strategy_equals_one_process() -> None:
     for weights, workers in run_ranks(on_rank, 4):
         assert workers == {(0, 1), (2, 3)}
         compare(weights, expected, "weights under the guide's strategy", rtol=1e-10)
+
+
+def in_half_of_the_world(rank: int, world_size: int) -> Tensor:
+    group = dist.new_group(list(range(4)))
+    if rank >= 4:
+        return torch.empty(0)
+    backend = soframe.comm.TorchDistributed(group)
+    model = DistributedDataParallel(make_model(), process_group=group)
+    return train(model, slice(rank, None, 4), node_opt(2), backend)
+
+
+@pytest.mark.distributed
+def test_overlapping_groups_in_a_part_of_the_world() -> None:
+    expected = train(make_model(), slice(None), "comm-opt")
+    for weights in run_ranks(in_half_of_the_world, 5)[:4]:
+        compare(weights, expected, "weights in a part of the world", rtol=1e-10)
