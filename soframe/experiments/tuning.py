@@ -78,6 +78,7 @@ SPACES: Mapping[OptimizerName, Mapping[str, Draw]] = {
     "kfac": {
         "lr": log_uniform(5e-2, 1.0),
         "momentum": choice(0.8, 0.9),
+        "preconditioner.solver": choice("eigen", "inverse"),
         "preconditioner.damping": log_uniform(1e-4, 1e-2),
         "preconditioner.kl_clip": log_uniform(5e-5, 1e-3),
         "preconditioner.decay": choice(0.8, 0.9),
