@@ -218,11 +218,13 @@ def compare_command(
             comparison = compare(configs, processes=processes, watch=watch)
         figure = plots.loss_curves(problem, comparison.records)
         plot = plots.save(figure, output / f"{workload_name}.png")
-    said = verdict(comparison.records, min(problem.targets))
+    said = []
+    if len({config.optimizer == "kfac" for config in configs}) == 2:
+        said.append(verdict(comparison.records, min(problem.targets)))
     if as_json:
-        _print_json({**comparison.as_dict(), "plot": str(plot), "summary": [said]})
+        _print_json({**comparison.as_dict(), "plot": str(plot), "summary": said})
         return
-    _show(comparison, (said,))
+    _show(comparison, said)
     screen.print(f"Plot: {plot}", soft_wrap=True)
 
 

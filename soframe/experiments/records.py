@@ -156,16 +156,25 @@ def verdict(records: Sequence[RunRecord], target: float) -> str:
 
     Returns:
         The sentence.
+
+    Raises:
+        ValueError: If there is no run of K-FAC.
     """
-    kfac = _fastest([r for r in records if r.config.optimizer == "kfac"][:1], target)
+    first = next((r for r in records if r.config.optimizer == "kfac"), None)
+    if first is None:
+        raise ValueError("a verdict on K-FAC needs a run of it")
+    kfac = _fastest([first], target)
     other = _fastest([r for r in records if r.config.optimizer != "kfac"], target)
     if kfac is None and other is None:
-        return f"No optimizer reached a training loss of {target:g} within the budget."
+        return (
+            f"Neither {first.config.label} nor a first-order run reached a training loss of {target:g} within "
+            "the budget."
+        )
     if kfac is None:
         assert other is not None
         record, row = other
         return (
-            f"K-FAC did not reach a training loss of {target:g} within the budget; "
+            f"{first.config.label} did not reach a training loss of {target:g} within the budget; "
             f"{record.config.label} did, after {row.step} steps and {row.seconds:.1f} s."
         )
     record, row = kfac

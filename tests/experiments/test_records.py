@@ -93,8 +93,18 @@ FAST, SLOW, NEVER = (3.0, 0.4), (3.0, 2.0, 2.0, 2.0, 0.4), (3.0, 2.0)
         (SLOW, FAST, 0.5, "K-FAC needed 4.0 times more steps and 4.0 times more time."),
         (FAST, SLOW, 2.03, "4.0 times fewer steps and neither less time nor more time."),
         (FAST, NEVER, 0.5, "took 10 steps and 0.5 s; no first-order run reached it"),
-        (NEVER, FAST, 0.5, "K-FAC did not reach a training loss of 0.5 within the budget; SGD did"),
-        (NEVER, NEVER, 0.5, "No optimizer reached a training loss of 0.5"),
+        (
+            NEVER,
+            FAST,
+            0.5,
+            "K-FAC, comm-opt did not reach a training loss of 0.5 within the budget; SGD",
+        ),
+        (
+            NEVER,
+            NEVER,
+            0.5,
+            "Neither K-FAC, comm-opt nor a first-order run reached a training loss of 0.5",
+        ),
     ],
 )
 def test_the_verdict_follows_the_figures(kfac, sgd, kfac_seconds, expected):
@@ -112,6 +122,11 @@ def test_the_verdict_takes_the_fastest_first_order_run_and_the_first_strategy():
     said = verdict(records, 0.5)
     assert "K-FAC, comm-opt took 40 steps and 2.0 s" in said
     assert "AdamW, took 10 steps and 1.0 s" in said
+
+
+def test_a_verdict_needs_a_run_of_kfac():
+    with pytest.raises(ValueError, match="needs a run of it"):
+        verdict([record("sgd")], 0.5)
 
 
 def test_a_comparison_is_of_one_workload():
