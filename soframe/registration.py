@@ -72,6 +72,7 @@ class Registration:
 
     Raises:
         ValueError: If a component does not exist or a module cannot be registered yet.
+        TypeError: If a component is not of its kind.
     """
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
@@ -81,6 +82,10 @@ class Registration:
         self._names: dict[int, list[str]] = {}
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
+        given: Mapping[str, object] = choices.layers
+        for pattern, helper in given.items():
+            if not isinstance(helper, type) or not issubclass(helper, LayerHelper):
+                raise TypeError(f"layers[{pattern!r}] must be a LayerHelper class, not {helper!r}")
         self._methods = _PerLayer("method", choices.method, Method)
         self._solvers = _PerLayer("solver", choices.solver, Solver)
         self.blocks: list[Block] = []
@@ -225,7 +230,7 @@ class Registration:
             warnings.warn(
                 f"soframe: no module matches the pattern(s) {', '.join(map(repr, unused))}; "
                 f"names are those of model.named_modules(), patterns regular expressions",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -200,3 +200,13 @@ def test_a_split_that_does_not_exist() -> None:
 def test_a_split_is_between_two() -> None:
     with pytest.raises(ValueError, match="between two factors, not 1"):
         Inverse().shares([torch.ones(1)], 0.1)
+
+
+def test_no_damping_and_no_curvature_is_no_step() -> None:
+    singular = torch.diag(torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)).unsqueeze(0)
+    solver = Eigen()
+    data = solver.solve(singular, torch.zeros(1))
+    gradient = torch.ones(1, 3, 3, dtype=torch.float64)
+    result = solver.apply(gradient, left=data, right=data, damping=0.0)
+    inverse = torch.linalg.pinv(torch.kron(singular[0], singular[0]))
+    compare(result.flatten(), inverse @ gradient.flatten(), "least step")

@@ -129,3 +129,19 @@ def test_nothing_is_read_on_the_host() -> None:
     assert factor.shape == ()
     with pytest.raises(RuntimeError, match="meta"):
         factor.item()
+
+
+def test_weight_and_bias_in_different_groups() -> None:
+    plain, model = net(), net()
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": weights, "lr": 0.1}, {"params": biases, "lr": 7.0}])
+    unclipped = soframe.Preconditioner(plain, kl_clip=None)
+    own = soframe.Preconditioner(model, kl_clip=1e-3, optimizer=optimizer)
+    with closing(unclipped), closing(own):
+        raw, p = step(plain, unclipped)
+        _, clipped = step(model, own)
+    factor = clip(raw, p, [0.1, 7.0, 0.1, 7.0], 1e-3)
+    assert factor < 0.9 * clip(raw, p, [0.1, 0.1, 0.1, 0.1], 1e-3)  # the biases' rate matters
+    for one, other in zip(clipped, p, strict=True):
+        compare(one, factor * other, "clipped")
