@@ -167,8 +167,8 @@ def verdict(records: Sequence[RunRecord], target: float) -> str:
     other = _fastest([r for r in records if r.config.optimizer != "kfac"], target)
     if kfac is None and other is None:
         return (
-            f"Neither {first.config.label} nor a first-order run reached a training loss of {target:g} within "
-            "the budget."
+            f"Neither {first.config.label} nor a first-order run reached a training loss of "
+            f"{target:g} within the budget."
         )
     if kfac is None:
         assert other is not None
