@@ -15,23 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from soframe import gradients, solving, state
+from soframe import building, gradients, solving, state
 from soframe.agreement import compare_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
-from soframe.comm.distributed import TorchDistributed
-from soframe.comm.single import SingleProcess
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
 from soframe.lr import LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.registration import Choice, Choices, Registration, unwrap
-from soframe.registry import KINDS, describe
+from soframe.registration import Choice, Choices, unwrap
+from soframe.registry import KINDS
 from soframe.report import Report
 from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
@@ -115,10 +112,10 @@ class Preconditioner:
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _require("scaling", scaling, ("fisher", "kaisa"))
-        _require("loss_average", loss_average, ("local", "global", "sum"))
+        building.require("scaling", scaling, ("fisher", "kaisa"))
+        building.require("loss_average", loss_average, ("local", "global", "sum"))
         if not callable(samples):
-            _require("samples", samples, ("batch", "positions"))
+            building.require("samples", samples, ("batch", "positions"))
         if isinstance(skip, str):
             raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
         self._model = unwrap(model)
@@ -133,7 +130,7 @@ class Preconditioner:
         self._scaler = grad_scaler
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-        self._backend = _backend(backend)
+        self._backend = building.choose_backend(backend)
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -192,6 +189,8 @@ class Preconditioner:
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
+        if bad and not any(block.running for block in self._blocks):
+            self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
@@ -235,12 +234,25 @@ class Preconditioner:
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
         try:
-            registration = self._register()
-            placement = self._place(registration.blocks)
+            registration = building.register(self._model, self._choices)
+            self._lrs.check(registration.blocks)
+            placement = building.place(
+                self._strategy, registration.blocks, self._backend.world_size
+            )
         except Exception:
             say_failed(self._backend)
             raise
-        compare_ranks(self._backend, placement, self._settings(registration.blocks))
+        settings = (
+            self._damping,
+            self._decay,
+            self._kl_clip,
+            self._statistics_every,
+            self._solve_every,
+            self._scaling,
+            self._loss_average,
+        )
+        own = building.describe_settings(registration.blocks, *settings)
+        compare_ranks(self._backend, placement, own)
         self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
         if carry_over(old, self._blocks) and old:
@@ -258,39 +270,6 @@ class Preconditioner:
         self._capture.attach(
             {helper: block.name for block in self._blocks for helper in block.helpers}
         )
-
-    def _register(self) -> Registration:
-        registration = Registration(self._model, self._choices)
-        if not registration.blocks:
-            raise ValueError(
-                f"there is nothing to precondition in {type(self._model).__name__}:\n"
-                f"{registration.report}"
-            )
-        self._lrs.check(registration.blocks)
-        return registration
-
-    def _place(self, blocks: Sequence[Block]) -> Placement:
-        work, ranks = tuple(block.work for block in blocks), self._backend.world_size
-        placement = self._strategy.place(work, ranks)
-        placement.validate()
-        if (placement.work, placement.world_size) != (work, ranks):
-            raise ValueError(
-                f"strategy {placement.strategy!r} placed other work, or for other ranks, than it "
-                f"was given"
-            )
-        return placement
-
-    def _settings(self, blocks: Sequence[Block]) -> str:
-        """Return what all ranks must have in common besides the placement."""
-        settings = (
-            self._damping,
-            self._decay,
-            self._kl_clip,
-            self._statistics_every,
-            self._solve_every,
-        )
-        parts = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
-        return "\n".join(map(describe, (*settings, self._scaling, self._loss_average, *parts)))
 
     def _grad_scale(self) -> float:
         scaler = self._scaler
@@ -383,17 +362,3 @@ class Preconditioner:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
         self._closed = True
-
-
-def _backend(choice: str | type[Backend] | Backend | None) -> Backend:
-    if choice is None:
-        distributed = dist.is_available() and dist.is_initialized()
-        return TorchDistributed() if distributed else SingleProcess()
-    backend = KINDS["backend"].build(choice, Backend)
-    assert isinstance(backend, Backend)
-    return backend
-
-
-def _require(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
