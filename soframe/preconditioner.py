@@ -358,6 +358,14 @@ class Preconditioner:
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._new_window()
 
+    def reset_batch(self) -> None:
+        """Forget what the backward passes since the last step have gathered.
+
+        For a batch that is given up between ``backward`` and ``step``; call it where the gradients
+        are zeroed, on every rank.
+        """
+        self._new_window()
+
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
