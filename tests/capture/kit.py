@@ -196,6 +196,7 @@ def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:
     """Return the gradients and factors of a step."""
     named = unwrapped(model).named_parameters()
     blocks = [b for b in preconditioner._blocks if b.running]
+    assert len({b.name for b in preconditioner._blocks}) == len(preconditioner._blocks)
     return {
         "gradients": {n: p.grad.clone() for n, p in named if p.grad is not None},
         **{kind: {b.name: b.running[kind][0].clone() for b in blocks} for kind in "AG"},
