@@ -189,7 +189,7 @@ def actual(rank: int, world_size: int, case: Case) -> list[Result]:
 def precondition(model: nn.Module, **options: Any) -> Preconditioner:
     """Build a preconditioner with the settings of the reference."""
     settings = {"damping": DAMPING, "decay": DECAY, "kl_clip": None, "solve_every": 1}
-    return Preconditioner(model, **{**settings, **options})
+    return Preconditioner(model, **{"statistics_every": 1, **settings, **options})
 
 
 def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:

@@ -29,7 +29,7 @@ def test_a_batch_that_is_given_up_leaves_nothing() -> None:
     results = []
     for given_up in (False, True):
         model = network()
-        preconditioner = soframe.Preconditioner(model, kl_clip=None)
+        preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
         if given_up:
             backward(model, seed=1)
             model.zero_grad()
@@ -54,7 +54,7 @@ def test_an_exchanged_module_is_registered_anew() -> None:
         preconditioner.step()
     assert preconditioner.placement.work[1].shape == (1, 5, 5)
     assert not torch.equal(raw, model[2].weight.grad)
-    twin = soframe.Preconditioner(model, kl_clip=None)
+    twin = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
     model.zero_grad()
     backward(model, seed=3)
     twin.step()
@@ -63,9 +63,9 @@ def test_an_exchanged_module_is_registered_anew() -> None:
 
 def test_complex_parameters_are_reported() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
-    report = soframe.Preconditioner(model, kl_clip=None).report()
+    report = soframe.Preconditioner(model, kl_clip=None, statistics_every=1).report()
     reasons = {row.parameter: row.reason for row in report}
     assert reasons["0.weight"] == ""
     assert "complex" in reasons["1.weight"]
     with pytest.raises(ValueError, match="complex"):
-        soframe.Preconditioner(model[1], kl_clip=None)
+        soframe.Preconditioner(model[1], kl_clip=None, statistics_every=1)
