@@ -55,6 +55,7 @@ def failed(result, message):
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
     out = succeeded(
@@ -86,6 +87,7 @@ def check_run(run):
         assert hit["seconds"] == (first and first["seconds"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_train_prints_a_table_and_no_progress_off_a_terminal(tmp_path):
     arguments = ["--optimizer", "kfac", "--lr", 0.1, "--kl-clip", 0, "--damping", 1, "--steps", 5]
@@ -98,6 +100,7 @@ def test_train_prints_a_table_and_no_progress_off_a_terminal(tmp_path):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_options_of_train_reach_the_run(tmp_path):
     arguments = {
         "--workload": "digits-cnn",
@@ -138,6 +141,7 @@ def test_the_options_of_train_reach_the_run(tmp_path):
     assert list((tmp_path / "events").iterdir())
 
 
+@pytest.mark.slow
 def test_compare_runs_each_optimizer_and_strategy(tmp_path):
     options = ["--optimizers", "adamw,kfac", "--strategies", "comm-opt,mem-opt", "--seconds", 0.2]
     out = succeeded(soframe_command("compare", "--json", *options, cwd=tmp_path))

@@ -28,6 +28,7 @@ def run(page: Path, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page(page: Path, tmp_path: Path) -> None:
     if blocks(page.read_text(encoding="utf-8")):

@@ -37,6 +37,7 @@ def test_a_killed_rank_is_reported():
         launch(helpers.die_on_rank_1, 2, timeout=60)()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_time_limit_ends_the_processes(tmp_path):
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[0\]"):

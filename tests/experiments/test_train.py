@@ -41,6 +41,7 @@ def test_optimizers_differ_and_start_at_the_same_loss():
     assert len(ends) == len(CONFIGS)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("workload", "optimizer"),
@@ -193,6 +194,7 @@ def test_the_cosine_falls_from_one_to_zero():
     assert schedule_factor(SGD, 3) == 1.0
 
 
+@pytest.mark.slow
 def test_the_schedule_reaches_the_optimizer_and_the_kl_clip():
     """Where the clip acts, the learning rate cancels: only a falling bound ends in smaller steps.
 

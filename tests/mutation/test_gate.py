@@ -25,6 +25,7 @@ def mutant(find: str, replace: str) -> gate.Mutant:
     return gate.Mutant(f"{find} -> {replace}", "double.py", find, replace, TESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("find", "replace", "answer"),
     [
@@ -42,6 +43,7 @@ def test_verdict(
     assert (project / "double.py").read_text() == before
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_an_error(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_installed_components_are_listed_and_used_by_name(installed):
     done = run(
         """

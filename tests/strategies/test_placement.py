@@ -56,6 +56,7 @@ def test_a_placement_depends_on_nothing_else(shapes, ranks, strategy):
     assert strategy.place(tuple(work_of(*shapes)), ranks) == first
 
 
+@pytest.mark.slow
 def test_a_placement_is_the_same_in_another_process():
     placement = HybridOpt(colocate=False).place(work_of((1, 9, 5), (2, 4, 7), (1, 3, 3)), 6)
     code = """
