@@ -25,8 +25,10 @@ from soframe.capture import Capture
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
+from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
+from soframe.losses.base import Loss
 from soframe.lr import LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, Registration, unwrap
@@ -75,6 +77,9 @@ class Preconditioner:
             multiplied by.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
+        fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
+            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+        loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
         placement: Who owns, preconditions and receives what.
@@ -112,6 +117,8 @@ class Preconditioner:
         layers: Mapping[str, type[LayerHelper]] | None = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         dtype: torch.dtype | None = None,
+        fisher: str = "empirical",
+        loss: str | type[Loss] | Loss | None = None,
     ) -> None:
         _require("scaling", scaling, ("fisher", "kaisa"))
         _require("loss_average", loss_average, ("local", "global", "sum"))
@@ -135,11 +142,33 @@ class Preconditioner:
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._capture = Capture()
+        self._fisher = Fisher(
+            fisher,  # type: ignore[arg-type]  # checked there
+            None if loss is None else KINDS["loss"].build(loss, Loss),
+        )
+        self._capture = Capture(probing=self._fisher.kind != "empirical")
         self._closed = False
         self._hungry = 0
         self._blocks: list[Block] = []
         self._build()
+
+    def observe(self, outputs: Tensor) -> None:
+        """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
+
+        Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
+        It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+
+        Args:
+            outputs: The model's outputs, ``[N, ...]``, with their graph.
+
+        Raises:
+            RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
+                layer ran with gradients.
+        """
+        if self._fisher.kind == "empirical":
+            raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
+        if self._capture.enabled:
+            self._capture.probe(outputs, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -247,7 +276,12 @@ class Preconditioner:
         self.placement.validate()
         self._compare_placements()
         self._backend.prepare(self.placement.groups())
-        scale = Scale(self._scaling, self._loss_average, self._backend.world_size)
+        scale = Scale(
+            self._scaling,
+            self._loss_average,
+            self._backend.world_size,
+            own_gradients=self._fisher.kind != "empirical",
+        )
         self._statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
         self._capture.sink = self._statistics.add
         self._capture.attach(

@@ -176,6 +176,8 @@ KINDS: dict[str, Registry] = {
     "solver": Registry("solver"),
     "strategy": Registry("strategy"),
     "backend": Registry("backend"),
+    "loss": Registry("loss"),
+    "damping": Registry("damping"),
 }
 
 
