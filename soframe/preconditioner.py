@@ -361,6 +361,25 @@ class Preconditioner:
         """
         return self._backend.traffic()
 
+    def covered(self) -> set[nn.Parameter]:
+        """Return the parameters whose gradients `step` rewrites."""
+        return {p for block in self._blocks for p in block.parameters.values()}
+
+    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a small tensor over the ranks.
+
+        Args:
+            tensor: The tensor of this rank.
+        """
+        total = tensor.clone().to(self._backend.wire_device(tensor.device))
+        self._backend.all_reduce(total, "agree").wait()
+        return total.to(tensor.device) / self._backend.world_size
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss that the Fisher is of; None for the empirical one."""
+        return self._fisher.loss
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
