@@ -18,7 +18,7 @@ reentrant checkpoint runs backward passes of its own within it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -153,7 +153,10 @@ class Capture:
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
-            self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
+            # First of all: another hook may replace the output (adapters do).
+            self._handles.append(
+                helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            )
 
     def reset(self) -> None:
         """Begin a new window."""
@@ -187,7 +190,8 @@ class Capture:
                 )
                 if index == 0:
                     # What belongs to other forward passes waits for their probes.
-                    pairs = list(zip(edges, reached, strict=True))
+                    found: Sequence[Tensor | None] = reached  # None where there is no way
+                    pairs = list(zip(edges, found, strict=True))
                     self._edges = [edge for edge, gradient in pairs if gradient is None]
                     edges = [edge for edge, gradient in pairs if gradient is not None]
         finally:
@@ -195,13 +199,14 @@ class Capture:
             self._passes.leave()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; what has been called already is no longer waited for."""
         self._finalizer()
+        self.sink = None
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or not self.enabled:
+        if self.sink is None or not self.enabled or _is_functional(helper):
             return
         if torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
@@ -220,22 +225,28 @@ class Capture:
             return
         inputs = tuple(helper.inputs(args, kwargs))
         needed = inputs if helper.weight is not None else ()
-        anchor = next(iter(helper.parameters.values()))
-        if not anchor.requires_grad:
+        # One that was frozen since is no reason to lose what the others need.
+        trained = [p for p in helper.parameters.values() if p.requires_grad]
+        if not trained:
             return
         kept = _Keep.apply(  # type: ignore[no-untyped-call]
-            anchor.new_empty(0, requires_grad=True), *needed
+            trained[0].new_empty(0, requires_grad=True), *needed
         )
-        node, edge = kept.grad_fn, get_gradient_edge(anchor).node
         if self.probing:
             self._edges.append(get_gradient_edge(output))
-        output.register_hook(_GradientHook(weakref.ref(self), helper, node, edge))
+        edges = tuple(get_gradient_edge(p).node for p in trained)
+        output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
 
-    def _on_gradient(self, helper: LayerHelper, node: Any, edge: Any, gradient: Tensor) -> None:
-        if self.sink is None or not self.enabled or self.probing != (self._probe is not None):
-            return
-        # autograd.grad(loss, inputs) passes through here without touching any parameter.
-        if self._probe is None and not torch._C._will_engine_execute_node(edge):
+    def _wants(self, edges: tuple[Any, ...]) -> bool:
+        """Return whether the pass under way is one to take statistics from."""
+        if self.probing:
+            return self._probe is not None
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        return any(map(_accumulates, edges))
+
+    def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
+        # A layer that was frozen, thawed or replaced since its forward has another helper now.
+        if self.sink is None or not self.enabled or helper not in self.names:
             return
         number = self._passes.enter()
         device = gradient.device.type
@@ -248,17 +259,44 @@ class Capture:
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_edge", "_helper", "_node")
+    __slots__ = ("_capture", "_edges", "_helper", "_node")
 
     def __init__(
-        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edge: Any
+        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edges: tuple[Any, ...]
     ) -> None:
-        self._capture, self._helper, self._node, self._edge = capture, helper, node, edge
+        self._capture, self._helper, self._node, self._edges = capture, helper, node, edges
 
-    def __call__(self, gradient: Tensor) -> None:
-        capture = self._capture()
-        if capture is not None:
-            capture._on_gradient(self._helper, self._node, self._edge, gradient)
+    def __call__(self, gradient: Tensor | None) -> None:
+        capture, node = self._capture(), self._node
+        if capture is None or not capture._wants(self._edges):
+            return
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Autograd frees here what it saved, even if the output lives on; so does this node.
+            self._node = None
+        # A function's backward may return None for the output: it then counts as not called.
+        if gradient is not None:
+            capture._on_gradient(self._helper, node, gradient)
+
+
+def _accumulates(edge: Any) -> bool:
+    """Return whether the backward pass under way adds to a parameter's ``.grad``.
+
+    Args:
+        edge: The parameter's node in the graph.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:
+        # How torch answers for a parameter that autograd.grad was asked for.
+        return False
+
+
+def _is_functional(helper: LayerHelper) -> bool:
+    """Return whether a module runs within ``torch.func``: transformed, or with other tensors."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    own = helper.module._parameters
+    return any(own.get(name) is not p for name, p in helper.parameters.items())
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

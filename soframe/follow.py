@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from soframe.blocks import Block
 from soframe.layers.base import LayerHelper
+from soframe.registry import describe
 
 
 class Watch:
@@ -33,7 +34,7 @@ class Watch:
         return self._look() != self._seen
 
 
-def carry_over(old: Sequence[Block], new: Sequence[Block]) -> None:
+def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
     """Move what is known of the old blocks into the new ones.
 
     A block that lost its bias or its weight keeps the factors of what remains, which are exactly
@@ -42,14 +43,19 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> None:
     Args:
         old: The blocks so far; they are left empty.
         new: The blocks from now on.
+
+    Returns:
+        Those that start anew.
     """
+    anew = []
     by_name = {block.name: block for block in old}
     for block in new:
         before = by_name.get(block.name)
-        if before is None or repr(before.method) != repr(block.method):
-            continue
-        columns = _remaining_columns(before.helper, block.helper)
-        if columns is None:
+        columns = None
+        if before is not None and describe(before.method) == describe(block.method):
+            columns = _remaining_columns(before.helper, block.helper)
+        if before is None or columns is None:
+            anew.append(block)
             continue
         block.mass, block.counts = before.mass, before.counts
         same = before.shape == block.shape
@@ -61,6 +67,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> None:
                     target[factor.name] = tensor if keep else _cut(tensor, columns)
         if same:
             block.second_order, block.solved_factors = before.second_order, before.solved_factors
+    return anew
 
 
 def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:

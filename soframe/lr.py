@@ -73,13 +73,23 @@ class LearningRates:
             step: Completed steps.
 
         Returns:
-            Numbers, or the scalar tensors that capturable optimizers keep.
+            Numbers, or the scalar tensors that capturable optimizers keep; for a block whose
+            weight and bias are in different groups a row ``[1, 1, in]`` of their rates.
         """
         if self._optimizer is None:
             return [self._schedule.at(step)] * len(blocks)
         if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
             self.check(blocks)
-        return [self._group_of[id(next(iter(block.parameters.values())))]["lr"] for block in blocks]
+        return [self._rate(block) for block in blocks]
+
+    def _rate(self, block: Block) -> float | Tensor:
+        groups = [self._group_of[id(p)] for p in block.parameters.values()]
+        if all(group is groups[0] for group in groups):
+            rate: float | Tensor = groups[0]["lr"]
+            return rate
+        row = torch.empty(1, 1, block.shape.in_features, dtype=block.dtype, device=block.device)
+        row[..., :-1], row[..., -1:] = (group["lr"] for group in groups)
+        return row
 
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups

@@ -15,23 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from soframe import gradients, solving, state
+from soframe import building, gradients, solving, state
+from soframe.agreement import compare_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
-from soframe.comm.distributed import TorchDistributed
-from soframe.comm.single import SingleProcess
 from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.lr import LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.registration import Choice, Choices, Registration, unwrap
+from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
 from soframe.schedules import Every, Interval, Schedule, Scheduled
@@ -88,12 +86,13 @@ class Preconditioner:
 
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
-            to precondition, or the ranks do not agree on the placement.
+            to precondition, or the ranks do not agree.
         TypeError: If a setting has the wrong type.
     """
 
     placement: Placement
     counters: dict[str, int]
+    _statistics: Statistics
 
     def __init__(
         self,
@@ -120,10 +119,10 @@ class Preconditioner:
         fisher: str = "empirical",
         loss: str | type[Loss] | Loss | None = None,
     ) -> None:
-        _require("scaling", scaling, ("fisher", "kaisa"))
-        _require("loss_average", loss_average, ("local", "global", "sum"))
+        building.require("scaling", scaling, ("fisher", "kaisa"))
+        building.require("loss_average", loss_average, ("local", "global", "sum"))
         if not callable(samples):
-            _require("samples", samples, ("batch", "positions"))
+            building.require("samples", samples, ("batch", "positions"))
         if isinstance(skip, str):
             raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
         self._model = unwrap(model)
@@ -138,7 +137,7 @@ class Preconditioner:
         self._scaler = grad_scaler
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-        self._backend = _backend(backend)
+        self._backend = building.choose_backend(backend)
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -148,7 +147,7 @@ class Preconditioner:
         )
         self._capture = Capture(probing=self._fisher.kind != "empirical")
         self._closed = False
-        self._hungry = 0
+        self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
@@ -181,13 +180,12 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
-        self._follow_model()
         damping = self._damping.at(self._steps)
-        with_statistics = self._takes_statistics()
-        finite, weights = self._agree(with_statistics)
+        finite, weights = self._agree()
         if weights is not None:
             self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
-        due = [block for block in self._blocks if block.running and self._is_due(block)]
+        every = self._solve_every.due(self._steps)
+        due = [block for block in self._blocks if block.running and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
@@ -197,32 +195,39 @@ class Preconditioner:
             gradients.discard(self._model)
         self._next_step()
 
-    def _agree(self, with_statistics: bool) -> tuple[bool, list[float] | None]:
+    def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.
-
-        Args:
-            with_statistics: Whether this is a statistics step.
 
         Returns:
             Whether the gradients of all ranks are finite; and the added-up weights of the
             statistics if they are to be used.
         """
+        with_statistics = self._takes_statistics()
+        changed = self._watch.changed()
         bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
-        own = [float(bad_gradient), float(bad_statistics)]
+        own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
         vector = torch.tensor(own, dtype=torch.float64)
         vector = vector.to(self._backend.wire_device(vector.device))
         self._backend.all_reduce(vector, "agree").wait()
-        bad_gradients, bad, *weights = vector.tolist()
+        changes, bad_gradients, bad, *weights = vector.tolist()
+        if changes:
+            self._follow_model(changes)
+            return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
-    def _is_due(self, block: Block) -> bool:
-        return not block.solved or self._solve_every.due(self._steps)
+    def _follow_model(self, changes: float) -> None:
+        if changes < self._backend.world_size:
+            raise RuntimeError(
+                f"parameters were frozen, thawed or replaced on {changes:.0f} of "
+                f"{self._backend.world_size} ranks: change the model on every rank alike"
+            )
+        self._build()
 
     def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
         """Clip and write the preconditioned gradients."""
@@ -240,7 +245,7 @@ class Preconditioner:
 
     def _next_step(self) -> None:
         self._steps += 1
-        self._hungry = max(0, self._hungry - 1)
+        self._owed_statistics = max(0, self._owed_statistics - 1)
         self._new_window()
 
     def _new_window(self) -> None:
@@ -249,32 +254,40 @@ class Preconditioner:
         self._capture.enabled = self._takes_statistics()
 
     def _takes_statistics(self) -> bool:
-        return self._hungry > 0 or self._statistics_every.due(self._steps)
+        return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
 
     # -- building -----------------------------------------------------------------------------
 
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
-        registration = Registration(self._model, self._choices)
-        if not registration.blocks:
-            raise ValueError(
-                f"there is nothing to precondition in {type(self._model).__name__}:\n"
-                f"{registration.report}"
+        try:
+            registration = building.register(self._model, self._choices)
+            self._lrs.check(registration.blocks)
+            placement = building.place(
+                self._strategy, registration.blocks, self._backend.world_size
             )
+        except Exception:
+            say_failed(self._backend)
+            raise
+        settings = (
+            self._damping,
+            self._decay,
+            self._kl_clip,
+            self._statistics_every,
+            self._solve_every,
+            self._scaling,
+            self._loss_average,
+            self._fisher.kind,
+        )
+        own = building.describe_settings(registration.blocks, *settings)
+        compare_ranks(self._backend, placement, own)
+        self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
-        carry_over(old, self._blocks)
-        # Blocks that are new to a running preconditioner do not wait for the next interval.
-        known = {block.name for block in self._blocks if block.running or block.sums}
-        # This window may not have captured them; the next one does.
-        self._hungry = 2 if old and len(known) < len(self._blocks) else 0
+        if carry_over(old, self._blocks) and old:
+            # They do not wait for the next interval; this window may not have captured them.
+            self._owed_statistics = 2
         self._report = registration.report
         self._watch = Watch(self._model)
-        self._lrs.check(self._blocks)
-        self.placement = self._strategy.place(
-            [block.work for block in self._blocks], self._backend.world_size
-        )
-        self.placement.validate()
-        self._compare_placements()
         self._backend.prepare(self.placement.groups())
         scale = Scale(
             self._scaling,
@@ -282,32 +295,14 @@ class Preconditioner:
             self._backend.world_size,
             own_gradients=self._fisher.kind != "empirical",
         )
-        self._statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        if old:
+            statistics.resume(self._statistics)
+        self._statistics = statistics
         self._capture.sink = self._statistics.add
         self._capture.attach(
             {helper: block.name for block in self._blocks for helper in block.helpers}
         )
-
-    def _compare_placements(self) -> None:
-        """Check that all ranks would execute the same placement.
-
-        Raises:
-            ValueError: On every rank, if they would not.
-        """
-        own = state.digest_tensor(self.placement)
-        own = own.to(self._backend.wire_device(own.device))
-        digests = self._backend.all_gather(own, "start")
-        others = [rank for rank, d in enumerate(digests) if not torch.equal(d, digests[0])]
-        if others:
-            raise ValueError(
-                f"the placement of rank(s) {others} differs from rank 0's: models, skipped or "
-                f"frozen layers, methods, solvers or strategies are not the same on every rank. "
-                f"This rank's:\n{self.placement}"
-            )
-
-    def _follow_model(self) -> None:
-        if self._watch.changed():
-            self._build()
 
     def _grad_scale(self) -> float:
         scaler = self._scaler
@@ -395,6 +390,7 @@ class Preconditioner:
             self._backend,
             self.counters,
             self._steps,
+            self._owed_statistics,
             self._scaling,
         )
 
@@ -410,7 +406,7 @@ class Preconditioner:
         """
         state.check(saved, self._blocks, self._scaling)
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
-        self._steps = saved["step"]
+        self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._new_window()
 
@@ -418,17 +414,3 @@ class Preconditioner:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
         self._closed = True
-
-
-def _backend(choice: str | type[Backend] | Backend | None) -> Backend:
-    if choice is None:
-        distributed = dist.is_available() and dist.is_initialized()
-        return TorchDistributed() if distributed else SingleProcess()
-    backend = KINDS["backend"].build(choice, Backend)
-    assert isinstance(backend, Backend)
-    return backend
-
-
-def _require(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

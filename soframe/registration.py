@@ -72,14 +72,20 @@ class Registration:
 
     Raises:
         ValueError: If a component does not exist or a module cannot be registered yet.
+        TypeError: If a component is not of its kind.
     """
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self._model = model
         self._choices = choices
         self._used: set[str] = set()
+        self._names: dict[int, list[str]] = {}
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
+        given: Mapping[str, object] = choices.layers
+        for pattern, helper in given.items():
+            if not isinstance(helper, type) or not issubclass(helper, LayerHelper):
+                raise TypeError(f"layers[{pattern!r}] must be a LayerHelper class, not {helper!r}")
         self._methods = _PerLayer("method", choices.method, Method)
         self._solvers = _PerLayer("solver", choices.solver, Solver)
         self.blocks: list[Block] = []
@@ -91,11 +97,14 @@ class Registration:
 
     def _register(self) -> None:
         modules = [(n, m) for n, m in self._model.named_modules() if m._parameters]
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), []).append(name)
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    _require_initialised(name, module, parameter)
+                    if self._skipping(module) is None:
+                        _require_initialised(name, module, parameter)
                     sharers.setdefault(id(parameter), []).append((name, module))
         attention = [n for n, m in modules if isinstance(m, nn.MultiheadAttention)]
         self._sharers = sharers
@@ -111,16 +120,15 @@ class Registration:
             if not refused:
                 self._add_block(tied)
                 continue
+            other, _, why = refused[0]
+            shared = f"its weight is shared with {other}, which has no block: {why}"
             for n, m, reason in reasons:
-                other = next(o for o, _, r in reasons if r is not None)
-                text = reason or f"its weight is shared with {other}, which has no block"
-                self._explain(m, f"{type(m).__name__}: {text}" if reason else text, n)
+                self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared, n)
 
     def _reason(self, name: str, module: nn.Module, attention: Sequence[str]) -> str | None:
         """Return why a module has no block, or None if it can have one."""
-        pattern = first_match(self._choices.skip, name, type(module).__name__)
+        pattern = self._skipping(module)
         if pattern is not None:
-            self._used.add(pattern)
             return f"skipped by {pattern!r}"
         helper = self._helper_class(name, module)
         if helper is None:
@@ -129,6 +137,14 @@ class Registration:
         if name.rpartition(".")[0] in attention and name.endswith("out_proj"):
             return "nn.MultiheadAttention uses its weight without calling it"
         return helper.unsupported(module)
+
+    def _skipping(self, module: nn.Module) -> str | None:
+        """Return the first pattern that skips a module, by any of its names or by its class's."""
+        names = (*self._names[id(module)], type(module).__name__)
+        pattern = first_match(self._choices.skip, *names)
+        if pattern is not None:
+            self._used.add(pattern)
+        return pattern
 
     def _helper_class(self, name: str, module: nn.Module) -> type[LayerHelper] | None:
         pattern = first_match(self._choices.layers, name)
@@ -196,7 +212,8 @@ class Registration:
         rows = []
         for name, parameter in self._model.named_parameters():
             block = block_of.get(id(parameter))
-            shape = tuple(parameter.shape)
+            lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+            shape = () if lazy else tuple(parameter.shape)
             if block is None:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
@@ -213,7 +230,7 @@ class Registration:
             warnings.warn(
                 f"soframe: no module matches the pattern(s) {', '.join(map(repr, unused))}; "
                 f"names are those of model.named_modules(), patterns regular expressions",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
@@ -81,23 +81,35 @@ class Registry:
         """Import the components of installed packages, once.
 
         Raises:
-            ValueError: If an entry point clashes with a registered component, or a layer's entry
-                point registers nothing.
+            ValueError: If an entry point cannot be loaded, clashes with a registered component,
+                or registers nothing where it should (layers).
         """
         if self._discovered:
             return
         self._discovered = True
-        for point in entry_points(group=self.group):
+        try:
+            for point in entry_points(group=self.group):
+                self._load(point)
+        except BaseException:
+            self._discovered = False  # the next one who asks is told too
+            raise
+
+    def _load(self, point: EntryPoint) -> None:
+        what = f"entry point {point.name!r} of {self.group} ({point.value})"
+        try:
             component = point.load()
+            if not isinstance(component, type):
+                raise TypeError(f"it is {component!r}, not a class")
             if component in self._components.values():
-                continue
+                return
             if self.key_type is not str:
                 raise ValueError(
-                    f"entry point {point.name!r} of {self.group} loads {component!r}, which "
-                    f"registers itself for no module type: decorate it with "
+                    f"it registers itself for no module type: decorate it with "
                     f"@soframe.register({self.kind!r}, ModuleType)"
                 )
             self._add(point.name, component)
+        except Exception as error:  # whatever another package does wrong, it has to be named
+            raise ValueError(f"{what} cannot be used: {error}") from error
 
     def available(self) -> dict[Any, type]:
         """Return every component by key, those of installed packages included."""
@@ -150,10 +162,16 @@ class Registry:
             The instance; classes are built with their default options.
 
         Raises:
-            TypeError: If ``choice`` is none of these.
+            TypeError: If ``choice`` is none of these, or what is registered is no ``base``.
         """
         if isinstance(choice, str):
-            return self.get(choice)()
+            component = self.get(choice)()
+            if not isinstance(component, base):
+                raise TypeError(
+                    f"{self.kind} {choice!r} is registered as {component!r}, which is no "
+                    f"{base.__name__}"
+                )
+            return component
         if isinstance(choice, base):
             return choice
         if isinstance(choice, type) and issubclass(choice, base):
@@ -222,6 +240,18 @@ def available(kind: str) -> dict[Any, type]:
         ValueError: If the kind does not exist.
     """
     return _kind(kind).available()
+
+
+def describe(component: object) -> str:
+    """Return what a component is and its options, the same in every process.
+
+    Args:
+        component: An instance.
+
+    Returns:
+        Its ``repr`` without addresses.
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(component))
 
 
 def first_match(patterns: Iterable[str], *names: str) -> str | None:

@@ -8,16 +8,17 @@ everything before it changes anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.registry import describe
 from soframe.strategies.placement import Placement
 
 FORMAT = "soframe.Preconditioner"
@@ -30,6 +31,7 @@ def save(
     backend: Backend,
     counters: Mapping[str, int],
     step: int,
+    owed_statistics: int,
     scaling: str,
 ) -> dict[str, Any]:
     """Return the state.
@@ -40,6 +42,7 @@ def save(
         backend: The backend.
         counters: What went wrong so far.
         step: Completed steps.
+        owed_statistics: Steps to come that take statistics whatever the interval says.
         scaling: The scaling convention.
 
     Returns:
@@ -50,13 +53,14 @@ def save(
         "format": FORMAT,
         "version": VERSION,
         "step": step,
+        "owed_statistics": owed_statistics,
         "scaling": scaling,
         "counters": dict(counters),
         "blocks": {
             block.name: {
                 "shape": list(block.shape),
-                "method": repr(block.method),
-                "solver": repr(block.solver),
+                "method": describe(block.method),
+                "solver": describe(block.solver),
                 "mass": block.mass,
                 "factors": {name: pack_triangle(f) for name, f in block.running.items()},
                 "second_order": data[block],
@@ -84,7 +88,11 @@ def _gather_second_order(
     if parcels:
         backend.meet("Preconditioner.state_dict()")
         deliver(backend, [parcel for _, parcel in parcels], "state")
-    data = {block: {f: dict(t) for f, t in block.second_order.items()} for block in blocks}
+    # A block that is not solved altogether is solved anew at the next step.
+    data = {
+        block: {f: dict(t) for f, t in block.second_order.items() if block.solved}
+        for block in blocks
+    }
     for block, parcel in parcels:
         data[block] = {}
         for (factor, name, _), tensor in zip(block.flat_specs(), parcel.tensors or (), strict=True):
@@ -110,53 +118,71 @@ def check(state: Any, blocks: Sequence[Block], scaling: str) -> None:
             f"the state has version {state.get('version')!r}; this soframe reads version "
             f"{VERSION}: load it with the soframe that wrote it or newer"
         )
-    missing = [key for key in ("step", "scaling", "counters", "blocks") if key not in state]
+    keys = ("step", "owed_statistics", "scaling", "counters", "blocks")
+    missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
-    step = state["step"]
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"the state is damaged: step is {step!r}")
+    for key in ("step", "owed_statistics"):
+        _check_count(key, state[key])
+    for key, count in _mapping("counters", state["counters"]).items():
+        _check_count(f"counter {key!r}", count)
     if state["scaling"] != scaling:
         raise ValueError(
             f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
             f"differ by constants"
         )
-    saved, expected = state["blocks"], {block.name: block for block in blocks}
-    if not isinstance(saved, Mapping) or set(saved) != set(expected):
-        names = set(saved) if isinstance(saved, Mapping) else set()
+    saved, expected = _mapping("blocks", state["blocks"]), {block.name: block for block in blocks}
+    if set(saved) != set(expected):
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
-            f"{sorted(set(expected) - names) or 'nothing'} and has "
-            f"{sorted(names - set(expected)) or 'nothing'} besides"
+            f"{sorted(set(expected) - set(saved)) or 'nothing'} and has "
+            f"{sorted(set(saved) - set(expected)) or 'nothing'} besides"
         )
     for name, block in expected.items():
-        _check_block(name, saved[name], block)
+        _check_block(name, _mapping(f"block {name!r}", saved[name]), block)
 
 
-def _check_block(name: str, saved: Any, block: Block) -> None:
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"the state is damaged: {what} is {value!r}")
+
+
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the state is damaged: {what} is {type(value).__name__}, not a dict")
+    return value
+
+
+def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     keys = ("shape", "method", "solver", "mass", "factors", "second_order")
-    if not isinstance(saved, Mapping) or any(key not in saved for key in keys):
-        raise ValueError(f"the state is truncated: block {name!r} lacks some of {keys}")
-    if tuple(saved["shape"]) != tuple(block.shape):
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ValueError(f"the state is truncated: block {name!r} lacks {', '.join(missing)}")
+    if saved["shape"] != list(block.shape):
         raise ValueError(
-            f"block {name!r} has shape {tuple(saved['shape'])} in the state and "
-            f"{tuple(block.shape)} in the model"
+            f"block {name!r} has shape {saved['shape']} in the state and {list(block.shape)} in "
+            f"the model"
         )
-    if saved["method"] != repr(block.method):
+    if saved["method"] != describe(block.method):
         raise ValueError(
-            f"block {name!r} was made by {saved['method']}, and is now by {block.method!r}"
+            f"block {name!r} was made by {saved['method']}, and is now by {describe(block.method)}"
         )
-    factors = saved["factors"]
+    mass, factors = saved["mass"], _mapping(f"factors of block {name!r}", saved["factors"])
+    if not isinstance(mass, float) or not 0 <= mass < math.inf:
+        raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
     wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
-    if factors and set(factors) != set(wanted):
+    if set(factors) != (set(wanted) if mass > 0 else set()):
         raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
     for factor, tensor in factors.items():
         _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
-    if saved["solver"] != repr(block.solver):
+    second_order = _mapping(f"second-order data of block {name!r}", saved["second_order"])
+    if saved["solver"] != describe(block.solver):
         return
-    for factor, tensors in saved["second_order"].items():
-        specs = block.tensors.get(factor)
-        if specs is None or set(tensors) != set(specs):
+    if second_order and set(second_order) != set(wanted):
+        raise ValueError(f"the state is truncated: second-order data of block {name!r}")
+    for factor, tensors in second_order.items():
+        specs = block.tensors[factor]
+        if set(_mapping(f"second-order data of block {name!r}", tensors)) != set(specs):
             raise ValueError(f"the state is truncated: second-order data of block {name!r}")
         for tensor_name, spec in specs.items():
             what = f"{tensor_name} of factor {factor} of block {name!r}"
@@ -185,7 +211,7 @@ def load_blocks(
     for block, place in zip(blocks, placement.blocks, strict=True):
         saved = state["blocks"][block.name]
         load_factors(block, saved)
-        data = saved["second_order"] if saved["solver"] == repr(block.solver) else {}
+        data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
         # Without data of this solver the block is solved at the next step.
         block.solved_factors = set(data)
         keep = rank in place.gradient_workers
@@ -235,8 +261,3 @@ def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def digest_tensor(placement: Placement) -> Tensor:
-    """Return a placement's digest as 32 bytes that travel."""
-    return torch.tensor(list(placement.digest), dtype=torch.uint8)

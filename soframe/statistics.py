@@ -9,6 +9,7 @@ running average. Sums that are not finite, on any rank, are dropped on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -101,9 +102,9 @@ class Statistics:
         if self._samples == "positions":
             return batch * shared
         samples: object = self._samples()
-        if not isinstance(samples, int) or samples < 1:
+        if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 1:
             raise ValueError(f"samples() must return a positive integer, not {samples!r}")
-        return samples
+        return int(samples)
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
@@ -162,6 +163,14 @@ class Statistics:
 
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.counts, self._passes)
+
+    def resume(self, before: Statistics) -> None:
+        """Go on with the window of other statistics, whose sums the blocks have taken over.
+
+        Args:
+            before: The statistics of the model as it was before.
+        """
+        self._passes, self._loss_scale = before._passes, before._loss_scale
 
     def clear(self) -> None:
         """Begin a new window."""

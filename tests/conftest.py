@@ -7,11 +7,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # A shared machine is slow at times; that is no failure.
 settings.register_profile("soframe", deadline=None, print_blob=True)
-settings.load_profile("soframe")
+# For the mutation gate: a verdict that never changes, and no search for the smallest example.
+settings.register_profile(
+    "verdict",
+    settings.get_profile("soframe"),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "soframe"))
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ class TorchDistributed(Backend):
         if self._engine != "gloo":
             return
         try:
-            dist.monitored_barrier(self._group, timeout=self._meet_timeout)
+            dist.monitored_barrier(self._group, timeout=self._meet_timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(f"{what} must be called by every rank: {error}") from error
 

@@ -45,11 +45,13 @@ class Parcel:
 def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
     """Bring every parcel to all ranks of its group: one broadcast per route and bucket.
 
-    Every rank must pass the same parcels in the same order; each joins those that concern it.
+    Every rank must pass the same parcels in the same order; each joins those that concern it. Of a
+    symmetric matrix the lower triangle travels, and every rank of the group, the source included,
+    has that one mirrored.
 
     Args:
         backend: The backend.
-        parcels: The parcels; their ``tensors`` are filled in on receivers.
+        parcels: The parcels; their ``tensors`` are filled in.
         phase: The phase that the traffic is counted under.
     """
     under_way: list[tuple[Handle, Tensor, list[Parcel]]] = []
@@ -64,10 +66,10 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
         under_way.append((backend.broadcast(flat, first.source, first.group, phase), flat, bucket))
     for handle, flat, bucket in under_way:
         handle.wait()
-        if backend.rank != bucket[0].source:
-            sizes = [parcel.numel for parcel in bucket]
-            for parcel, part in zip(bucket, flat.split(sizes), strict=True):
-                parcel.tensors = _unflatten(part.to(parcel.device), parcel.specs)
+        # The source too takes what travelled, so that all ranks go on with the same bits.
+        sizes = [parcel.numel for parcel in bucket]
+        for parcel, part in zip(bucket, flat.split(sizes), strict=True):
+            parcel.tensors = _unflatten(part.to(parcel.device), parcel.specs)
 
 
 def add_up(backend: Backend, tensors: Sequence[Tensor], phase: str) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +65,7 @@ class CrossEntropy(Loss):
         gradient = flat.scatter_add(1, labels, flat.new_full(labels.shape, -1.0))
         gradient = gradient.view(p.shape).movedim(-1, 1)
         # Positions are drawn independently, so a mean over them keeps one factor of the two.
-        return gradient * self._scale(outputs) ** 0.5
+        return gradient * math.sqrt(self._scale(outputs))
 
 
 @register("loss", "binary-cross-entropy")
@@ -103,4 +104,4 @@ class BinaryCrossEntropy(Loss):
         p = outputs.sigmoid()
         labels = torch.bernoulli(p, generator=generator)
         scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
-        return (p - labels) * scale**0.5
+        return (p - labels) * math.sqrt(scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +15,9 @@ from soframe.registry import register
 
 
 class _Gaussian(Loss):
+    @abstractmethod
     def _precision(self, outputs: Tensor) -> float:
-        raise NotImplementedError
+        """Return the factor of the identity that the Hessian is."""
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """See `Loss.hessian_product`."""
@@ -25,13 +28,13 @@ class _Gaussian(Loss):
         flat = outputs[:1].numel()
         for feature in range(flat):
             column = torch.zeros_like(outputs).flatten(1)
-            column[:, feature] = self._precision(outputs) ** 0.5
+            column[:, feature] = math.sqrt(self._precision(outputs))
             yield column.view_as(outputs)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """See `Loss.sample`: Gaussian noise."""
         noise = torch.empty_like(outputs).normal_(generator=generator)
-        return noise * self._precision(outputs) ** 0.5
+        return noise * math.sqrt(self._precision(outputs))
 
 
 @register("loss", "squared-error")

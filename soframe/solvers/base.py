@@ -114,7 +114,8 @@ def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[
         except LinAlgError as error:
             reason = str(error)
             continue
-        data = {name: tensor.to(matrix.dtype) for name, tensor in data.items()}
+        # One layout on every rank, whoever solved: products of other strides have other bits.
+        data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
         if all(bool(tensor.isfinite().all()) for tensor in data.values()):
             return data, dtype != matrix.dtype
     raise SolveFailedError(reason)

@@ -45,5 +45,10 @@ class Eigen(Solver):
     ) -> Tensor:
         """See `Solver.apply`."""
         rotated = left["vectors"].mT @ gradient @ right["vectors"]
-        rotated /= left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
+        curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
+        if damping == 0:
+            # Where there is neither curvature nor damping, no step is the least one.
+            rotated = torch.where(curvature > 0, rotated, 0.0)
+            curvature = torch.where(curvature > 0, curvature, 1.0)
+        rotated /= curvature
         return left["vectors"] @ rotated @ right["vectors"].mT

@@ -12,6 +12,7 @@ by one; a rank whose row has no rank of the block's column receives from another
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,17 +37,22 @@ class _Grid(Strategy):
         # Loads are per rank of a column, so that a shorter column is given less.
         shares = [1.0 / len(ranks_) for ranks_ in members]
         column_of = _assign_columns(totals, shares)
-        loads = [[0.0] * len(ranks_) for ranks_ in members]
-        owners: dict[int, tuple[int, ...]] = {}
-        for index in sorted(range(len(work)), key=lambda i: (-totals[i], i)):
-            column, factors = column_of[index], work[index].factors
-            costs = [totals[index]] if self.colocate else [self.cost(f) for f in factors]
-            chosen = [members[column][row] for row in assign(costs, loads[column])]
-            owners[index] = tuple(chosen * len(factors) if self.colocate else chosen)
+        owners = [[0] * len(block.factors) for block in work]
+        for column, ranks_ in enumerate(members):
+            mine = [index for index, chosen in enumerate(column_of) if chosen == column]
+            if self.colocate:
+                jobs = [(index, slice(None)) for index in mine]
+                costs = [totals[index] for index in mine]
+            else:
+                jobs = [(i, slice(f, f + 1)) for i in mine for f in range(len(work[i].factors))]
+                costs = [self.cost(factor) for index in mine for factor in work[index].factors]
+            for (index, factors), row in zip(jobs, assign(costs, [0.0] * len(ranks_)), strict=True):
+                owned = len(owners[index][factors])
+                owners[index][factors] = [ranks_[row]] * owned
         blocks = tuple(
             BlockPlacement(
                 block.name,
-                owners[i],
+                tuple(owners[i]),
                 members[column_of[i]],
                 _sources(members[column_of[i]], ranks, columns),
             )
@@ -157,8 +163,9 @@ class HybridOpt(_Grid):
             workers = max(1.0, ranks * wanted)
         columns = max(1, round(ranks / workers))
         notes = []
-        if columns * workers != ranks:
-            lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
+        lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
+        # A fraction of the ranks is a whole number up to rounding.
+        if len(lengths) > 1 or not math.isclose(lengths[0], workers):
             notes.append(
                 f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
                 f"of {' or '.join(map(str, lengths))} ranks instead"

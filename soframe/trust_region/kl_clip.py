@@ -24,7 +24,7 @@ def kl_clip_factor(
     Args:
         preconditioned: One matrix per block.
         gradients: The raw gradients, in the same order.
-        lrs: The learning rate of each block.
+        lrs: The learning rate of each block, or a row of rates that fits its matrix.
         kappa: The bound.
 
     Returns:
@@ -33,9 +33,14 @@ def kl_clip_factor(
     """
     first = preconditioned[0]
     terms = [
-        torch.dot(p.flatten(), g.flatten()).to(first) * lr**2
-        for p, g, lr in zip(preconditioned, gradients, lrs, strict=True)
+        _term(p, g, lr).to(first) for p, g, lr in zip(preconditioned, gradients, lrs, strict=True)
     ]
     total = torch.stack(terms).sum().abs()
     # kappa / 0 is infinite, and clamped like everything above one.
     return (kappa / total).sqrt().clamp(max=1.0)
+
+
+def _term(p: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
+    if isinstance(lr, Tensor) and lr.dim() > 0:
+        return (p * g * lr**2).sum()
+    return torch.dot(p.flatten(), g.flatten()) * lr**2

@@ -27,7 +27,6 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.trust_region.damping import DampingPolicy
 from soframe.trust_region.denormals import flushed_denormals
-from soframe.trust_region.replay import Replay
 from soframe.trust_region.quadratic import (
     Closure,
     Direction,
@@ -36,6 +35,7 @@ from soframe.trust_region.quadratic import (
     Quadratic,
     curvature_along,
 )
+from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 

@@ -50,8 +50,9 @@ class Quadratic:
         scale = torch.where(scale > 0, scale, 1.0)
         # Scaled to a unit diagonal, so that a short direction is no singular one.
         scaled = self.curvature / scale / scale.unsqueeze(1)
-        inverse = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-10)
-        return -(inverse @ (self.slope / scale)) / scale
+        inverse: Tensor = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-10)
+        minimum: Tensor = -(inverse @ (self.slope / scale)) / scale
+        return minimum
 
     def change(self, coefficients: Tensor) -> float:
         """Return the predicted change of the loss, ``M(c) - M(0)``.
@@ -83,7 +84,7 @@ def dual_parameters(model: nn.Module, tangents: dict[int, Tensor]) -> Iterator[N
     duals = {id(p): fwd.make_dual(p.detach(), tangents[id(p)]) for _, _, p in slots}
     try:
         for parameters, name, parameter in slots:
-            parameters[name] = duals[id(parameter)]  # type: ignore[assignment]
+            parameters[name] = duals[id(parameter)]
         yield
     finally:
         for parameters, name, parameter in slots:
@@ -153,7 +154,7 @@ class Outputs:
             TypeError: If the loss is no scalar tensor.
         """
         self._seen = []
-        loss = closure()
+        loss: object = closure()
         seen, self._seen = self._seen, []
         if len(seen) != 1:
             raise RuntimeError(

@@ -44,7 +44,16 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 if _ROOT not in sys.path:
     sys.path.append(_ROOT)
 # Test modules import pytest and hypothesis: preloaded, a rank need not pay for them.
-_PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "soframe"]
+# DistributedDataParallel imports torch._dynamo: 2 s that no rank need pay.
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "soframe",
+]
 # After one rank fails, its peers often fail of it: wait so long to report them together.
 _GRACE = 0.5
 # A rank whose parent was killed ends by itself, so long after the time-out.

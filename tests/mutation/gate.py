@@ -55,6 +55,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> int | None:
     """The exit code of pytest on `tests` in the project at `root`; None if it did not end."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["HYPOTHESIS_PROFILE"] = "verdict"
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         done = subprocess.run(

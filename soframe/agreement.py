@@ -1,0 +1,67 @@
+"""What the ranks compare before they trust each other's collectives.
+
+A rank whose model, choices or settings differ would enter other collectives than its peers, and
+all would wait for ever. So the ranks exchange digests first, and a rank that cannot even start
+says so before it raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from soframe.comm.base import Backend
+from soframe.strategies.placement import Placement
+
+_SIZE = hashlib.sha256().digest_size
+
+
+def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None:
+    """Check that all ranks would execute the same placement under the same settings.
+
+    Args:
+        backend: The backend.
+        placement: This rank's placement.
+        settings: Everything else that has to be the same, as text.
+
+    Raises:
+        ValueError: On every rank, if they would not.
+    """
+    own = placement.digest + hashlib.sha256(settings.encode()).digest()
+    digests = _exchange(backend, own)
+    failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
+    if failed:
+        raise ValueError(f"rank(s) {failed} could not start; the reason is in their own error")
+    where = slice(_SIZE)
+    if others := _differing(digests, where):
+        raise ValueError(
+            f"the placement of rank(s) {others} differs from rank 0's: models, skipped or frozen "
+            f"layers, methods or strategies are not the same on every rank. This rank's:\n"
+            f"{placement}"
+        )
+    if others := _differing(digests, slice(_SIZE, None)):
+        raise ValueError(
+            f"the settings of rank(s) {others} differ from rank 0's; they must be the same on "
+            f"every rank. This rank's:\n{settings}"
+        )
+
+
+def say_failed(backend: Backend) -> None:
+    """Tell the ranks that wait in `compare_ranks` that this one cannot start.
+
+    Args:
+        backend: The backend.
+    """
+    _exchange(backend, bytes(2 * _SIZE))
+
+
+def _exchange(backend: Backend, own: bytes) -> list[bytes]:
+    tensor = torch.tensor(list(own), dtype=torch.uint8)
+    tensor = tensor.to(backend.wire_device(tensor.device))
+    return [bytes(t.tolist()) for t in backend.all_gather(tensor, "start")]
+
+
+def _differing(digests: Sequence[bytes], where: slice) -> list[int]:
+    return [rank for rank, digest in enumerate(digests) if digest[where] != digests[0][where]]

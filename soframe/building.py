@@ -1,0 +1,109 @@
+"""Building a preconditioner: what is checked and chosen before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from soframe.blocks import Block
+from soframe.comm.base import Backend
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.single import SingleProcess
+from soframe.registration import Choices, Registration
+from soframe.registry import KINDS, describe
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import Placement
+
+
+def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
+    """Return the communication backend.
+
+    Args:
+        choice: A name, class or instance; None for torch.distributed where it is initialised.
+
+    Returns:
+        The backend.
+    """
+    if choice is None:
+        distributed = dist.is_available() and dist.is_initialized()
+        return TorchDistributed() if distributed else SingleProcess()
+    backend = KINDS["backend"].build(choice, Backend)
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def register(model: nn.Module, choices: Choices) -> Registration:
+    """Register a model.
+
+    Args:
+        model: The model, unwrapped.
+        choices: What the user chose.
+
+    Returns:
+        The registration, with at least one block.
+
+    Raises:
+        ValueError: If there is nothing to precondition.
+    """
+    registration = Registration(model, choices)
+    if not registration.blocks:
+        raise ValueError(
+            f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
+        )
+    return registration
+
+
+def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
+    """Place blocks, and check what the strategy answers.
+
+    Args:
+        strategy: The strategy.
+        blocks: The blocks.
+        ranks: The number of ranks.
+
+    Returns:
+        A valid placement of these blocks.
+
+    Raises:
+        ValueError: If the strategy's placement is not one.
+    """
+    work = tuple(block.work for block in blocks)
+    placement = strategy.place(work, ranks)
+    placement.validate()
+    if (placement.work, placement.world_size) != (work, ranks):
+        raise ValueError(
+            f"strategy {placement.strategy!r} placed other work, or for other ranks, than it was "
+            f"given"
+        )
+    return placement
+
+
+def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
+    """Return what all ranks must have in common besides the placement.
+
+    Args:
+        blocks: The blocks.
+        *settings: Further settings.
+
+    Returns:
+        One line each.
+    """
+    parts = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
+    return "\n".join(map(describe, (*settings, *parts)))
+
+
+def require(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Check a setting that is one of a few words.
+
+    Args:
+        name: The setting's name.
+        value: Its value.
+        allowed: The words.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -1,0 +1,162 @@
+"""Uses of autograd beyond one ``loss.backward()``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.testing import compare, dense_preconditioned, kron
+from tests.capture.kit import (
+    DAMPING,
+    WORLDS,
+    Case,
+    Recorder,
+    actual,
+    average_gradients,
+    check,
+    no_sync,
+    precondition,
+    snapshot,
+    softplus,
+    vectors,
+)
+from tests.distributed.harness import run_ranks
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def penalised(model: nn.Module, x: Tensor, step: int) -> None:
+    """Loss plus gradient penalty: mean over samples of the squared gradient of their output."""
+    x = x.clone().requires_grad_()
+    with no_sync(model):
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (softplus(output) + gradient.pow(2).sum(1).mean()).backward()
+    average_gradients(model)
+
+
+def probed(model: nn.Module, x: Tensor, step: int) -> None:
+    """A Hessian-vector product before the backward, through the same graph."""
+    with no_sync(model):
+        loss = softplus(model(x))
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        slope = sum((g**2).sum() for g in gradients)
+        torch.autograd.grad(slope, parameters, retain_graph=True)
+        loss.backward()
+    average_gradients(model)
+
+
+def with_graph(model: nn.Module, x: Tensor, step: int) -> None:
+    with no_sync(model):
+        loss = softplus(model(x))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss.backward(inputs=list(model.parameters()))
+    assert all(g.requires_grad for g in gradients)
+    average_gradients(model)
+
+
+def retained(model: nn.Module, x: Tensor, step: int) -> None:
+    """Two backwards through one graph, each with half of the loss."""
+    with no_sync(model):
+        loss = softplus(model(x)) / 2
+        loss.backward(retain_graph=True)
+        loss.backward()
+    average_gradients(model)
+
+
+CASES = {
+    "probed by autograd.grad": Case(Network, train=probed),
+    "gradients of the same graph": Case(Network, train=with_graph),
+    "retain_graph": Case(Network, train=retained),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_autograd(name: str, world_size: int) -> None:
+    check(CASES[name], world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gradient_penalty(world_size: int) -> None:
+    """G holds the whole gradient of each output, the penalty's part included."""
+    case = Case(Network, train=penalised)
+    ranks = run_ranks(actual, 2, case) if world_size == 2 else [actual(0, 1, case)]
+    twin = case.twin()
+    recorder = Recorder(twin)
+    penalised(twin, case.data(0), 0)
+    recorder.step(len(case.data(0)))
+    for steps in ranks:
+        for layer, factors in recorder.factors().items():
+            for kind, factor in factors.items():
+                compare(steps[0][kind][layer], factor, f"{kind} of {layer}")
+        for name, parameter in twin.named_parameters():
+            compare(steps[0]["gradients"][name], parameter.grad, name)
+
+
+@pytest.mark.parametrize("left_out", ["weight", "bias"])
+def test_parameter_without_gradient(left_out: str) -> None:
+    """Where one parameter has no gradient, it counts as zero and stays None."""
+    case = Case(Network)
+    whole, model = case.build(), case.build()
+    reference, preconditioner = precondition(whole), precondition(model)
+    softplus(whole(vectors(0))).backward()
+    gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    reference.step()
+    inputs = [p for name, p in model.named_parameters() if not name.endswith(left_out)]
+    softplus(model(vectors(0))).backward(inputs=inputs)
+    preconditioner.step()
+    got, want = snapshot(model, preconditioner), snapshot(whole, reference)
+    for layer in ("first", "last"):
+        for kind in "AG":
+            compare(got[kind][layer], want[kind][layer], f"{kind} of {layer}")
+        weight, bias = gradients[f"{layer}.weight"], gradients[f"{layer}.bias"]
+        parts = [weight * (left_out != "weight"), bias[:, None] * (left_out != "bias")]
+        fisher = kron(want["G"][layer], want["A"][layer])
+        result = dense_preconditioned(fisher, torch.cat(parts, 1), DAMPING)
+        other = model.get_submodule(layer)
+        assert getattr(other, left_out).grad is None
+        if left_out == "bias":
+            compare(other.weight.grad, result[:, :-1], layer)
+        else:
+            compare(other.bias.grad, result[:, -1], layer)
+
+
+def test_gradients_all_none() -> None:
+    """A step without any backward changes nothing, and the next one is the first."""
+    model = Case(Network).build()
+    preconditioner = precondition(model)
+    preconditioner.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(block.running for block in preconditioner._blocks)
+    softplus(model(vectors(0))).backward()
+    preconditioner.step()
+    got = snapshot(model, preconditioner)
+    want = actual(0, 1, Case(Network))[0]
+    for kind in want:
+        for name, tensor in want[kind].items():
+            assert torch.equal(got[kind][name], tensor)
+
+
+def test_gradient_set_to_none_after_backward() -> None:
+    """One layer's gradients are dropped by hand: the other layer is preconditioned as ever."""
+    model = Case(Network).build()
+    preconditioner = precondition(model)
+    softplus(model(vectors(0))).backward()
+    model.first.zero_grad(set_to_none=True)
+    preconditioner.step()
+    want = actual(0, 1, Case(Network))[0]["gradients"]
+    assert model.first.weight.grad is None
+    assert model.first.bias.grad is None
+    assert torch.equal(model.last.weight.grad, want["last.weight"])
+    assert torch.equal(model.last.bias.grad, want["last.bias"])

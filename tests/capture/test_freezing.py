@@ -1,0 +1,169 @@
+"""Parameters that are frozen, thawed or replaced: before construction, after it, within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.testing import compare
+from tests.capture.kit import (
+    WORLDS,
+    Case,
+    Recorder,
+    check,
+    precondition,
+    snapshot,
+    softplus,
+    vectors,
+)
+
+
+class Network(nn.Module):
+    """The first layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).tanh()).tanh())
+
+
+PARTS = {"weight": ["weight"], "bias": ["bias"], "layer": ["weight", "bias"]}
+
+
+def train_only(part: str, trainable: bool, model: nn.Module) -> None:
+    for name in PARTS[part]:
+        getattr(model.first, name).requires_grad_(trainable)
+
+
+def freeze_at(part: str, steps: tuple[int, ...], model: nn.Module, step: int) -> None:
+    """Freeze at the first step given, thaw at the second, and so on."""
+    if step in steps:
+        train_only(part, bool(steps.index(step) % 2), model)
+
+
+Schedule = Callable[[str], Case]
+UNUSED = {"find_unused_parameters": True}
+
+
+def before(part: str) -> Case:
+    return Case(Network, prepare=partial(train_only, part, False))
+
+
+def begin(part: str, *steps: int) -> Case:
+    return Case(Network, begin=partial(freeze_at, part, steps), ddp=UNUSED)
+
+
+def between(part: str, *steps: int) -> Case:
+    return Case(Network, change=partial(freeze_at, part, steps), ddp=UNUSED)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "before construction": before,
+    "before the first forward": lambda part: begin(part, 0),
+    "before a later forward": lambda part: begin(part, 1),
+    "between the first backward and step": lambda part: between(part, 0),
+    "between a later backward and step": lambda part: between(part, 1),
+    "and thawed": lambda part: begin(part, 0, 1),
+    "and thawed between backward and step": lambda part: between(part, 0, 1),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_freezing(schedule: str, part: str, world_size: int) -> None:
+    """A block that gains a parameter begins anew: its gradient is raw for that one step."""
+    check(SCHEDULES[schedule](part), world_size)
+
+
+def thaw(part: str, model: nn.Module, step: int) -> None:
+    if step == 1:
+        train_only(part, True, model)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_thawed_after_construction(part: str) -> None:
+    prepare = partial(train_only, part, False)
+    check(Case(Network, prepare=prepare, begin=partial(thaw, part)), 1)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_window_of_a_change_is_not_lost(part: str) -> None:
+    """The next statistics may be far off: those of this window must enter."""
+    case = between(part, 0)
+    model, twin = case.build(), case.twin()
+    recorder, preconditioner = Recorder(twin), precondition(model, statistics_every=100)
+    for each in (model, twin):
+        softplus(each(vectors(0))).backward()
+        case.change(each, 0)
+    preconditioner.step()
+    recorder.step(len(vectors(0)))
+    got = snapshot(model, preconditioner)
+    for block, factors in recorder.factors().items():
+        for kind, factor in factors.items():
+            compare(got[kind][block], factor, f"{kind} of {block}")
+
+
+def test_thawed_layer_does_not_wait_for_the_interval() -> None:
+    """It gathers statistics in the window after, though no statistics are due then."""
+    model = Case(Network, prepare=partial(train_only, "layer", False)).build()
+    preconditioner = precondition(model, statistics_every=100, solve_every=100)
+    for step in range(3):
+        model.zero_grad()
+        if step == 1:
+            train_only("layer", True, model)
+        softplus(model(vectors(step))).backward()
+        raw = model.first.weight.grad.clone() if step else None
+        preconditioner.step()
+        if step == 1:
+            assert torch.equal(model.first.weight.grad, raw)
+    assert preconditioner._blocks[0].running
+    assert not torch.equal(model.first.weight.grad, raw)
+    twin = Case(Network).twin()
+    recorder = Recorder(twin)
+    softplus(twin(vectors(2))).backward()
+    recorder.step(len(vectors(2)))
+    compare(model.first.weight.grad, twin.first.weight.grad, "the third step")
+
+
+def test_graph_from_before_a_change_is_ignored() -> None:
+    """A forward from before the layer changed, whose backward comes after the step that saw it."""
+    model = Case(Network).build()
+    preconditioner = precondition(model)
+    late = softplus(model(vectors(1)))
+    softplus(model(vectors(0))).backward()
+    train_only("bias", False, model)
+    preconditioner.step()
+    before = [b.counts.calls for b in preconditioner._blocks]
+    late.backward()
+    assert [b.counts.calls for b in preconditioner._blocks] == before
+
+
+def replace(model: nn.Module) -> None:
+    """Put another tensor in the place of a parameter, as some checkpoint loaders do."""
+    model.first.weight = nn.Parameter(model.first.weight.detach() * 2)
+
+
+def test_replaced_parameter() -> None:
+    """Its first window cannot be captured; from the next one on it is preconditioned as before."""
+    model, twin = Case(Network).build(), Case(Network).twin()
+    preconditioner, recorder = precondition(model), Recorder(twin)
+    for step in range(3):
+        for each in (model, twin):
+            each.zero_grad()
+            if step == 1:
+                replace(each)
+            softplus(each(vectors(step))).backward()
+        if step == 1:
+            recorder.forget("first")
+        preconditioner.step()
+        recorder.step(len(vectors(step)))
+        for name, parameter in twin.named_parameters():
+            compare(model.get_parameter(name).grad, parameter.grad, f"step {step}: {name}")

@@ -1,0 +1,307 @@
+"""Hooks: several preconditioners, copies, pickles, the end of them, and wrappers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from soframe.testing import compare
+from tests.capture.kit import (
+    STEPS,
+    Case,
+    Result,
+    descend,
+    expected,
+    precondition,
+    snapshot,
+    softplus,
+    vectors,
+)
+from tests.distributed.harness import run_ranks
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+CASE = Case(Network)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
+
+
+def assert_same(got: Result, want: Result, blocks: tuple[str, ...] = ("first", "last")) -> None:
+    for kind in want:
+        for name, tensor in want[kind].items():
+            if name.split(".")[0] in blocks:
+                compare(got[kind][name], tensor, f"{kind} of {name}")
+
+
+# -- several -----------------------------------------------------------------------------------
+
+
+def test_two_models_and_two_preconditioners() -> None:
+    """Interleaved, each trains as if it were alone."""
+    models = [CASE.build(), CASE.build()]
+    preconditioners = [precondition(model) for model in models]
+    wanted = expected(CASE)
+    late: list[Any] = [None, None]
+    for step in range(STEPS + 1):
+        for index, model in enumerate(models):
+            at = step - index  # the second model is one step behind
+            if not 0 <= at < STEPS:
+                continue
+            model.zero_grad()
+            late[index] = softplus(model(vectors(at)))
+        for index, (model, preconditioner) in enumerate(zip(models, preconditioners, strict=True)):
+            at = step - index
+            if not 0 <= at < STEPS:
+                continue
+            late[index].backward()
+            preconditioner.step()
+            assert_same(snapshot(model, preconditioner), wanted[at])
+            descend(model)
+
+
+def test_two_models_in_one_loss() -> None:
+    """One backward through both, as in a generator and its discriminator."""
+    models = [CASE.build(), CASE.build()]
+    preconditioners = [precondition(model) for model in models]
+    (softplus(models[0](vectors(0))) + softplus(models[1](vectors(0)))).backward()
+    for model, preconditioner in zip(models, preconditioners, strict=True):
+        preconditioner.step()
+        assert_same(snapshot(model, preconditioner), expected(CASE)[0])
+
+
+def test_two_preconditioners_share_a_model_by_parts() -> None:
+    """Each has layers of its own, with settings of its own; both of them gather all they need."""
+    model = CASE.build()
+    first, last = precondition(model, skip=["last"]), precondition(model, skip=["first"])
+    wanted = expected(CASE)
+    for step in range(STEPS):
+        model.zero_grad()
+        softplus(model(vectors(step))).backward()
+        first.step()
+        last.step()
+        assert_same(snapshot(model, first), {**wanted[step], "A": {}, "G": {}})
+        for kind in "AG":
+            assert set(snapshot(model, first)[kind]) == {"first"}
+            assert set(snapshot(model, last)[kind]) == {"last"}
+        descend(model)
+
+
+def test_two_preconditioners_on_the_same_layers() -> None:
+    """Both observe the same passes; each rewrites whatever gradient it finds."""
+    model = CASE.build()
+    one, other = precondition(model), precondition(model, decay=0.0)
+    softplus(model(vectors(0))).backward()
+    raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+    one.step()
+    after_one = snapshot(model, one)
+    assert_same(after_one, expected(CASE)[0])
+    for name, parameter in model.named_parameters():
+        parameter.grad.copy_(raw[name])
+    other.step()
+    assert_same(snapshot(model, other), expected(CASE)[0])
+    one.close()
+    model.zero_grad()
+    softplus(model(vectors(1))).backward()
+    other.step()
+    alone = CASE.build()
+    single = precondition(alone)
+    softplus(alone(vectors(1))).backward()
+    single.step()
+    # Without a memory, the second step of the survivor is the first of a new one.
+    assert_same(snapshot(model, other), snapshot(alone, single))
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def close(preconditioner: Any) -> None:
+    preconditioner.close()
+
+
+def twice(preconditioner: Any) -> None:
+    preconditioner.close()
+    preconditioner.close()
+
+
+@pytest.mark.parametrize("end", [close, twice])
+def test_close_removes_every_hook(end: Callable[[Any], None]) -> None:
+    model = CASE.build()
+    model.first.register_forward_hook(lambda module, args, output: None)
+    preconditioner = precondition(model)
+    assert hooks(model) == 3
+    late = softplus(model(vectors(0)))
+    end(preconditioner)
+    assert hooks(model) == 1
+    late.backward()  # its hooks are there still, and do nothing
+    assert not any(block.sums for block in preconditioner._blocks)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="closed"):
+        preconditioner.step()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_rebuilding_does_not_add_hooks() -> None:
+    """A frozen parameter makes the preconditioner register the model anew."""
+    model = CASE.build()
+    preconditioner = precondition(model)
+    for trainable in (False, True, False):
+        softplus(model(vectors(0))).backward()
+        model.first.bias.requires_grad_(trainable)
+        preconditioner.step()
+        assert hooks(model) == 2
+    preconditioner.close()
+    assert hooks(model) == 0
+
+
+def test_garbage_collection_removes_every_hook() -> None:
+    model = CASE.build()
+    preconditioner = precondition(model)
+    softplus(model(vectors(0))).backward()
+    preconditioner.step()
+    late = softplus(model(vectors(0)))
+    seen = weakref.ref(preconditioner), weakref.ref(preconditioner._blocks[0])
+    del preconditioner
+    gc.collect()
+    assert seen[0]() is None
+    assert hooks(model) == 0
+    late.backward()
+    del late
+    gc.collect()
+    assert seen[1]() is None
+
+
+def test_model_is_not_kept_alive() -> None:
+    model = CASE.build()
+    preconditioner = precondition(model)
+    softplus(model(vectors(0))).backward()
+    preconditioner.step()
+    weight = weakref.ref(model.first)
+    del model, preconditioner
+    gc.collect()
+    assert weight() is None
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
+def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    """The copy trains without the preconditioner, and can have one of its own."""
+    model = CASE.build()
+    preconditioner = precondition(model)
+    softplus(model(vectors(0))).backward()
+    calls = [block.counts.calls for block in preconditioner._blocks]
+    other = duplicate(model)
+    other.zero_grad()
+    softplus(other(vectors(1))).backward()
+    assert [block.counts.calls for block in preconditioner._blocks] == calls
+    plain = CASE.build()
+    softplus(plain(vectors(1))).backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(other.get_parameter(name).grad, parameter.grad)
+    own = precondition(other)
+    other.zero_grad()
+    softplus(other(vectors(0))).backward()
+    own.step()
+    preconditioner.step()
+    assert_same(snapshot(other, own), expected(CASE)[0])
+    assert_same(snapshot(model, preconditioner), expected(CASE)[0])
+
+
+def test_state_dict_of_the_model_does_not_change() -> None:
+    model, plain = CASE.build(), CASE.build()
+    precondition(model)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+# -- wrappers ----------------------------------------------------------------------------------
+
+compiled = partial(torch.compile, backend="eager")
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "DDP of compiled": lambda model: DistributedDataParallel(compiled(model)),
+    "compiled DDP": lambda model: compiled(DistributedDataParallel(model)),
+    "DDP, static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "DDP, bucket views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+}
+
+
+def wrap(rank: int, world_size: int, name: str, late: bool) -> tuple[list[str], list[Result]]:
+    """Build the preconditioner over a wrapped model, or wrap the model afterwards."""
+    model = CASE.build()
+    early = precondition(model) if late else None
+    wrapped = WRAPPERS[name](model)
+    preconditioner = early or precondition(wrapped)
+    # The names of a compiled model matter here, not what the compiler makes of it.
+    runnable = DistributedDataParallel(model) if "compiled" in name else wrapped
+    results = []
+    for step in range(STEPS):
+        runnable.zero_grad(set_to_none=False)
+        softplus(runnable(vectors(step).chunk(world_size)[rank])).backward()
+        memory = [p.grad.data_ptr() for p in model.parameters()]
+        preconditioner.step()
+        assert [p.grad.data_ptr() for p in model.parameters()] == memory
+        results.append(snapshot(model, preconditioner))
+        descend(model)
+    return [row.parameter for row in preconditioner.report()], results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_before_or_after(name: str, late: bool) -> None:
+    """The names are the model's own, the numbers the same, and gradients are written in place."""
+    wanted = expected(CASE)
+    for names, results in run_ranks(wrap, 2, name, late, timeout=60):
+        assert names == [n for n, _ in CASE.build().named_parameters()]
+        for got, want in zip(results, wanted, strict=True):
+            assert_same(got, want)
+
+
+def test_compiled_wrapper_is_looked_through() -> None:
+    model = CASE.build()
+    preconditioner = precondition(compiled(model), skip=["^last$"])
+    names = {row.parameter: row.block for row in preconditioner.report()}
+    assert names == {
+        "first.weight": "first",
+        "first.bias": "first",
+        "last.weight": None,
+        "last.bias": None,
+    }

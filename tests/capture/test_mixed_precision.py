@@ -1,0 +1,339 @@
+"""Autocast and loss scaling: factors in float32, right to the precision of the activations."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from soframe import Preconditioner
+from soframe.testing import compare
+from tests.capture.kit import (
+    WORLDS,
+    Case,
+    check,
+    precondition,
+    sequences,
+    snapshot,
+    softplus,
+    vectors,
+)
+from tests.distributed.harness import run_ranks
+
+
+class Network(nn.Module):
+    """The first layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).tanh()).tanh())
+
+
+def autocast(dtype: torch.dtype, model: nn.Module, x: Tensor, step: int) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        output = model(x)
+        assert output.dtype == dtype
+        loss = softplus(output.float())
+    loss.backward()
+
+
+def autocast_around_backward(dtype: torch.dtype, model: nn.Module, x: Tensor, step: int) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        softplus(model(x)).backward()
+
+
+def low(dtype: torch.dtype, train: Any = autocast, **options: Any) -> Case:
+    tolerance = {torch.bfloat16: 6e-2, torch.float16: 8e-3}[dtype]
+    return Case(
+        Network, train=partial(train, dtype), dtype=torch.float32, rtol=tolerance, **options
+    )
+
+
+CASES = {
+    "bfloat16": low(torch.bfloat16),
+    "float16": low(torch.float16),
+    "bfloat16 sequences": low(torch.bfloat16, data=sequences),
+    "backward within autocast": low(torch.bfloat16, autocast_around_backward),
+    "float32": Case(Network, dtype=torch.float32),
+    "float32 model, float64 factors": Case(
+        Network, dtype=torch.float32, options={"dtype": torch.float64}, rtol=1e-6
+    ),
+    "bfloat16 model": Case(Network, dtype=torch.bfloat16, rtol=8e-2),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_precision(name: str, world_size: int) -> None:
+    check(CASES[name], world_size)
+
+
+@pytest.mark.parametrize(
+    ("model", "autocast_dtype", "wanted", "factors"),
+    [
+        (torch.float32, torch.bfloat16, None, torch.float32),
+        (torch.float32, torch.float16, None, torch.float32),
+        (torch.bfloat16, None, None, torch.float32),
+        (torch.float16, None, None, torch.float32),
+        (torch.float64, None, None, torch.float64),
+        (torch.float32, torch.bfloat16, torch.float64, torch.float64),
+        (torch.float64, None, torch.float32, torch.float32),
+    ],
+)
+def test_dtype_of_factors(
+    model: torch.dtype,
+    autocast_dtype: torch.dtype | None,
+    wanted: torch.dtype | None,
+    factors: torch.dtype,
+) -> None:
+    network = Network().to(model)
+    preconditioner = precondition(network, dtype=wanted)
+    x = vectors(0).to(model)
+    if autocast_dtype is None:
+        softplus(network(x)).backward()
+    else:
+        autocast(autocast_dtype, network, x, 0)
+    preconditioner.step()
+    for block in preconditioner._blocks:
+        tensors = [
+            *block.running.values(),
+            *(t for d in block.second_order.values() for t in d.values()),
+        ]
+        assert {tensor.dtype for tensor in tensors} == {factors}
+    assert {p.grad.dtype for p in network.parameters()} == {model}
+
+
+def test_factors_are_as_precise_as_their_dtype() -> None:
+    """Sums of rounded activations are not rounded again: far closer than one bfloat16 sum."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2)
+    preconditioner = precondition(layer)
+    x = torch.randn(512, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(x)
+    output.float().square().sum(1).mean().backward()
+    preconditioner.step()
+    rows = torch.cat([x.double(), torch.ones(512, 1, dtype=torch.float64)], 1)
+    compare(preconditioner._blocks[0].running["A"][0], rows.T @ rows / 512, "A", rtol=1e-5)
+    gradients = (2 * output.double() / 512).bfloat16().double() * 512
+    expected = gradients.T @ gradients / 512
+    compare(preconditioner._blocks[0].running["G"][0], expected, "G", rtol=1e-5)
+
+
+# -- GradScaler --------------------------------------------------------------------------------
+
+
+def scaled_training(rank: int, world_size: int, overflow: bool, ddp: bool) -> dict[str, Any]:
+    """Three steps under a GradScaler; in the second, one rank's loss is infinite if asked for.
+
+    Without DistributedDataParallel the infinity stays on that rank: the gradients are averaged by
+    hand after the preconditioner, which has to tell the others.
+    """
+    model = Case(Network).build()
+    wrapped = DistributedDataParallel(model) if ddp else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    preconditioner = precondition(wrapped, optimizer=optimizer, grad_scaler=scaler)
+    factors, weights, scales = [], [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = vectors(0 if overflow and step == 2 else step).chunk(world_size)[rank]
+        loss = softplus(wrapped(x))
+        if overflow and step == 1 and rank == world_size - 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        factors.append(snapshot(model, preconditioner))
+        weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return {
+        "factors": factors,
+        "weights": weights,
+        "scales": scales,
+        "counters": dict(preconditioner.counters),
+    }
+
+
+def unscaled_training(rank: int, world_size: int, steps: tuple[int, ...]) -> list[Any]:
+    model = Case(Network).build()
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    preconditioner = precondition(wrapped)
+    results = []
+    for step in steps:
+        model.zero_grad()
+        softplus(wrapped(vectors(step).chunk(world_size)[rank])).backward()
+        preconditioner.step()
+        results.append(snapshot(model, preconditioner))
+        torch.optim.SGD(model.parameters(), lr=0.2).step()
+    return results
+
+
+def assert_close(got: Any, want: Any) -> None:
+    for kind in want:
+        for name, tensor in want[kind].items():
+            compare(got[kind][name], tensor, f"{kind} of {name}")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_scaled_loss(world_size: int) -> None:
+    """The scale, which grows within the run, leaves no trace in factors and gradients."""
+    plain = unscaled_training(0, 1, (0, 1, 2))
+    if world_size == 1:
+        ranks = [scaled_training(0, 1, False, False)]
+    else:
+        ranks = run_ranks(scaled_training, 2, False, True, timeout=30)
+    for result in ranks:
+        assert result["scales"] == [2.0**10, 2.0**11, 2.0**11]
+        assert not any(result["counters"].values())
+        for got, want in zip(result["factors"], plain, strict=True):
+            assert_close(got, want)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_overflow_costs_one_update(world_size: int) -> None:
+    """The step is skipped on every rank, and counted; factors and weights are as before it."""
+    if world_size == 1:
+        ranks = [scaled_training(0, 1, True, False)]
+    else:
+        ranks = run_ranks(scaled_training, 2, True, True, timeout=30)
+    plain = unscaled_training(0, 1, (0, 0))
+    for result in ranks:
+        counters = result["counters"]
+        assert counters["skipped_updates"] == counters["skipped_statistics"] == 1
+        assert counters["failed_solves"] == counters["retried_solves"] == 0
+        weights, factors = result["weights"], result["factors"]
+        for name, weight in weights[0].items():
+            assert torch.equal(weights[1][name], weight)
+        for kind in "AG":
+            for block, factor in factors[0][kind].items():
+                assert torch.equal(factors[1][kind][block], factor)
+        assert_close(factors[2], plain[1])
+
+
+def lone_overflow(rank: int, world_size: int) -> dict[str, Any]:
+    """Only rank 1 overflows, and nothing but the preconditioner tells rank 0.
+
+    The gradients are averaged by hand, before the second step only.
+    """
+    model = Case(Network).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    preconditioner = precondition(model, optimizer=optimizer, grad_scaler=scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    x = vectors(0).chunk(world_size)[rank]
+    loss = softplus(model(x))
+    scaler.scale(loss * (math.inf if rank == 1 else 1.0)).backward()
+    scaler.unscale_(optimizer)
+    preconditioner.step()
+    scaler.step(optimizer)
+    scaler.update()
+    same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    gathered = [bool(b.running) for b in preconditioner._blocks]
+    optimizer.zero_grad()
+    scaler.scale(softplus(model(x))).backward()
+    scaler.unscale_(optimizer)
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+    preconditioner.step()
+    return {
+        "scale": scaler.get_scale(),
+        "same": same,
+        "gathered": gathered,
+        "counters": dict(preconditioner.counters),
+        "after": snapshot(model, preconditioner),
+    }
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_an_overflow_of_one() -> None:
+    results = run_ranks(lone_overflow, 2, timeout=30)
+    # Each rank's own scaler backs off by itself, so the ranks' scales differ from now on.
+    assert [result["scale"] for result in results] == [2.0**10, 2.0**9]
+    for result in results:
+        assert all(result["same"])
+        assert not any(result["gathered"])
+        assert result["counters"]["skipped_updates"] == 1
+        assert result["counters"]["skipped_statistics"] == 1
+        (plain,) = unscaled_training(0, 1, (0,))
+        assert_close(result["after"], plain)
+
+
+def lone_infinite_statistics(rank: int, world_size: int) -> Any:
+    """Rank 1's gradients are finite, its factor G is not in float32."""
+    model = nn.Linear(3, 2)
+    preconditioner = precondition(model)
+    loss = model(vectors(rank).float()).sum() * (1e25 if rank == 1 else 1.0)
+    loss.backward()
+    gradient = model.weight.grad.clone()
+    preconditioner.step()
+    return (
+        dict(preconditioner.counters),
+        bool(preconditioner._blocks[0].running),
+        torch.equal(model.weight.grad, gradient),
+    )
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_statistics_of_one_that_are_not_finite() -> None:
+    """The statistics are dropped everywhere; the finite gradients are not."""
+    for counters, running, untouched in run_ranks(lone_infinite_statistics, 2, timeout=30):
+        assert counters["skipped_statistics"] == 1
+        assert counters["skipped_updates"] == 0
+        assert not running
+        assert untouched
+
+
+def scaled(options: dict[str, Any]) -> tuple[Preconditioner, Any, Any]:
+    model = Case(Network).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    preconditioner = precondition(model, optimizer=optimizer, grad_scaler=scaler)
+    scaler.scale(softplus(model(vectors(0)))).backward()
+    return preconditioner, scaler, optimizer
+
+
+def test_forgotten_unscale_is_an_error() -> None:
+    preconditioner, scaler, optimizer = scaled({})
+    gradients = [p.grad.clone() for p in preconditioner._model.parameters()]
+    with pytest.raises(RuntimeError, match=r"scaler\.unscale_\(optimizer\)"):
+        preconditioner.step()
+    for parameter, gradient in zip(preconditioner._model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    scaler.unscale_(optimizer)
+    preconditioner.step()
+    assert_close(snapshot(preconditioner._model, preconditioner), unscaled_training(0, 1, (0,))[0])
+    scaler.step(optimizer)
+    scaler.update()
+    # The scaler begins anew: forgetting it at a later step is seen too.
+    with pytest.raises(RuntimeError, match="unscale_"):
+        preconditioner.step()
+
+
+def test_disabled_scaler_needs_no_unscale() -> None:
+    preconditioner, _, _ = scaled({"enabled": False})
+    preconditioner.step()
+    assert_close(snapshot(preconditioner._model, preconditioner), unscaled_training(0, 1, (0,))[0])
+
+
+def test_scale_by_a_callable() -> None:
+    """A loss that was multiplied by hand, and whose gradients were divided by hand."""
+    model = Case(Network).build()
+    preconditioner = precondition(model, grad_scaler=lambda: 64.0)
+    (64 * softplus(model(vectors(0)))).backward()
+    for parameter in model.parameters():
+        parameter.grad /= 64
+    preconditioner.step()
+    assert_close(snapshot(model, preconditioner), unscaled_training(0, 1, (0,))[0])

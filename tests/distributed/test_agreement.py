@@ -1,0 +1,214 @@
+"""Ranks that disagree: a clear error on every rank, never a deadlock. And groups of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from soframe import Preconditioner
+from soframe.comm import TorchDistributed
+from soframe.strategies import HybridOpt, MemOpt
+from soframe.strategies.base import Strategy
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.training import Case, Run, Shards, mean_over, train_alone
+
+pytestmark = pytest.mark.distributed
+
+
+class Broken(Strategy):
+    """Raises on one rank, or places for another world."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def place(self, work, ranks):
+        if self.how == "raises":
+            raise ValueError("no placement today")
+        return MemOpt().place(work[1:] if self.how == "work" else work, ranks + 1)
+
+
+def model_of(widths: tuple[int, ...]) -> nn.Module:
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    return nn.Sequential(*layers)
+
+
+# What the last rank does differently -> the rank's error, and that of the others.
+DIFFERENCES = {
+    "model": ({"widths": (3, 5, 2)}, "placement of rank", "placement of rank"),
+    "skip": ({"skip": ["0"]}, "placement of rank", "placement of rank"),
+    "strategy": ({"strategy": "mem-opt"}, "placement of rank", "placement of rank"),
+    "solver": ({"solver": "inverse"}, "settings of rank", "settings of rank"),
+    "dtype": ({"dtype": torch.float64}, "settings of rank", "settings of rank"),
+    "interval": ({"statistics_every": 2}, "settings of rank", "settings of rank"),
+    "damping": ({"damping": 0.5}, "settings of rank", "settings of rank"),
+    "loss": ({"loss_average": "sum"}, "settings of rank", "settings of rank"),
+    "nothing": ({"skip": ["."]}, "nothing to precondition", "could not start"),
+    "raises": ({"strategy": Broken("raises")}, "no placement today", "could not start"),
+    "unknown": ({"method": "nope"}, "no method 'nope'", "could not start"),
+}
+
+
+def start_differently(rank: int, ranks: int, names: list[str]) -> list[str]:
+    errors = []
+    for name in names:
+        options = dict(DIFFERENCES[name][0]) if rank == ranks - 1 else {}
+        model = model_of(options.pop("widths", (3, 4, 2)))
+        try:
+            Preconditioner(model, kl_clip=None, **options)
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            errors.append("no error")
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_disagree_are_told_so_on_every_rank(ranks):
+    results = run_ranks(start_differently, ranks, list(DIFFERENCES), timeout=30)
+    for index, (name, (_, own, others)) in enumerate(DIFFERENCES.items()):
+        for rank, errors in enumerate(results):
+            expected = own if rank == ranks - 1 else others
+            assert expected in errors[index], (name, rank, errors[index])
+            if "could not start" in expected or "of rank" in expected:
+                assert f"[{ranks - 1}]" in errors[index], (name, errors[index])
+
+
+@pytest.mark.parametrize("how", ["work", "ranks"])
+def test_a_placement_of_something_else_is_refused(how):
+    with pytest.raises(ValueError, match="strategy 'mem-opt' placed other work, or for other ra"):
+        Preconditioner(model_of((3, 4, 2)), strategy=Broken(how), kl_clip=None)
+
+
+def freeze_on_some(rank: int, ranks: int, freezing: tuple[int, ...]) -> tuple[str, list[str]]:
+    run = Run(Case(), rank, ranks, average=mean_over())
+    run.step(0)
+
+    def freeze(run: Run) -> None:
+        if rank in freezing:
+            run.model.conv.requires_grad_(False)
+
+    try:
+        run.step(1, freeze)
+    except RuntimeError as error:
+        return str(error), []
+    return "", [block.name for block in run.preconditioner._blocks]
+
+
+def test_a_model_that_changes_on_some_ranks_only_is_an_error_on_all():
+    for error, _ in run_ranks(freeze_on_some, 3, (1,), timeout=30):
+        assert "frozen, thawed or replaced on 1 of 3 ranks" in error
+
+
+def test_a_model_that_changes_on_all_ranks_is_followed():
+    for error, names in run_ranks(freeze_on_some, 2, (0, 1), timeout=30):
+        assert error == ""
+        assert names == ["grouped", "unused", "hidden", "head"]
+
+
+def thaw_after_uneven_windows(rank: int, ranks: int) -> torch.Tensor:
+    """One rank alone has used a layer when another layer thaws."""
+    run = Run(Case(shards=((4,), (4,))), rank, ranks, average=mean_over())
+    run.model.hidden.requires_grad_(False)
+    for step in range(4):
+        if step == 2:
+            run.model.hidden.requires_grad_(True)
+
+        def use(run: Run) -> None:
+            if rank == 0:
+                run.model.unused(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+            run.model.unused.zero_grad(set_to_none=False)
+
+        run.step(step, use if step == 2 else None)
+    return run.weights()
+
+
+def test_what_one_rank_alone_has_seen_does_not_part_the_ranks():
+    one, other = run_ranks(thaw_after_uneven_windows, 2, timeout=30)
+    assert one.isfinite().all()
+    assert torch.equal(one, other)
+
+
+# -- groups ----------------------------------------------------------------------------------
+
+SUBGROUPS = ((1, 3), (0, 2))
+HALVES: Shards = ((6,), (6,))
+
+
+def train_in_a_group(rank: int, ranks: int, cases: list[Case]) -> list[torch.Tensor]:
+    groups = [dist.new_group(list(members)) for members in SUBGROUPS]
+    mine = next(i for i, members in enumerate(SUBGROUPS) if rank in members)
+    own = SUBGROUPS[mine].index(rank)
+    results = []
+    for number in range(len(cases)):
+        # The groups train other cases at the same time.
+        case = cases[(number + mine) % len(cases)]
+        backend = TorchDistributed(groups[mine])
+        run = Run(case, own, 2, backend, mean_over(groups[mine]))
+        for step in range(case.steps):
+            run.step(step)
+        results.append(run.weights())
+    return results
+
+
+def test_disjoint_groups_train_on_their_own():
+    cases = [Case({"strategy": s, "solve_every": 2}, HALVES) for s in ("mem-opt", "comm-opt")]
+    cases.append(Case({"solver": "inverse"}, HALVES))
+    alone = [train_alone(Case(case.options)) for case in cases]
+    for rank, results in enumerate(run_ranks(train_in_a_group, 4, cases, timeout=60)):
+        mine = next(i for i, members in enumerate(SUBGROUPS) if rank in members)
+        for number, weights in enumerate(results):
+            expected = alone[(number + mine) % len(cases)]
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+def train_three_of_four(rank: int, ranks: int, case: Case) -> torch.Tensor | None:
+    members = [0, 2, 3]
+    group = dist.new_group(members)
+    if rank not in members:
+        with pytest.raises(ValueError, match="not a member of the given group"):
+            TorchDistributed(group)
+        return None
+    run = Run(case, members.index(rank), 3, TorchDistributed(group), mean_over(group))
+    for step in range(case.steps):
+        run.step(step)
+    return run.weights()
+
+
+@pytest.mark.parametrize("strategy", [HybridOpt(), HybridOpt(colocate=False)])
+def test_a_part_of_the_world_trains_without_the_rest(strategy):
+    case = Case({"strategy": strategy, "solve_every": 2})
+    results = run_ranks(train_three_of_four, 4, case, timeout=60)
+    assert results.pop(1) is None
+    for weights in results:
+        torch.testing.assert_close(weights, train_alone(case), rtol=0, atol=1e-10)
+
+
+def test_without_a_process_group_the_torch_backend_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
+        TorchDistributed()
+
+
+def save_alone(rank: int, ranks: int) -> str:
+    run = Run(
+        Case({"strategy": "mem-opt"}), rank, ranks, TorchDistributed(meet_timeout=2), mean_over()
+    )
+    run.step(0)
+    if rank:
+        return ""
+    try:
+        run.preconditioner.state_dict()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_state_that_one_rank_asks_for_alone_names_the_missing():
+    first, *_ = run_ranks(save_alone, 3, timeout=30, check=False)
+    assert not isinstance(first, RankFailure), first
+    assert "Preconditioner.state_dict() must be called by every rank" in first
+    assert "1, 2" in first

@@ -1,0 +1,72 @@
+"""Rows of a linear layer: the gradient from rows is autograd's, whatever the leading dimensions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from soframe.layers import LinearHelper
+from soframe.testing import compare
+from tests.curvature import fill, randn
+
+
+@given(
+    leading=st.lists(st.integers(1, 3), max_size=3),
+    features=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    frozen=st.sampled_from(["", "weight", "bias"]),
+    transposed=st.booleans(),
+)
+@settings(max_examples=30)
+def test_rows(leading: list[int], features: tuple[int, int], frozen: str, transposed: bool) -> None:
+    layer = fill(nn.Linear(*features))
+    helper = LinearHelper(layer, **({frozen: False} if frozen else {}))
+    x, start = randn(*leading, features[0]), randn(*leading, features[1], seed=1)
+    if transposed and leading:
+        x, start = (t.mT.contiguous().mT for t in (x, start))
+    names = [name for name in ("weight", "bias") if name != frozen]
+    gradients = dict(
+        zip(
+            names,
+            torch.autograd.grad(layer(x), [layer.get_parameter(n) for n in names], start),
+            strict=True,
+        )
+    )
+    rows = helper.output_rows(start)
+    batch = leading[0] if leading else 1
+    assert rows.shape[:2] == (1, batch)
+    product = torch.einsum("gnto,gnti->goi", rows, helper.block_rows((x,), rows))
+    columns = [gradients[name].reshape(features[1], -1) for name in names]
+    compare(product[0], torch.cat(columns, 1), "the gradient, from rows")
+    packed = helper.to_matrix(gradients.get("weight"), gradients.get("bias"))
+    assert torch.equal(packed[0], torch.cat(columns, 1))
+    for name, part in zip(("weight", "bias"), helper.from_matrix(packed), strict=True):
+        assert (part is None) == (name == frozen)
+        assert part is None or torch.equal(part, gradients[name])
+
+
+def test_the_batch_is_the_first_dimension() -> None:
+    layer = fill(nn.Linear(2, 3))
+    helper = LinearHelper(layer)
+    x = randn(2, 4, 5, 2)
+    rows = helper.input_rows(x)
+    assert rows.shape == (1, 2, 20, 2)
+    assert torch.equal(rows[0, 1, 7], x[1, 1, 2])
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (0, 4, 2)])
+def test_no_samples_are_no_rows(shape: tuple[int, ...]) -> None:
+    helper = LinearHelper(fill(nn.Linear(2, 3)))
+    assert helper.input_rows(torch.zeros(shape)).numel() == 0
+
+
+def test_keyword_arguments_come_in_the_order_of_forward() -> None:
+    helper = LinearHelper(fill(nn.Linear(2, 3)))
+    x = randn(4, 2)
+    assert helper.inputs((), {"input": x})[0] is x
+
+
+def test_rows_that_do_not_belong_together_name_both() -> None:
+    helper = LinearHelper(fill(nn.Linear(2, 3)))
+    with pytest.raises(ValueError, match=r"\(1, 4, 1\).*\(1, 5, 1\)"):
+        helper.block_rows((randn(4, 2),), helper.output_rows(randn(5, 3)))

@@ -1,0 +1,1 @@
+"""Tests of components in packages of their own."""

@@ -1,0 +1,58 @@
+"""What each solver must equal: the dense inverse under its own damping."""
+
+import torch
+from torch import Tensor
+
+from soframe.factors import FactorSpec
+from soframe.solvers import Eigen, Inverse, Solver, solve_safely
+from soframe.solvers.base import mean_trace
+from soframe.testing import kron
+from tests.curvature import randn
+
+SOLVERS: dict[str, Solver] = {
+    "eigen": Eigen(),
+    "inverse, pi": Inverse(),
+    "inverse, sqrt": Inverse(split="sqrt"),
+    "inverse, full": Inverse(split="full"),
+}
+
+
+def spectrum(groups: int, n: int, smallest: float, seed: int = 0) -> Tensor:
+    """Positive semi-definite ``[groups, n, n]`` with eigenvalues from 1 down to ``smallest``.
+
+    They fall geometrically; ``smallest = 0`` leaves one of them zero, and the others fall to 1e-4.
+    """
+    values = torch.logspace(0, 1, n, base=smallest or 1e-4, dtype=torch.float64)
+    if not smallest:
+        values[-1] = 0
+    vectors = torch.linalg.qr(randn(groups, n, n, seed=seed))[0]
+    matrix = vectors * values @ vectors.mT
+    return (matrix + matrix.mT) / 2
+
+
+def run(solver: Solver, gradient: Tensor, g: Tensor, a: Tensor, damping: float) -> Tensor:
+    """Precondition as the step does: shares, solve, apply; ``[groups, out, in]``."""
+    shares = solver.shares([mean_trace(a), mean_trace(g)], damping)
+    right, _ = solve_safely(solver, a, shares[0])
+    left, _ = solve_safely(solver, g, shares[1])
+    for name, factor in (("A", a), ("G", g)):
+        spec = FactorSpec(name, "right" if name == "A" else "left", len(factor), factor.shape[-1])
+        data = right if name == "A" else left
+        assert {k: tuple(t.shape) for k, t in data.items()} == {
+            k: s.shape for k, s in solver.tensors(spec).items()
+        }
+    return solver.apply(gradient, left=left, right=right, damping=damping)
+
+
+def damped(name: str, g: Tensor, a: Tensor, damping: float) -> Tensor:
+    """The matrix that a solver inverts, ``[out * in, out * in]``, for one group."""
+    identities = torch.eye(len(g), dtype=torch.float64), torch.eye(len(a), dtype=torch.float64)
+    if name == "eigen":
+        return kron(g, a) + damping * kron(*identities)
+    own, other = damping, damping
+    if name != "inverse, full":
+        pi = 1.0
+        if name == "inverse, pi" and g.trace() > 0 and a.trace() > 0:
+            pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
+        own, other = damping**0.5 / pi, damping**0.5 * pi
+    return kron(g + own * identities[0], a + other * identities[1])

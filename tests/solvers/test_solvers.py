@@ -1,0 +1,212 @@
+"""Every solver against the dense solve under the same damping, and the algebra that it rests on."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from soframe.solvers import Eigen, Inverse, SolveFailedError, solve_safely
+from soframe.solvers.base import mean_trace
+from soframe.testing import compare, dense_preconditioned, kron
+from tests.curvature import randn
+from tests.solvers.dense import SOLVERS, damped, run, spectrum
+
+SPECTRA = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 0.0]
+
+
+@given(
+    groups=st.integers(1, 3),
+    out=st.integers(1, 4),
+    into=st.integers(1, 4),
+    spectra=st.tuples(st.sampled_from(SPECTRA), st.sampled_from(SPECTRA)),
+    damping=st.sampled_from([10.0, 1e-1, 1e-3, 1e-6]),
+    scales=st.tuples(st.sampled_from([1e-3, 1.0, 1e3]), st.sampled_from([1e-3, 1.0, 1e3])),
+)
+@settings(max_examples=30)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_agree_with_the_dense_solve(
+    name: str,
+    groups: int,
+    out: int,
+    into: int,
+    spectra: tuple[float, float],
+    damping: float,
+    scales: tuple[float, float],
+) -> None:
+    g = scales[0] * spectrum(groups, out, spectra[0])
+    a = scales[1] * spectrum(groups, into, spectra[1], seed=1)
+    gradient = randn(groups, out, into, seed=2)
+    kept = gradient.clone()
+    result = run(SOLVERS[name], gradient, g, a, damping)
+    assert torch.equal(gradient, kept), "the gradient was changed in place"
+    for group in range(groups):
+        matrix = damped(name, g[group], a[group], damping)
+        expected = dense_preconditioned(matrix, gradient[group], 0.0)
+        # Rounding is magnified by the condition of the damped matrix at most.
+        tolerance = max(1e-10, 1e-13 * float(torch.linalg.cond(matrix)))
+        compare(result[group], expected, f"{name}, group {group}", rtol=tolerance)
+
+
+@pytest.mark.parametrize("smallest", SPECTRA[:-1])
+@pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
+def test_without_damping_solvers_agree(solver: Eigen | Inverse, smallest: float) -> None:
+    g, a = spectrum(1, 4, smallest), spectrum(1, 3, smallest**0.5, seed=1)
+    gradient = randn(1, 4, 3, seed=2)
+    result = run(solver, gradient, g, a, 0.0)
+    product = g @ result @ a.mT
+    compare(product, gradient, "A p G", rtol=1e-12 / smallest**1.5)
+
+
+@given(n=st.integers(1, 4), m=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=20)
+def test_the_inverse_of_a_kronecker_product(n: int, m: int, seed: int) -> None:
+    """Not symmetric: the order of vectorisation and every transpose show."""
+    g = randn(n, n, seed=seed) + 3 * torch.eye(n, dtype=torch.float64)
+    a = randn(m, m, seed=seed + 1) + 3 * torch.eye(m, dtype=torch.float64)
+    x = randn(n, m, seed=seed + 2)
+    inverses = torch.linalg.inv(g), torch.linalg.inv(a)
+    compare(kron(*inverses), torch.linalg.inv(kron(g, a)), "kron of inverses", rtol=1e-7)
+    compare((kron(g, a) @ x.flatten()).reshape(n, m), g @ x @ a.mT, "kron times vec")
+    # What solvers multiply with need not be symmetric either.
+    left, right = {"inverse": inverses[0][None]}, {"inverse": inverses[1][None].mT}
+    applied = Inverse().apply(x[None], left=left, right=right, damping=0.0)[0]
+    compare(applied, dense_preconditioned(kron(g, a), x, 0.0), "apply", rtol=1e-7)
+
+
+@given(
+    n=st.integers(1, 4),
+    m=st.integers(1, 4),
+    damping=st.sampled_from([1e-3, 0.1, 3.0]),
+    ratio=st.sampled_from([1e-4, 1.0, 1e4]),
+)
+@settings(max_examples=20)
+def test_factored_damping(n: int, m: int, damping: float, ratio: float) -> None:
+    """It adds a positive semi-definite residual, of the least trace that any pi gives."""
+    g, a = spectrum(1, n, 1e-3), ratio * spectrum(1, m, 1e-2, seed=1)
+    shares = Inverse().shares([mean_trace(a), mean_trace(g)], damping)
+    compare(
+        shares[0] * shares[1],
+        torch.full((1,), damping, dtype=torch.float64),
+        "the product of the shares",
+    )
+    identities = torch.eye(n, dtype=torch.float64), torch.eye(m, dtype=torch.float64)
+
+    def factored(share_a: float, share_g: float) -> Tensor:
+        return kron(g[0] + share_g * identities[0], a[0] + share_a * identities[1])
+
+    exact = kron(g[0], a[0]) + damping * kron(*identities)
+    own = factored(float(shares[0]), float(shares[1]))
+    residual = own - exact
+    scale = own.norm()
+    assert torch.linalg.eigvalsh(residual)[0] >= -1e-12 * scale
+    for other in (0.5, 0.99, 1.01, 2.0):
+        moved = factored(float(shares[0]) * other, float(shares[1]) / other)
+        assert (moved - exact).trace() > residual.trace(), f"pi times {other} is no worse"
+    gradient = randn(1, n, m, seed=2)
+    longer = (gradient * run(Eigen(), gradient, g, a, damping)).sum()
+    shorter = (gradient * run(Inverse(), gradient, g, a, damping)).sum()
+    assert 0 < shorter <= longer * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("zero", ["A", "G", "both"])
+def test_factors_of_zeros(name: str, zero: str) -> None:
+    g, a = spectrum(2, 3, 1e-2), spectrum(2, 2, 1e-2, seed=1)
+    # One group of zeros beside one that is not: each has a damping of its own.
+    if zero != "A":
+        g[0] = 0
+    if zero != "G":
+        a[0] = 0
+    gradient = randn(2, 3, 2, seed=2)
+    result = run(SOLVERS[name], gradient, g, a, 0.01)
+    for group in range(2):
+        matrix = damped(name, g[group], a[group], 0.01)
+        compare(result[group], dense_preconditioned(matrix, gradient[group], 0.0), f"group {group}")
+    if zero == "both" and name != "inverse, full":
+        compare(result[0], gradient[0] / 0.01, "no curvature: the gradient over the damping")
+
+
+def scalar(value: float) -> Tensor:
+    return torch.full((1, 1, 1), value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_one_by_one(name: str) -> None:
+    """Scalars: the preconditioned gradient by hand."""
+    g, a, v, damping = 3.0, 0.5, 2.0, 0.1
+    result = run(SOLVERS[name], *(scalar(x) for x in (v, g, a)), damping)
+    pi = (a / g) ** 0.5
+    root = damping**0.5
+    expected = {
+        "eigen": v / (g * a + damping),
+        "inverse, pi": v / ((g + root / pi) * (a + root * pi)),
+        "inverse, sqrt": v / ((g + root) * (a + root)),
+        "inverse, full": v / ((g + damping) * (a + damping)),
+    }[name]
+    compare(result, scalar(expected), name)
+
+
+def test_eigenvalues_that_rounding_made_negative_are_zero() -> None:
+    matrix = torch.diag(torch.tensor([1.0, -1e-12])).double()[None]
+    data = Eigen().solve(matrix, torch.zeros(1))
+    assert data["values"].tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
+def test_only_the_lower_triangle_is_read(solver: Eigen | Inverse) -> None:
+    matrix = spectrum(2, 4, 1e-2)
+    lower = matrix.tril() + 99 * torch.ones(4, 4).double().triu(1)
+    damping = torch.full((2,), 0.1).double()
+    for name, tensor in solver.solve(matrix, damping).items():
+        assert torch.equal(tensor, solver.solve(lower, damping)[name])
+
+
+class TestSafely:
+    """A failed solve is tried in float64, then given up."""
+
+    def test_float64_helps(self) -> None:
+        class Careful(Inverse):
+            def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+                if matrix.dtype != torch.float64 or damping.dtype != torch.float64:
+                    raise torch.linalg.LinAlgError("not precise enough")
+                return super().solve(matrix, damping)
+
+        matrix, damping = spectrum(2, 3, 1e-2), torch.full((2,), 0.25, dtype=torch.float64)
+        expected = Inverse().solve(matrix.float().double(), damping)["inverse"]
+        data, retried = solve_safely(Careful(), matrix.float(), damping.float())
+        assert retried
+        assert torch.equal(data["inverse"], expected.float())
+        assert not solve_safely(Careful(), matrix, damping)[1]
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
+    def test_nothing_helps(self, solver: Eigen | Inverse, bad: float) -> None:
+        matrix = torch.eye(3).double()[None]
+        matrix[0, 2, 1] = bad
+        with pytest.raises(SolveFailedError):
+            solve_safely(solver, matrix, torch.zeros(1).double())
+
+    def test_an_indefinite_matrix_has_no_damped_inverse(self) -> None:
+        with pytest.raises(SolveFailedError, match="positive-definite"):
+            solve_safely(Inverse(), -torch.eye(2)[None], torch.zeros(1))
+
+
+def test_a_split_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="split must be 'pi', 'sqrt' or 'full', not 'half'"):
+        Inverse(split="half")  # type: ignore[arg-type]
+
+
+def test_a_split_is_between_two() -> None:
+    with pytest.raises(ValueError, match="between two factors, not 1"):
+        Inverse().shares([torch.ones(1)], 0.1)
+
+
+def test_no_damping_and_no_curvature_is_no_step() -> None:
+    singular = torch.diag(torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)).unsqueeze(0)
+    solver = Eigen()
+    data = solver.solve(singular, torch.zeros(1))
+    gradient = torch.ones(1, 3, 3, dtype=torch.float64)
+    result = solver.apply(gradient, left=data, right=data, damping=0.0)
+    inverse = torch.linalg.pinv(torch.kron(singular[0], singular[0]))
+    compare(result.flatten(), inverse @ gradient.flatten(), "least step")

@@ -1,0 +1,155 @@
+"""A state that does not fit is refused with a reason, and nothing has changed then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from soframe import Preconditioner
+from tests.distributed.training import Case, Run
+from tests.state.test_resume import equal
+
+State = dict[str, Any]
+CASE = Case({"solve_every": 2})
+
+
+def make() -> Run:
+    run = Run(CASE)
+    for step in range(3):
+        run.step(step)
+    return run
+
+
+def change(*path: str, to: Any) -> Callable[[State], None]:
+    def apply(state: State) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = to(state[path[-1]]) if callable(to) else to
+
+    return apply
+
+
+def drop(*path: str) -> Callable[[State], None]:
+    def apply(state: State) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return apply
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[-1] = float("nan")
+    return tensor
+
+
+HEAD = ("blocks", "head")
+DATA = (*HEAD, "second_order")
+BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
+    **{
+        f"no {key}": (drop(key), f"truncated: it lacks {key}")
+        for key in ("step", "owed_statistics", "scaling", "counters", "blocks")
+    },
+    "no format": (drop("format"), "not the state of a soframe.Preconditioner"),
+    "no version": (drop("version"), "has version None"),
+    **{
+        f"no {key} of a block": (drop(*HEAD, key), f"truncated: block 'head' lacks {key}")
+        for key in ("shape", "method", "solver", "mass", "factors", "second_order")
+    },
+    "no block": (drop(*HEAD), r"lacks \['head'\] and has nothing"),
+    "no factor": (drop(*HEAD, "factors", "A"), "truncated: block 'head' has factors"),
+    "no factors": (change(*HEAD, "factors", to={}), "truncated: block 'head' has factors"),
+    "no data of a factor": (drop(*DATA, "A"), "truncated: second-order data of block 'head'"),
+    "no tensor": (drop(*DATA, "A", "values"), "truncated: second-order data of block 'head'"),
+    "other format": (change("format", to="torch"), "not the state of a soframe.Preconditioner"),
+    "other version": (change("version", to=2), "has version 2; this soframe reads version 1"),
+    "other scaling": (change("scaling", to="kaisa"), "made with scaling='kaisa', not 'fisher'"),
+    "other method": (change(*HEAD, "method", to="Other()"), "was made by Other()"),
+    "other shape": (change(*HEAD, "shape", to=[1, 3, 7]), r"shape \[1, 3, 7\] in the state and"),
+    "factor shape": (
+        change(*HEAD, "factors", "A", to=lambda t: t[:, :-1]),
+        r"factor A of block 'head' is \(1, 20\), not a tensor of shape \(1, 21\)",
+    ),
+    "factor type": (change(*HEAD, "factors", "A", to="x"), "is str, not a tensor"),
+    "data shape": (change(*DATA, "G", "values", to=lambda t: t[0]), "values of factor G of block"),
+    "nan in a factor": (change(*HEAD, "factors", "G", to=poison), "factor G .* is not finite"),
+    "nan in data": (change(*DATA, "A", "vectors", to=poison), "vectors of .* is not finite"),
+    "nan mass": (change(*HEAD, "mass", to=float("nan")), "mass of block 'head' is nan"),
+    "mass type": (change(*HEAD, "mass", to="1"), "mass of block 'head' is '1'"),
+    "negative step": (change("step", to=-1), "step is -1"),
+    "step type": (change("step", to=2.5), "step is 2.5"),
+    "counters type": (change("counters", to=[1]), "counters is list, not a dict"),
+    "counter type": (change("counters", "failed_solves", to="many"), "'failed_solves' is 'many'"),
+    "blocks type": (change("blocks", to=[]), "blocks is list, not a dict"),
+    "block type": (change(*HEAD, to=3), "block 'head' is int, not a dict"),
+    "factors type": (change(*HEAD, "factors", to=[]), "factors of block 'head' is list"),
+    "data type": (change(*DATA, to=None), "second-order data of block 'head' is NoneType"),
+    "data of a factor type": (change(*DATA, "A", to=1), "second-order data of block 'head' is int"),
+}
+
+
+def everything(run: Run) -> State:
+    return {
+        "state": copy.deepcopy(run.preconditioner.state_dict()),
+        "weights": run.weights(),
+        "memory": run.preconditioner.memory_usage(),
+    }
+
+
+def assert_refused(run: Run, state: Any, reason: str) -> None:
+    before = everything(run)
+    with pytest.raises(ValueError, match=reason):
+        run.preconditioner.load_state_dict(state)
+    assert equal(everything(run), before)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_state_is_refused_and_changes_nothing(name):
+    breaking, reason = BROKEN[name]
+    good = copy.deepcopy(make().preconditioner.state_dict())
+    run = Run(CASE)
+    run.step(7)
+    run.preconditioner.load_state_dict(copy.deepcopy(good))
+    run.step(3)
+    breaking(good)
+    assert_refused(run, good, reason)
+
+
+@pytest.mark.parametrize("foreign", [None, [], {}, {"state": {}}, nn.Linear(1, 1).state_dict()])
+def test_foreign_things_are_refused(foreign):
+    assert_refused(make(), foreign, r"not the state of a soframe\.Preconditioner")
+
+
+def test_a_refusal_leaves_the_window_under_way_alone():
+    run, plain = make(), make()
+
+    def try_to_load(run: Run) -> None:
+        with pytest.raises(ValueError, match="not the state"):
+            run.preconditioner.load_state_dict({})
+
+    run.step(3, try_to_load)
+    plain.step(3)
+    assert torch.equal(run.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(
+    ("widths", "options", "reason"),
+    [
+        ((4, 3, 2), {}, r"lacks \['1'\] and has nothing besides"),
+        ((5, 3), {}, r"block '0' has shape \[1, 3, 5\] in the state and \[1, 3, 6\] in the model"),
+        ((4, 3), {"scaling": "kaisa"}, "made with scaling='fisher', not 'kaisa'"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(widths, options, reason):
+    def build(widths: tuple[int, ...], **options: Any) -> Preconditioner:
+        layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]  # noqa: RUF007
+        return Preconditioner(nn.Sequential(*layers), kl_clip=None, **options)
+
+    state = build((4, 3)).state_dict()
+    with pytest.raises(ValueError, match=reason):
+        build(widths, **options).load_state_dict(state)

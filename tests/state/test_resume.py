@@ -1,0 +1,314 @@
+"""Save at any step, load anywhere, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from soframe import Preconditioner
+from soframe.strategies import HybridOpt
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import (
+    LR,
+    Case,
+    Run,
+    mean_over,
+    preconditioner_of,
+    same,
+    snapshot,
+)
+
+STEPS = 8
+CASE = Case({"statistics_every": 2, "solve_every": 3}, steps=STEPS)
+Saved = bytes
+
+
+def save(run: Run) -> Saved:
+    """Everything that a training script saves, as a file's bytes."""
+    file = io.BytesIO()
+    everything = {
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "preconditioner": run.preconditioner.state_dict(),
+    }
+    torch.save(everything, file)
+    return file.getvalue()
+
+
+def load(run: Run, saved: Saved) -> Run:
+    everything = torch.load(io.BytesIO(saved), weights_only=True)
+    run.model.load_state_dict(everything["model"])
+    run.optimizer.load_state_dict(everything["optimizer"])
+    run.preconditioner.load_state_dict(everything["preconditioner"])
+    return run
+
+
+def train(run: Run, first: int, last: int, at: Callable[[int], object] = lambda step: None) -> Run:
+    for step in range(first, last):
+        at(step)
+        run.step(step)
+    return run
+
+
+def resume_everywhere(make: Callable[[], Run]) -> list[tuple[bool, bool]]:
+    """Per step: whether weights and memory of a run resumed there end with the same bits."""
+    saved: list[Saved] = []
+    whole = make()
+    train(whole, 0, STEPS, lambda step: saved.append(save(whole)))
+    outcome = []
+    for step, file in enumerate(saved):
+        resumed = train(load(make(), file), step, STEPS)
+        outcome.append(
+            (
+                torch.equal(resumed.weights(), whole.weights()),
+                same(triangles(resumed), triangles(whole)),
+            )
+        )
+    return outcome
+
+
+def triangles(run: Run) -> dict[str, Tensor]:
+    """What is remembered; of factors only the lower triangle means anything."""
+    found = snapshot(run.preconditioner)
+    return {name: t.tril() if name.count(".") == 1 else t for name, t in found.items()}
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_one_process_goes_on_bit_by_bit_from_every_step(solver):
+    assert (
+        resume_everywhere(lambda: Run(CASE.with_options(solver=solver))) == [(True, True)] * STEPS
+    )
+
+
+def resume_on_rank(rank: int, ranks: int, cases: list[Case]) -> list[list[tuple[bool, bool]]]:
+    return [
+        resume_everywhere(lambda case=case: Run(case, rank, ranks, average=mean_over()))
+        for case in cases
+    ]
+
+
+LAYOUTS = {
+    "mem": CASE.with_options(strategy="mem-opt"),
+    "hybrid": CASE.with_options(strategy="hybrid-opt"),
+    "spread": CASE.with_options(strategy=HybridOpt(colocate=False), solver="inverse"),
+    "comm": CASE.with_options(strategy="comm-opt"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_go_on_bit_by_bit_from_every_step():
+    for own in run_ranks(resume_on_rank, 3, list(LAYOUTS.values()), timeout=120):
+        for name, outcome in zip(LAYOUTS, own, strict=True):
+            assert outcome == [(True, True)] * STEPS, name
+
+
+# -- another layout --------------------------------------------------------------------------
+
+
+def train_on_rank(
+    rank: int, ranks: int, case: Case, saved: Saved | None, first: int, last: int
+) -> tuple[Saved, Tensor, dict[str, int]]:
+    run = Run(case, rank, ranks, average=mean_over() if ranks > 1 else None)
+    if saved is not None:
+        load(run, saved)
+    train(run, first, last)
+    return save(run), run.weights(), run.preconditioner.memory_usage()
+
+
+def relay(legs: list[tuple[int, Case, int, int]]) -> Tensor:
+    """Train in legs on other worlds, each from what the last rank of the one before saved."""
+    saved, weights = None, torch.empty(0)
+    for ranks, case, first, last in legs:
+        if ranks == 1:
+            results = [train_on_rank(0, 1, case, saved, first, last)]
+        else:
+            results = run_ranks(train_on_rank, ranks, case, saved, first, last, timeout=60)
+        states = [torch.load(io.BytesIO(r[0]), weights_only=True) for r in results]
+        for state in states:
+            assert equal(state["preconditioner"], states[0]["preconditioner"])
+        saved, weights = results[-1][0], results[-1][1]
+    return weights
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Deep equality, tensors bit by bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+MEM, COMM, HALF = (
+    CASE.with_options(strategy=strategy) for strategy in ("mem-opt", "comm-opt", "hybrid-opt")
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [(2, MEM, 0, 1), (3, COMM, 1, 5), (1, COMM, 5, STEPS)],
+        pytest.param([(3, HALF, 0, 4), (2, MEM, 4, STEPS)], marks=pytest.mark.slow),
+        pytest.param([(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)], marks=pytest.mark.slow),
+    ],
+    ids=["mem-comm-one", "hybrid-mem", "one-hybrid-one"],
+)
+def test_another_world_goes_on_within_rounding(legs):
+    whole = train(Run(CASE), 0, STEPS).weights()
+    torch.testing.assert_close(relay(legs), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.distributed
+def test_each_rank_keeps_what_its_placement_says():
+    saved, _, alone = train_on_rank(0, 1, CASE, None, 0, 4)
+    memory = [result[2] for result in run_ranks(train_on_rank, 2, MEM, saved, 4, 4, timeout=60)]
+    assert sum(m["second_order"] for m in memory) == alone["second_order"]
+    assert all(m["factors"] == alone["factors"] for m in memory)
+
+
+# -- other choices ---------------------------------------------------------------------------
+
+
+def test_another_solver_loads_the_factors_and_solves_at_once():
+    before = train(Run(CASE), 0, 4)
+    after = load(Run(CASE.with_options(solver="inverse")), save(before))
+    assert not any(block.solved for block in after.preconditioner._blocks)
+    factors = {k: t for k, t in triangles(before).items() if k.count(".") == 1}
+    assert same(factors, {k: t for k, t in triangles(after).items() if k.count(".") == 1})
+    after.step(4)  # not a solve step
+    assert [b.name for b in after.preconditioner._blocks if b.solved] == [
+        "conv",
+        "grouped",
+        "hidden",
+        "head",
+    ]
+
+
+def test_the_users_schedules_stay_theirs():
+    calls = []
+
+    def damping(step: int) -> float:
+        calls.append(step)
+        return 0.02 if step < 100 else 0.5
+
+    def every(step: int) -> int:
+        return 2
+
+    case = CASE.with_options(damping=damping, statistics_every=every)
+    first = train(Run(case), 0, 3)
+    state = first.preconditioner.state_dict()
+    assert not {"damping", "statistics_every", "solve_every", "decay", "kl_clip"} & set(state)
+    second = load(Run(case.with_options(decay=0.5)), save(first))
+    calls.clear()
+    second.step(3)
+    assert calls == [3]
+    assert second.preconditioner._decay.at(0) == 0.5
+
+
+def test_counters_and_steps_are_restored():
+    run = Run(CASE)
+
+    def spoil(run: Run) -> None:
+        run.model.head.bias.grad[0] = float("nan")
+
+    run.step(0, spoil)
+    run.step(1, spoil)
+    again = load(Run(CASE), save(run))
+    assert again.preconditioner.counters == run.preconditioner.counters
+    assert again.preconditioner.counters["skipped_updates"] == 2
+    assert again.preconditioner.state_dict()["step"] == 2
+
+
+def test_a_state_is_a_copy_of_the_counters_and_outlives_the_run():
+    run = train(Run(CASE), 0, 3)
+    state = run.preconditioner.state_dict()
+    kept = copy.deepcopy(state)
+    train(run, 3, 7)
+    assert equal(state, kept)
+
+
+def test_a_state_between_backward_and_step_disturbs_nothing():
+    plain = train(Run(CASE), 0, STEPS)
+    asked = Run(CASE)
+    for step in range(STEPS):
+        asked.step(step, lambda run: run.preconditioner.state_dict())
+    assert torch.equal(asked.weights(), plain.weights())
+
+
+def ask_between(rank: int, ranks: int, case: Case) -> bool:
+    plain = train(Run(case, rank, ranks, average=mean_over()), 0, 5)
+    asked = Run(case, rank, ranks, average=mean_over())
+    for step in range(5):
+        asked.step(step, lambda run: run.preconditioner.state_dict())
+    return torch.equal(asked.weights(), plain.weights())
+
+
+@pytest.mark.distributed
+def test_a_state_between_backward_and_step_disturbs_no_rank():
+    assert run_ranks(ask_between, 2, MEM, timeout=60) == [True, True]
+
+
+def load_wrapped(rank: int, ranks: int, saved: Saved) -> tuple[Saved, list[str]]:
+    run = Run(MEM, rank, ranks, average=mean_over())
+    run.preconditioner.close()
+    model = DistributedDataParallel(run.model, find_unused_parameters=True)
+    run.preconditioner = preconditioner_of(model, run.optimizer, MEM, None)
+    load(run, saved)
+    return save(run), sorted(run.preconditioner.state_dict()["blocks"])
+
+
+@pytest.mark.distributed
+def test_a_ddp_wrapper_changes_no_name():
+    saved = save(train(Run(CASE), 0, 4))
+    original = torch.load(io.BytesIO(saved), weights_only=True)["preconditioner"]
+    for file, found in run_ranks(load_wrapped, 2, saved, timeout=60):
+        assert found == ["conv", "grouped", "head", "hidden", "unused"]
+        state = torch.load(io.BytesIO(file), weights_only=True)["preconditioner"]
+        assert equal(state, original)
+
+
+# -- layers that freeze and thaw -------------------------------------------------------------
+
+
+def freeze(run: Run, name: str, frozen: bool) -> None:
+    getattr(run.model, name).requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize(("change", "saved_at"), [(3, 4), (3, 5), (3, 6), (4, 5), (4, 6)])
+@pytest.mark.parametrize("thaw", [False, True])
+def test_a_run_with_a_layer_that_changed_goes_on_bit_by_bit(change, saved_at, thaw):
+    def make(frozen: bool) -> Run:
+        run = Run(CASE)
+        freeze(run, "hidden", frozen)
+        run.preconditioner.close()
+        run.preconditioner = preconditioner_of(run.model, run.optimizer, CASE, None)
+        return run
+
+    whole, file = make(frozen=thaw), b""
+    for step in range(STEPS):
+        if step == change:
+            freeze(whole, "hidden", frozen=not thaw)
+        if step == saved_at:
+            file = save(whole)
+        whole.step(step)
+    resumed = train(load(make(frozen=not thaw), file), saved_at, STEPS)
+    assert torch.equal(resumed.weights(), whole.weights())
+
+
+def test_a_state_from_before_a_layer_froze_is_of_another_choice_of_layers():
+    file = save(train(Run(CASE), 0, 2))
+    run = Run(CASE)
+    freeze(run, "hidden", frozen=True)
+    run.preconditioner.close()
+    run.preconditioner = Preconditioner(run.model, lr=LR)
+    with pytest.raises(ValueError, match=r"it lacks nothing and has \['hidden'\] besides"):
+        load(run, file)

@@ -1,0 +1,173 @@
+"""Running factors: what they average, and what a window gathers."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import soframe
+from soframe.testing import compare, kron, layer_fisher
+from tests.curvature import closing, factors, fill, half_square, log_cosh, preconditioner, randn
+
+DECAYS = st.one_of(st.just(0.0), st.floats(0, 0.9999), st.sampled_from([0.5, 0.95, 1 - 1e-9]))
+
+
+def batch(seed: int, samples: int = 4) -> tuple[Tensor, Tensor]:
+    return randn(samples, 3, seed=2 * seed), randn(samples, 2, seed=2 * seed + 1)
+
+
+def one_pass(model: nn.Module, seed: int, samples: int = 4) -> None:
+    inputs, targets = batch(seed, samples)
+    log_cosh(model(inputs), targets).backward()
+
+
+def alone(seed: int, scaling: str = "fisher") -> dict[str, Tensor]:
+    """The factors of one batch."""
+    model = fill(nn.Linear(3, 2))
+    with closing(preconditioner(model, scaling=scaling, decay=0.0)) as own:
+        one_pass(model, seed)
+        own.step()
+        return dict(zip("AG", factors(own, "Linear"), strict=True))
+
+
+@given(decays=st.lists(DECAYS, min_size=1, max_size=5), constant=st.booleans())
+@settings(max_examples=25)
+@pytest.mark.parametrize("scaling", ["fisher", "kaisa"])
+def test_the_running_factors_are_the_weighted_average(
+    scaling: str, decays: list[float], constant: bool
+) -> None:
+    if constant:
+        decays = [decays[0]] * len(decays)
+    schedule = decays[0] if constant else lambda step: decays[step] if step < len(decays) else 0.5
+    batches = [alone(seed, scaling) for seed in range(len(decays))]
+    weights = [(1 - d) * prod(decays[t + 1 :]) for t, d in enumerate(decays)]
+    start = prod(decays) if scaling == "kaisa" else 0.0
+    model = fill(nn.Linear(3, 2))
+    with closing(preconditioner(model, decay=schedule, scaling=scaling)) as own:
+        for seed in range(len(decays)):
+            one_pass(model, seed)
+            own.step()
+        for name, running in zip("AG", factors(own, "Linear"), strict=True):
+            total = start * torch.eye(running.shape[-1], dtype=torch.float64)
+            for weight, factor in zip(weights, batches, strict=True):
+                total = total + weight * factor[name]
+            # Without the start's identity, the weights are what they add up to: no start-up bias.
+            expected = total / (start + sum(weights))
+            # A decay near one leaves little of its own precision to 1 - decay.
+            rtol = max(1e-10, 1e-15 / (1 - max(decays)))
+            compare(running, expected, f"{scaling} {name} after {decays}", rtol=rtol)
+
+
+def test_one_batch_over_and_over_is_its_own_average() -> None:
+    expected = alone(0)
+    model = fill(nn.Linear(3, 2))
+    with closing(preconditioner(model, decay=0.95)) as own:
+        for _ in range(4):
+            one_pass(model, 0)
+            own.step()
+            for name, running in zip("AG", factors(own, "Linear"), strict=True):
+                compare(running, expected[name], name)
+
+
+class Experts(nn.Module):
+    """Two layers, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(fill(nn.Linear(3, 2), seed) for seed in range(2))
+
+    def forward(self, x: Tensor, which: int = 0) -> Tensor:
+        return self.experts[which](x)
+
+
+def test_a_step_without_a_layer_leaves_its_average() -> None:
+    model = Experts()
+    with closing(preconditioner(model, decay=0.5)) as own:
+        seen = []
+        for seed, which in enumerate((0, 1, 0)):
+            inputs, targets = batch(seed)
+            log_cosh(model(inputs, which), targets).backward()
+            own.step()
+            seen.append([{k: f.clone() for k, f in b.running.items()} for b in own._blocks])
+        assert seen[0][1] == {}
+        assert torch.equal(seen[0][0]["A"], seen[1][0]["A"])
+        first, third = alone(0)["A"], alone(2)["A"]
+        compare(seen[2][0]["A"], (0.25 * first + 0.5 * third) / 0.75, "A")
+        compare(seen[2][1]["A"], alone(1)["A"], "A of the other")
+
+
+@pytest.mark.parametrize("average", ["local", "global"])
+@pytest.mark.parametrize("used", [1, 2])
+def test_samples_that_do_not_reach_a_layer_count(average: str, used: int) -> None:
+    """The Fisher is a mean over all samples, whichever layers they use."""
+    model, passes = Experts(), 3
+    data = [batch(seed, 1) for seed in range(passes)]
+    own = preconditioner(model, loss_average=average)
+    with closing(own):
+        for number, (inputs, targets) in enumerate(data):
+            output = model(inputs, int(number >= used))
+            (log_cosh(output, targets) / passes).backward()
+        own.step()
+        for which, users in enumerate((range(used), range(used, passes))):
+            if len(users) > 1:
+                continue  # of several samples K-FAC is no longer exact
+            name = f"experts.{which}"
+            inputs, targets = data[users[0]]
+            part = nn.Sequential(model.experts[which])
+            (exact,) = layer_fisher(part, "0", inputs, log_cosh, targets, kind="empirical")
+            a, g = factors(own, name)
+            compare(kron(g[0], a[0]), exact / passes, name)
+
+
+def test_several_calls_in_one_pass_are_positions() -> None:
+    """A layer called twice in one forward pass equals one call on two positions."""
+    layer = fill(nn.Linear(3, 2))
+    x, start = randn(4, 2, 3), randn(4, 2, 2, seed=1)
+    results = []
+    for together in (True, False):
+        with closing(preconditioner(layer)) as own:
+            outputs = layer(x) if together else torch.stack([layer(x[:, t]) for t in (0, 1)], 1)
+            outputs.backward(start)
+            own.step()
+            results.append(factors(own, "Linear"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
+def test_micro_batches_are_the_batch() -> None:
+    results = []
+    inputs, targets = batch(0, 6)
+    for pieces in (1, 2, 3):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model)) as own:
+            for x, y in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
+                (half_square(model(x), y) / pieces).backward()
+            own.step()
+            running = [f for name in ("0", "2") for f in factors(own, name)]
+            results.append([*running, *(p.grad for p in model.parameters())])
+    for pieces, result in zip((2, 3), results[1:], strict=True):
+        for one, other in zip(results[0], result, strict=True):
+            compare(other, one, f"{pieces} micro-batches")
+
+
+@pytest.mark.parametrize("as_callable", [True, False])
+def test_the_scale_of_the_gradient_is_undone(as_callable: bool) -> None:
+    """GradScaler multiplies the loss; the factors are those of the loss itself."""
+    scale = 2.0**7
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    model = fill(nn.Linear(3, 2))
+    own = soframe.Preconditioner(
+        model, kl_clip=None, grad_scaler=(lambda: scale) if as_callable else scaler
+    )
+    with closing(own):
+        inputs, targets = batch(0)
+        scaler.scale(log_cosh(model(inputs), targets)).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        own.step()
+        expected = alone(0)
+        for name, running in zip("AG", factors(own, "Linear"), strict=True):
+            compare(running, expected[name], name)

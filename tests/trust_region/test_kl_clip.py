@@ -1,0 +1,147 @@
+"""The KL clip against its closed form, with the learning rates that the optimizer has now."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import soframe
+from soframe.testing import compare
+from soframe.trust_region import kl_clip_factor
+from tests.curvature import closing, fill, half_square, randn
+
+
+def net() -> nn.Sequential:
+    return fill(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)))
+
+
+def step(model: nn.Module, own: soframe.Preconditioner, seed: int = 0) -> list[list[Tensor]]:
+    """One step; returns raw and preconditioned gradients."""
+    model.zero_grad()
+    half_square(model(randn(5, 2, 3, 3, seed=seed)), randn(5, 2, seed=seed + 1)).backward()
+    raw = [p.grad.clone() for p in model.parameters()]
+    own.step()
+    return [raw, [p.grad.clone() for p in model.parameters()]]
+
+
+def clip(raw: list[Tensor], p: list[Tensor], lrs: Sequence[float], kappa: float) -> float:
+    """The factor by its definition, over parameters."""
+    total = sum(lr**2 * float((a * b).sum()) for lr, a, b in zip(lrs, raw, p, strict=True))
+    return min(1.0, (kappa / abs(total)) ** 0.5)
+
+
+@given(
+    lrs=st.tuples(st.floats(1e-3, 10), st.floats(1e-3, 10)),
+    kappa=st.sampled_from([1e-6, 1e-3, 1.0, 1e6]),
+    as_tensor=st.booleans(),
+)
+@settings(max_examples=20)
+def test_live_learning_rates_of_several_groups(
+    lrs: tuple[float, float], kappa: float, as_tensor: bool
+) -> None:
+    plain, model = net(), net()
+    groups = [{"params": list(model[i].parameters()), "lr": 99.0} for i in (0, 3)]
+    optimizer = torch.optim.SGD(groups, lr=99.0)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None)
+    own = soframe.Preconditioner(model, kl_clip=kappa, optimizer=optimizer)
+    with closing(unclipped), closing(own):
+        for number in range(2):
+            now = [lr / (1 + number) for lr in lrs]
+            for group, lr in zip(optimizer.param_groups, now, strict=True):
+                group["lr"] = torch.tensor(lr, dtype=torch.float64) if as_tensor else lr
+            raw, p = step(plain, unclipped, number)
+            _, clipped = step(model, own, number)
+            factor = clip(raw, p, [now[0], now[0], now[1], now[1]], kappa)
+            for one, other in zip(clipped, p, strict=True):
+                compare(one, factor * other, f"step {number}")
+
+
+@pytest.mark.parametrize("rates", [[0.3], [0.3, 0.05, 2.0]])
+def test_a_schedule_of_the_learning_rate(rates: list[float]) -> None:
+    plain, model = net(), net()
+    lr = rates[0] if len(rates) == 1 else lambda number: rates[number]
+    unclipped = soframe.Preconditioner(plain, kl_clip=None)
+    own = soframe.Preconditioner(model, kl_clip=lambda number: 1e-4 / (1 + number), lr=lr)
+    with closing(unclipped), closing(own):
+        for number, rate in enumerate(rates):
+            raw, p = step(plain, unclipped, number)
+            _, clipped = step(model, own, number)
+            factor = clip(raw, p, [rate] * 4, 1e-4 / (1 + number))
+            assert factor < 1
+            for one, other in zip(clipped, p, strict=True):
+                compare(one, factor * other, f"step {number}")
+
+
+def test_layers_without_a_block_are_neither_counted_nor_scaled() -> None:
+    model, plain = net(), net()
+    settings = {"lr": 1.0, "skip": ["^0$"]}
+    own = soframe.Preconditioner(model, kl_clip=1e-6, **settings)
+    with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None, **settings)) as other:
+        raw, p = step(plain, other)
+        _, clipped = step(model, own)
+    factor = clip(raw[2:], p[2:], [1.0, 1.0], 1e-6)
+    for number, scale in enumerate((1, 1, factor, factor)):
+        compare(clipped[number], scale * p[number], f"parameter {number}")
+
+
+def test_no_clip_is_no_factor() -> None:
+    """With kl_clip=None the gradient is what a bound that is never reached leaves."""
+    results = []
+    for kl_clip in (None, 1e30):
+        model = net()
+        with closing(soframe.Preconditioner(model, kl_clip=kl_clip, lr=1.0)) as own:
+            results.append(step(model, own)[1])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_gradient_of_zeros_stays_zero() -> None:
+    model = net()
+    with closing(soframe.Preconditioner(model, lr=1.0)) as own:
+        inputs = randn(5, 2, 3, 3)
+        half_square(model(inputs), model(inputs).detach()).backward()
+        own.step()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    kappa=st.floats(1e-6, 1e3),
+    sign=st.sampled_from([1, -1]),
+)
+@settings(max_examples=20)
+def test_closed_form(sizes: list[int], kappa: float, sign: int) -> None:
+    p = [randn(1, n, 2, seed=n) for n in sizes]
+    g = [sign * (q + 0.1) for q in p]
+    lrs = [0.1 * (1 + i) for i in range(len(sizes))]
+    factor = kl_clip_factor(p, g, lrs, kappa)
+    compare(factor, torch.tensor(clip(g, p, lrs, kappa), dtype=torch.float64), "factor")
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    """Tensors without values: reading one would raise."""
+    p = [torch.empty(1, 2, 3, device="meta"), torch.empty(2, 1, 1, device="meta")]
+    factor = kl_clip_factor(p, p, [0.1, torch.empty((), device="meta")], 1e-3)
+    assert factor.is_meta
+    assert factor.shape == ()
+    with pytest.raises(RuntimeError, match="meta"):
+        factor.item()
+
+
+def test_weight_and_bias_in_different_groups() -> None:
+    plain, model = net(), net()
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": weights, "lr": 0.1}, {"params": biases, "lr": 7.0}])
+    unclipped = soframe.Preconditioner(plain, kl_clip=None)
+    own = soframe.Preconditioner(model, kl_clip=1e-3, optimizer=optimizer)
+    with closing(unclipped), closing(own):
+        raw, p = step(plain, unclipped)
+        _, clipped = step(model, own)
+    factor = clip(raw, p, [0.1, 7.0, 0.1, 7.0], 1e-3)
+    assert factor < 0.9 * clip(raw, p, [0.1, 0.1, 0.1, 0.1], 1e-3)  # the biases' rate matters
+    for one, other in zip(clipped, p, strict=True):
+        compare(one, factor * other, "clipped")
