@@ -218,6 +218,8 @@ class Preconditioner:
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
+        if bad and not any(block.running for block in self._blocks):
+            self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 

@@ -7,7 +7,7 @@ to the others. With one column every rank preconditions everything and no gradie
 (COMM-OPT); with as many columns as ranks a single rank does (MEM-OPT).
 
 Where the number of gradient workers does not divide the number of ranks, columns differ in length
-by one; a rank whose row has no rank of the block's column receives from another row's, in turn.
+by one; a rank whose row has no rank of the block's column receives from the column's first rank.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def _assign_columns(costs: Sequence[float], shares: Sequence[float]) -> list[int
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
     by_row = {worker // columns: worker for worker in workers}
     return tuple(
-        rank
-        if rank in workers
-        else by_row.get(rank // columns, workers[(rank // columns) % len(workers)])
+        rank if rank in workers else by_row.get(rank // columns, workers[0])
         for rank in range(ranks)
     )
 

@@ -140,10 +140,9 @@ def _run(ranks: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 
 def results_of(ranks: int, name: str) -> list[Any]:
-    """All cases of a world size run in one start of its processes."""
-    return _run(ranks, (*cases_of(ranks), *(sharded_cases(ranks) if ranks in SHARDED else ())))[
-        name
-    ]
+    """All cases of a kind and a world size run in one start of its processes."""
+    names = cases_of(ranks) if name in CASES else sharded_cases(ranks)
+    return _run(ranks, tuple(names))[name]
 
 
 def cases_of(ranks: int) -> list[str]:
@@ -234,3 +233,17 @@ def test_under_ddp(strategy):
     for weights, names in results:
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
         assert names == ["conv", "grouped", "unused", "hidden", "head"]
+
+
+class Lopsided(Inverse):
+    """Announces symmetric matrices, whose upper triangle is off by more than rounding."""
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        inverse = super().solve(matrix, damping)["inverse"]
+        return {"inverse": inverse + 1e-3 * torch.ones_like(inverse).triu(1)}
+
+
+def test_of_a_symmetric_tensor_all_ranks_use_the_triangle_that_travels():
+    case = Case({"solver": Lopsided(), "solve_every": 1}, steps=3)
+    [(one, *_)], [(other, *_)] = run_ranks(train_all, 2, [case])
+    assert torch.equal(one, other)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import soframe
+from soframe.testing import compare
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, same, snapshot
 
@@ -221,3 +223,18 @@ def test_gradients_outside_of_any_block_are_watched_too():
     run.step(0, bias)
     assert torch.equal(run.weights(), before)
     assert run.preconditioner.counters["skipped_updates"] == 1
+
+
+def test_statistics_are_owed_while_there_are_none() -> None:
+    """A bad first batch does not cost the curvature of a whole interval."""
+    model = nn.Linear(3, 2)
+    preconditioner = soframe.Preconditioner(model, statistics_every=10, kl_clip=None)
+    for value in (float("nan"), 1.0, 1.0):
+        model.zero_grad()
+        model(torch.full((4, 3), value)).square().mean().backward()
+        raw = [p.grad.clone() for p in model.parameters()]
+        preconditioner.step()
+    factors = preconditioner.state_dict()["blocks"]["Linear"]["factors"]
+    compare(factors["A"].sum(), torch.tensor(10.0), "A of ones, packed, once")
+    for own, before in zip(model.parameters(), raw, strict=True):
+        assert not torch.equal(own.grad, before)

@@ -1,0 +1,286 @@
+"""The commands of `soframe`: what each option means, and what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import soframe
+from soframe.experiments import demo as demonstration
+from soframe.experiments import plots, tables, tuning
+from soframe.experiments.compare import (
+    STRATEGIES,
+    Comparison,
+    Watch,
+    bars,
+    compare,
+    console,
+    jsonable,
+)
+from soframe.experiments.config import RunConfig
+from soframe.experiments.inspection import build_model, inspect
+from soframe.experiments.launch import WorkerError
+from soframe.experiments.records import verdict
+from soframe.experiments.train import run
+from soframe.experiments.workloads import names, workload
+from soframe.registry import KINDS
+
+app = typer.Typer(
+    help="soframe: second-order optimisation in PyTorch, distributed, every part pluggable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print machine-readable results, and nothing else.")
+]
+Seed = Annotated[int, typer.Option(help="Of weights, data order and data split.")]
+Processes = Annotated[int, typer.Option(min=1, help="Processes that share each batch, over Gloo.")]
+Strategy = Annotated[str, typer.Option(help="The distribution strategy of K-FAC.")]
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turns what a user can put right into one line; everything else keeps its traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, WorkerError, TimeoutError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    budget: Annotated[float, typer.Option(help="Seconds for everything, about.")] = 90.0,
+    processes: Processes = 2,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="The folder of the plots.")] = Path("runs/demo"),
+    as_json: AsJson = False,
+) -> None:
+    """Train side by side: SGD, AdamW, and K-FAC under each distribution strategy.
+
+    Every optimizer runs with the settings that the same tuning protocol chose for it, and with the
+    same budget of training seconds.
+    """
+    screen = console(to_stderr=as_json)
+
+    def watch(title: str, labels: Sequence[str]) -> AbstractContextManager[Watch]:
+        screen.print(f"[bold]{title}[/bold], {processes} process(es)")
+        return bars(screen, labels)
+
+    def show(part: demonstration.Part) -> None:
+        if as_json:
+            return
+        _show(part.comparison, part.sentences)
+        screen.print(f"Plot: {part.plot}\n", soft_wrap=True)
+
+    with _user_errors():
+        parts = demonstration.run(
+            budget=budget, processes=processes, seed=seed, output=output, watch=watch, show=show
+        )
+    if as_json:
+        _print_json(
+            {
+                "budget_seconds": budget,
+                "processes": processes,
+                "seed": seed,
+                "workloads": [part.as_dict() for part in parts],
+            }
+        )
+
+
+@app.command()
+def train(
+    workload_name: Annotated[
+        str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
+    ] = "digits-autoencoder",
+    optimizer: Annotated[str, typer.Option(help="sgd, adamw or kfac.")] = "kfac",
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
+    ] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd and kfac.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of all optimizers.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant or cosine.")] = None,
+    schedule_steps: Annotated[int | None, typer.Option(help="Length of the cosine.")] = None,
+    strategy: Strategy = "comm-opt",
+    solver: Annotated[str | None, typer.Option(help="Of the preconditioner.")] = None,
+    damping: Annotated[float | None, typer.Option(help="Of the preconditioner.")] = None,
+    decay: Annotated[float | None, typer.Option(help="Of the running factors.")] = None,
+    kl_clip: Annotated[float | None, typer.Option(help="Bound on a step; 0 for none.")] = None,
+    statistics_every: Annotated[int | None, typer.Option(help="In steps.")] = None,
+    solve_every: Annotated[int | None, typer.Option(help="In steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Budget of training seconds.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget in steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Over all processes.")] = None,
+    processes: Processes = 1,
+    seed: Seed = 0,
+    tensorboard: Annotated[Path | None, typer.Option(help="Write events to a folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train once.
+
+    Settings that are not given are the ones that tuning chose; with --lr, those of the library.
+    """
+    changes = {
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "schedule": schedule,
+        "schedule_steps": schedule_steps,
+        "seconds": seconds if seconds or steps else 10.0,
+        "steps": steps,
+        "batch_size": batch_size,
+    }
+    options = {
+        "solver": solver,
+        "damping": damping,
+        "decay": decay,
+        "kl_clip": kl_clip,
+        "statistics_every": statistics_every,
+        "solve_every": solve_every,
+    }
+    with _user_errors():
+        workload(workload_name)
+        config = _configure(workload_name, optimizer, lr, _given(changes), _given(options))
+        config = config.but(strategy=strategy, seed=seed)
+        screen = console(to_stderr=as_json)
+        with bars(screen, [config.label]) as watch:
+            record = run(
+                config,
+                processes=processes,
+                on_progress=lambda progress: watch(config.label, progress),
+                tensorboard=tensorboard,
+            )
+    if as_json:
+        _print_json(record.as_dict())
+    else:
+        _show(Comparison(workload_name, (record,)), ())
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _configure(
+    workload_name: str,
+    optimizer: str,
+    lr: float | None,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+) -> RunConfig:
+    (name,) = tuning.optimizers([optimizer])
+    if options.get("kl_clip") == 0:
+        options["kl_clip"] = None
+    if lr is None:
+        settings = dict(tuning.load(workload_name, name).best.settings)
+        settings |= {f"preconditioner.{option}": value for option, value in options.items()}
+        return tuning.configure(workload_name, name, settings, **changes)
+    return RunConfig(workload=workload_name, optimizer=name, preconditioner=options, **changes)
+
+
+@app.command("compare")
+def compare_command(
+    workload_name: Annotated[
+        str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
+    ] = "digits-autoencoder",
+    optimizers: Annotated[
+        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac.")
+    ] = "sgd,adamw,kfac",
+    strategies: Annotated[
+        str, typer.Option(help="Of K-FAC, separated by commas; one run for each.")
+    ] = STRATEGIES[0],
+    seconds: Annotated[float, typer.Option(help="Budget of training seconds for each run.")] = 15.0,
+    processes: Processes = 1,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="The folder of the plot.")] = Path("runs/compare"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare tuned optimizers on one workload: a table and a plot."""
+    with _user_errors():
+        problem = workload(workload_name)
+        configs = [
+            tuning.tuned(workload_name, name, seconds=seconds, seed=seed, strategy=strategy)
+            for name in tuning.optimizers(optimizers.split(","))
+            for strategy in (strategies.split(",") if name == "kfac" else STRATEGIES[:1])
+        ]
+        screen = console(to_stderr=as_json)
+        with bars(screen, [config.label for config in configs]) as watch:
+            comparison = compare(configs, processes=processes, watch=watch)
+        figure = plots.loss_curves(problem, comparison.records)
+        plot = plots.save(figure, output / f"{workload_name}.png")
+    said = []
+    if len({config.optimizer == "kfac" for config in configs}) == 2:
+        said.append(verdict(comparison.records, min(problem.targets)))
+    if as_json:
+        _print_json({**comparison.as_dict(), "plot": str(plot), "summary": said})
+        return
+    _show(comparison, said)
+    screen.print(f"Plot: {plot}", soft_wrap=True)
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Builds the model.")],
+    world_size: Annotated[int, typer.Option(help="The number of ranks.")] = 1,
+    strategy: Strategy = "comm-opt",
+    method: Annotated[str, typer.Option(help="The curvature method.")] = "kfac",
+    solver: Annotated[str, typer.Option(help="The solver.")] = "eigen",
+) -> None:
+    """Show what a preconditioner would do with your model: every parameter, and every rank.
+
+    The callable is imported and called without arguments. Nothing is trained, and the ranks exist
+    on paper only.
+    """
+    with _user_errors():
+        report, placement = inspect(
+            build_model(model),
+            world_size=world_size,
+            strategy=strategy,
+            method=method,
+            solver=solver,
+        )
+    typer.echo(f"{report}\n\n{placement}")
+
+
+@app.command()
+def components(as_json: AsJson = False) -> None:
+    """List what is registered, by kind, installed plug-ins included."""
+    found = {
+        kind: {_name(key): _name(component) for key, component in soframe.available(kind).items()}
+        for kind in KINDS
+    }
+    if as_json:
+        _print_json(found)
+        return
+    table = Table("kind", "name", "class")
+    for kind, entries in found.items():
+        for name, component in sorted(entries.items()):
+            table.add_row(kind, name, component)
+        table.add_section()
+    console().print(table)
+
+
+def _name(key: object) -> str:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key)
+
+
+def _show(comparison: Comparison, sentences: Sequence[str]) -> None:
+    screen = console()
+    screen.print(tables.comparison(workload(comparison.workload), comparison.records))
+    for sentence in sentences:
+        screen.print(sentence, highlight=False)
+
+
+def _print_json(value: object) -> None:
+    json.dump(jsonable(value), sys.stdout, indent=1, allow_nan=False)
+    print()

@@ -1,0 +1,114 @@
+"""Everything that decides one training run, as plain frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+OptimizerName = Literal["sgd", "adamw", "kfac"]
+ScheduleName = Literal["constant", "cosine"]
+ClockName = Literal["wall", "cpu"]
+
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        workload: The name of a workload.
+        optimizer: "sgd" (Nesterov momentum), "adamw", or "kfac": the same SGD behind a
+            `soframe.Preconditioner`.
+        lr: The learning rate.
+        momentum: Of "sgd" and "kfac".
+        betas: Of "adamw".
+        weight_decay: Of all optimizers.
+        schedule: Of the learning rate: constant, or half a cosine to zero.
+        schedule_steps: The length of the cosine in steps; the budget in steps if None.
+        strategy: Of the preconditioner.
+        preconditioner: Further arguments of `soframe.Preconditioner`. Those left out keep the
+            library's defaults.
+        seconds: Training stops at the first evaluation after so many seconds of training.
+        steps: Training stops after so many steps.
+        stop_at_target: Whether training also stops once the lowest target is reached.
+        batch_size: Examples per step over all processes; the workload's if None.
+        evaluate_every: Steps between evaluations; the workload's if None.
+        seed: Of the initial weights, the order of the examples and the split of the data.
+        dtype: "float32" or "float64".
+        threads: Torch threads per process.
+        clock: What seconds are: "wall", or "cpu" for the processor time of rank 0. On an idle
+            machine the two agree for one process of one thread; on a busy one only the second
+            can be repeated. Waiting for other processes counts in the first alone.
+    """
+
+    workload: str
+    optimizer: OptimizerName
+    lr: float
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    schedule: ScheduleName = "constant"
+    schedule_steps: int | None = None
+    strategy: str = "comm-opt"
+    preconditioner: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    steps: int | None = None
+    stop_at_target: bool = True
+    batch_size: int | None = None
+    evaluate_every: int | None = None
+    seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: int = 1
+    clock: ClockName = "wall"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("optimizer", OPTIMIZERS),
+            ("schedule", get_args(ScheduleName)),
+            ("clock", get_args(ClockName)),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"no {name} {value!r}; there are: {', '.join(known)}")
+        if self.seconds is None and self.steps is None:
+            raise ValueError("a run needs a budget: seconds, steps or both")
+        if self.schedule == "cosine" and self.schedule_steps is None and self.steps is None:
+            raise ValueError("a cosine schedule needs its length: schedule_steps or steps")
+        for name in ("lr", "seconds", "steps", "batch_size", "evaluate_every", "schedule_steps"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+    @property
+    def label(self) -> str:
+        """What tables and plots call the optimizer."""
+        names = {"sgd": "SGD", "adamw": "AdamW", "kfac": f"K-FAC, {self.strategy}"}
+        return names[self.optimizer]
+
+    def but(self, **changes: Any) -> RunConfig:
+        """The same run with some fields changed."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return asdict(self)
+
+
+def from_dict(fields: Mapping[str, Any]) -> RunConfig:
+    """The inverse of `RunConfig.as_dict`.
+
+    Args:
+        fields: Field names and values; JSON's lists may stand for tuples.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        TypeError: If a field does not exist.
+    """
+    values = dict(fields)
+    if "betas" in values:
+        values["betas"] = tuple(values["betas"])
+    return RunConfig(**values)

@@ -1,0 +1,109 @@
+"""Shows what a preconditioner would do with a user's model, without training it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+import soframe
+from soframe.comm.recording import Recording
+
+
+class InspectionError(ValueError):
+    """A model could not be found or built. The message says what to change."""
+
+
+def build_model(path: str) -> nn.Module:
+    """Imports and calls what builds a model.
+
+    Args:
+        path: `MODULE:CALLABLE`, as in `package.models:make_model`. The callable takes no
+            arguments: a function, or the class of the model. A model itself also does.
+
+    Returns:
+        The model.
+
+    Raises:
+        InspectionError: If the path is malformed, if nothing is there, if the call fails, or if
+            what it returns is not a model.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
+    found: Any = _import(module_name)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise InspectionError(f"there is no {attribute!r} in module {module_name!r}")
+        found = getattr(found, name)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise InspectionError(f"{path} is no callable but a {type(found).__name__}")
+    try:
+        model = found()
+    except Exception as error:
+        raise InspectionError(
+            f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InspectionError(f"{path}() returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _import(name: str) -> Any:
+    # As `python -m` does: modules beside the user come first.
+    here = os.getcwd()  # noqa: PTH109 (sys.path holds strings)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InspectionError(
+                f"there is no module {name!r}, neither installed nor in the current folder"
+            ) from error
+        raise InspectionError(f"module {name!r} could not be imported: {error}") from error
+    except Exception as error:
+        raise InspectionError(
+            f"importing module {name!r} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def inspect(
+    model: nn.Module, *, world_size: int, strategy: str, method: str, solver: str
+) -> tuple[soframe.Report, soframe.Placement]:
+    """Registers a model as a preconditioner would, on ranks that exist on paper.
+
+    Args:
+        model: The model.
+        world_size: The number of ranks.
+        strategy: The strategy's name.
+        method: The method's name.
+        solver: The solver's name.
+
+    Returns:
+        Where every parameter ends, and who does what.
+
+    Raises:
+        InspectionError: If a name does not exist, or if there is nothing to precondition.
+    """
+    if world_size < 1:
+        raise InspectionError(f"the world size must be at least 1, not {world_size}")
+    try:
+        preconditioner = soframe.Preconditioner(
+            model,
+            method=method,
+            solver=solver,
+            strategy=strategy,
+            backend=Recording(world_size=world_size),
+            kl_clip=None,
+        )
+    except ValueError as error:
+        raise InspectionError(str(error)) from error
+    report, placement = preconditioner.report(), preconditioner.placement
+    preconditioner.close()
+    return report, placement

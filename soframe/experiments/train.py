@@ -1,0 +1,330 @@
+"""The one training loop: of the demo, of comparisons, of tuning and of the tests.
+
+Every optimizer sees the same initial weights, the same examples in the same order, the same
+clock and the same budget. A batch is global: W processes take a W-th of it each, and
+DistributedDataParallel averages the gradients, so that W processes follow the trajectory of one.
+The clock runs during steps only; evaluations on the whole training set stand outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from soframe.experiments.config import RunConfig
+from soframe.experiments.data import Examples
+from soframe.experiments.launch import Worker, launch
+from soframe.experiments.optimizers import build_optimizer, build_preconditioner, set_lr
+from soframe.experiments.records import Row, RunRecord
+from soframe.experiments.requirements import require
+from soframe.experiments.workloads import workload
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, told at every evaluation.
+
+    Attributes:
+        row: The evaluation.
+        fraction: Of the budget, from 0 to 1; 1 also when the run ends early.
+    """
+
+    row: Row
+    fraction: float
+
+
+def run(
+    config: RunConfig,
+    *,
+    processes: int = 1,
+    on_progress: Callable[[Progress], None] | None = None,
+    tensorboard: Path | None = None,
+    timeout: float = 3600.0,
+) -> RunRecord:
+    """Trains in fresh local processes, one thread each unless the configuration says otherwise.
+
+    Args:
+        config: The run.
+        processes: How many ranks share each batch.
+        on_progress: Called in this process at every evaluation.
+        tensorboard: Where to write TensorBoard events, if anywhere.
+        timeout: In seconds, for everything: start, training and evaluations.
+
+    Returns:
+        The record, with the memory of every rank.
+
+    Raises:
+        ValueError: If the batch cannot be split evenly over the processes.
+    """
+    _batch_size(config, processes)
+    start = launch(
+        train, processes, on_message=on_progress, timeout=timeout, threads=config.threads
+    )
+    ranks = start(config, tensorboard)
+    # Rank 0 kept the clock; memory differs between ranks, and so may what they send.
+    busiest = max(ranks, key=lambda record: sum(record.sent_bytes_per_step.values()))
+    return replace(
+        ranks[0],
+        sent_bytes_per_step=busiest.sent_bytes_per_step,
+        curvature_bytes=tuple(size for record in ranks for size in record.curvature_bytes),
+    )
+
+
+def train(worker: Worker, config: RunConfig, tensorboard: Path | None = None) -> RunRecord:
+    """Trains in this process, as one rank of the process group if there is one.
+
+    Args:
+        worker: The place of this process; rank 0 sends a `Progress` at every evaluation.
+        config: The run.
+        tensorboard: Where rank 0 writes TensorBoard events, if anywhere.
+
+    Returns:
+        The record as this rank saw it.
+
+    Raises:
+        ValueError: If the batch cannot be split evenly, or exceeds the training set.
+    """
+    with _numerics(config.threads), _events(worker, tensorboard) as write:
+        return _Run(worker, config).train(write)
+
+
+def _batch_size(config: RunConfig, processes: int) -> int:
+    """Checks the global batch.
+
+    Args:
+        config: The run.
+        processes: How many ranks share each batch.
+
+    Returns:
+        Examples per step over all processes.
+
+    Raises:
+        ValueError: If it cannot be split evenly.
+    """
+    batch_size = config.batch_size or workload(config.workload).batch_size
+    if batch_size % processes:
+        raise ValueError(
+            f"a batch of {batch_size} cannot be split evenly over {processes} processes"
+        )
+    return batch_size
+
+
+class _Run:
+    """The state of one run on one rank."""
+
+    def __init__(self, worker: Worker, config: RunConfig) -> None:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self.worker = worker
+        self.config = config
+        self.problem = problem = workload(config.workload)
+        self.batch_size = batch_size = _batch_size(config, worker.world_size)
+        self.evaluate_every = config.evaluate_every or problem.evaluate_every
+        self.data = problem.data(config.seed, dtype)
+        if batch_size > len(self.data.train):
+            raise ValueError(
+                f"a batch of {batch_size} exceeds the {len(self.data.train)} training examples"
+            )
+        self.model = problem.model(config.seed, dtype)
+        self.optimizer = build_optimizer(self.model, config)
+        self.preconditioner = build_preconditioner(self.model, self.optimizer, config)
+        self.forward: nn.Module = self.model
+        if worker.world_size > 1:
+            self.forward = DistributedDataParallel(self.model)
+        self.clock = time.perf_counter if config.clock == "wall" else time.process_time
+        self.step_seconds: list[float] = []
+        self.curvature_bytes = 0
+
+    def train(self, write: Callable[[Row], None]) -> RunRecord:
+        """Steps and evaluates until the budget is spent or the lowest target is reached.
+
+        Args:
+            write: Called with every evaluation.
+
+        Returns:
+            The record of this rank.
+        """
+        _warm_up()
+        batches = self._batches()
+        rows = [self._evaluate(0)]
+        while not self._finished(rows[-1]):
+            for _ in range(self._steps_to_evaluation(rows[-1].step)):
+                self._step(next(batches))
+            rows.append(self._evaluate(len(self.step_seconds)))
+            write(rows[-1])
+            fraction = 1.0 if self._finished(rows[-1]) else self._fraction(rows[-1])
+            self.worker.send(Progress(rows[-1], fraction))
+        record = RunRecord(
+            config=self.config,
+            processes=self.worker.world_size,
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            targets=self.problem.targets,
+            rows=tuple(rows),
+            milliseconds_per_step=1e3 * statistics.median(self.step_seconds),
+            sent_bytes_per_step=self._sent_bytes_per_step(),
+            curvature_bytes=(self.curvature_bytes,),
+            gradient_workers=self._gradient_workers(),
+        )
+        if self.preconditioner is not None:
+            self.preconditioner.close()
+        return record
+
+    def _step(self, batch: Examples) -> None:
+        start = self.clock()
+        set_lr(self.optimizer, self.config, len(self.step_seconds))
+        self.optimizer.zero_grad()
+        self.problem.losses(self.forward(batch.inputs), batch.targets).mean().backward()
+        seconds = self.clock() - start
+        # Statistics peak here, second-order data after the step; looking at either is not training.
+        self._look_at_memory()
+        start = self.clock()
+        if self.preconditioner is not None:
+            self.preconditioner.step()
+        self.optimizer.step()
+        self.step_seconds.append(seconds + self.clock() - start)
+        self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        if self.preconditioner is not None:
+            self.curvature_bytes = max(
+                self.curvature_bytes, self.preconditioner.memory_usage()["total"]
+            )
+
+    def _batches(self) -> Iterator[Examples]:
+        """This rank's part of every global batch, epoch after epoch in a new order.
+
+        The examples that are left over at the end of an epoch are dropped from it.
+
+        Yields:
+            `batch / processes` examples.
+        """
+        examples = self.data.train
+        generator = torch.Generator().manual_seed(self.config.seed)
+        rank, world_size = self.worker.rank, self.worker.world_size
+        while True:
+            order = torch.randperm(len(examples), generator=generator)
+            for first in range(0, len(examples) - self.batch_size + 1, self.batch_size):
+                yield examples[order[first : first + self.batch_size][rank::world_size]]
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> Row:
+        """The loss on the training set and the accuracy on the test set, shared by the ranks."""
+        part = slice(self.worker.rank, None, self.worker.world_size)
+        totals = torch.zeros(3, dtype=torch.float64)
+        examples = self.data.train[part]
+        losses = self.problem.losses(self.model(examples.inputs), examples.targets)
+        totals[0] = losses.double().sum()
+        test = self.data.test
+        if test is not None and self.problem.classifies:
+            examples = test[part]
+            classes = self.model(examples.inputs).argmax(dim=1)
+            totals[1] = (classes == examples.targets).sum()
+        if self.worker.rank == 0:
+            # All ranks read rank 0's clock, so that they stop at the same step.
+            totals[2] = sum(self.step_seconds)
+        if self.worker.world_size > 1:
+            dist.all_reduce(totals)
+        loss, correct, seconds = totals.tolist()
+        accuracy = None if test is None else correct / len(test)
+        return Row(step, seconds, loss / len(self.data.train), accuracy)
+
+    def _steps_to_evaluation(self, step: int) -> int:
+        if self.config.steps is None:
+            return self.evaluate_every
+        return min(self.evaluate_every, self.config.steps - step)
+
+    def _fraction(self, row: Row) -> float:
+        spent = [0.0]
+        if self.config.steps is not None:
+            spent.append(row.step / self.config.steps)
+        if self.config.seconds is not None:
+            spent.append(row.seconds / self.config.seconds)
+        return min(1.0, max(spent))
+
+    def _finished(self, row: Row) -> bool:
+        reached = self.config.stop_at_target and row.loss <= min(self.problem.targets)
+        # A run whose loss is no longer finite never comes back.
+        return (
+            self._fraction(row) >= 1.0 or not math.isfinite(row.loss) or (reached and row.step > 0)
+        )
+
+    def _gradient_workers(self) -> tuple[int, ...]:
+        if self.preconditioner is None:
+            return ()
+        blocks = self.preconditioner.placement.blocks
+        return tuple(len(block.gradient_workers) for block in blocks)
+
+    def _sent_bytes_per_step(self) -> dict[str, float]:
+        sent: dict[str, float] = {}
+        if self.worker.world_size == 1:
+            return sent
+        sent["gradients"] = float(
+            sum(p.numel() * p.element_size() for p in self.model.parameters())
+        )
+        if self.preconditioner is not None:
+            for phase, traffic in self.preconditioner.traffic().items():
+                if phase != "total":
+                    sent[phase] = traffic["bytes"] / len(self.step_seconds)
+        return sent
+
+
+def _warm_up() -> None:
+    """Takes one step on a model of one weight.
+
+    The first step of the first optimizer in a process makes torch import its compiler, which
+    takes longer than many a step: it is nobody's training time.
+    """
+    model = nn.Linear(1, 1)
+    model(torch.zeros(1, 1)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+@contextlib.contextmanager
+def _numerics(threads: int) -> Iterator[None]:
+    """Sets what would otherwise differ from one machine, or one optimizer, to the next.
+
+    Denormal numbers are computed in microcode, tens of times slower than others. Second-order
+    data holds many of them (products of small activations and gradients, squared), first-order
+    state few, so that a comparison of seconds with denormals compares processors. They are
+    flushed to zero for every optimizer alike.
+    """
+    before = torch.get_num_threads()
+    flushed = bool((torch.full((1,), 1e-310, dtype=torch.float64) * 1.0 == 0.0).item())
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_flush_denormal(flushed)
+
+
+@contextlib.contextmanager
+def _events(worker: Worker, folder: Path | None) -> Iterator[Callable[[Row], None]]:
+    """Writes evaluations as TensorBoard events, on rank 0 and if asked to."""
+    if folder is None or worker.rank != 0:
+        yield lambda row: None
+        return
+    (tensorboard,) = require("torch.utils.tensorboard")
+    writer: Any = tensorboard.SummaryWriter(str(folder))
+
+    def write(row: Row) -> None:
+        writer.add_scalar("loss/training", row.loss, row.step)
+        writer.add_scalar("seconds", row.seconds, row.step)
+        if row.accuracy is not None:
+            writer.add_scalar("accuracy/test", row.accuracy, row.step)
+
+    try:
+        yield write
+    finally:
+        writer.close()

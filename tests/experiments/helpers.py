@@ -1,0 +1,78 @@
+"""Functions that tests run in other processes, and records made by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from soframe.experiments.config import RunConfig
+from soframe.experiments.launch import Worker
+from soframe.experiments.records import Row, RunRecord
+
+SILENT = Worker(rank=0, world_size=1, send=lambda message: None)
+
+
+def record(
+    optimizer="sgd", losses=(3.0, 2.0, 0.9, 1.1, 0.4), targets=(1.0, 0.5), seconds=0.5, **fields
+):
+    """A record whose evaluations are 10 steps and `seconds` apart."""
+    config = RunConfig("digits-autoencoder", optimizer, lr=0.1, steps=40)
+    values = {
+        "config": config,
+        "processes": 2,
+        "parameters": 7,
+        "targets": targets,
+        "rows": tuple(Row(10 * i, seconds * i, loss) for i, loss in enumerate(losses)),
+        "milliseconds_per_step": 50.0,
+        "sent_bytes_per_step": {"gradients": 1000.0, "reduce": 548.0},
+        "curvature_bytes": (100, 2048),
+    }
+    return RunRecord(**(values | fields))
+
+
+def sum_of_ranks(worker, factor):
+    total = torch.tensor(float(worker.rank + 1))
+    if worker.world_size > 1:
+        dist.all_reduce(total)
+    worker.send({"rank": worker.rank, "threads": torch.get_num_threads()})
+    return worker.rank, factor * total.item()
+
+
+def fail_on_rank_1(worker, folder):
+    """Rank 1 raises; rank 0 leaves its process id and would wait for minutes."""
+    if worker.rank == 1:
+        while not (Path(folder) / "pid").exists():
+            time.sleep(0.01)
+        raise ArithmeticError("rank 1 divides by zero")
+    leave_pid(folder)
+    time.sleep(300)
+
+
+def die_on_rank_1(worker):
+    if worker.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+def sleep(worker, folder):
+    leave_pid(folder)
+    time.sleep(300)
+
+
+def leave_pid(folder):
+    path = Path(folder) / "writing"
+    path.write_text(str(os.getpid()))
+    path.rename(Path(folder) / "pid")
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from soframe.experiments import train as training
+from soframe.experiments.config import RunConfig, from_dict
+from soframe.experiments.optimizers import schedule_factor
+from soframe.experiments.train import run, train
+from tests.experiments.helpers import SILENT
+
+SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=6, evaluate_every=2, dtype="float64")
+CONFIGS = {
+    "sgd": SGD,
+    "adamw": SGD.but(optimizer="adamw", lr=1e-3),
+    "kfac": SGD.but(optimizer="kfac", lr=0.1, preconditioner={"damping": 0.01, "kl_clip": 1e-3}),
+}
+
+
+def losses(record):
+    return [row.loss for row in record.rows]
+
+
+@pytest.mark.parametrize("optimizer", CONFIGS)
+def test_the_same_seed_gives_the_same_trajectory(optimizer):
+    config = CONFIGS[optimizer]
+    first, again = train(SILENT, config), train(SILENT, config)
+    other = train(SILENT, config.but(seed=1))
+    assert losses(first) == losses(again)
+    assert losses(first)[1:] != losses(other)[1:]
+    assert [row.step for row in first.rows] == [0, 2, 4, 6]
+    assert losses(first)[-1] < losses(first)[0]
+
+
+def test_optimizers_differ_and_start_at_the_same_loss():
+    runs = [losses(train(SILENT, config)) for config in CONFIGS.values()]
+    starts, ends = {run[0] for run in runs}, {run[-1] for run in runs}
+    assert len(starts) == 1
+    assert len(ends) == len(CONFIGS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("workload", "optimizer"),
+    [("digits-autoencoder", "sgd"), ("digits-cnn", "sgd"), ("digits-autoencoder", "kfac")],
+)
+def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
+    config = CONFIGS[optimizer].but(workload=workload, strategy="mem-opt", batch_size=64)
+    alone, shared = train(SILENT, config), run(config, processes=2)
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-9)
+    assert [row.accuracy for row in shared.rows] == [row.accuracy for row in alone.rows]
+    # The record of two processes says what was sent; that of one, that nothing was.
+    assert alone.sent_bytes_per_step == {}
+    assert shared.sent_bytes_per_step["gradients"] == 8 * shared.parameters
+    assert len(shared.curvature_bytes) == 2
+    assert (sum(shared.curvature_bytes) > 0) == (optimizer == "kfac")
+    if optimizer == "kfac":
+        assert set(shared.gradient_workers) == {1}
+        assert set(shared.sent_bytes_per_step) > {"gradients"}
+
+
+def test_a_run_stops_at_its_lowest_target(monkeypatch):
+    record = train(SILENT, SGD)
+    target = losses(record)[2]
+    problem = dataclasses.replace(training.workload(SGD.workload), targets=(2 * target, target))
+    monkeypatch.setattr(training, "workload", lambda name: problem)
+    assert [row.step for row in train(SILENT, SGD).rows] == [0, 2, 4]
+    assert [row.step for row in train(SILENT, SGD.but(stop_at_target=False)).rows] == [0, 2, 4, 6]
+
+
+class Clock:
+    """Advances by one second whenever it is read."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def _clock(monkeypatch):
+    monkeypatch.setattr(training.time, "perf_counter", Clock())
+
+
+@pytest.mark.usefixtures("_clock")
+def test_seconds_count_steps_only_and_end_the_run():
+    # Each step reads the clock twice for forward and backward, twice for the rest: two seconds.
+    record = train(SILENT, SGD.but(steps=None, seconds=7.0))
+    assert [(row.step, row.seconds) for row in record.rows] == [(0, 0.0), (2, 4.0), (4, 8.0)]
+    assert record.milliseconds_per_step == 2000.0
+
+
+def test_a_run_that_diverges_ends():
+    record = train(SILENT, SGD.but(lr=1e6, steps=1000))
+    assert not math.isfinite(record.rows[-1].loss)
+    assert record.rows[-1].step < 1000
+
+
+def test_progress_is_told_at_every_evaluation():
+    heard = []
+    record = train(dataclasses.replace(SILENT, send=heard.append), SGD)
+    assert [progress.row for progress in heard] == list(record.rows[1:])
+    assert [progress.fraction for progress in heard] == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
+    def batches(rank, world_size):
+        worker = dataclasses.replace(SILENT, rank=rank, world_size=world_size)
+        state = training._Run.__new__(training._Run)
+        state.worker, state.config, state.batch_size = worker, SGD, 500
+        state.data = training.workload(SGD.workload).data(0, torch.float64)
+        iterator = state._batches()
+        return [next(iterator).inputs for _ in range(3)]
+
+    whole = batches(0, 1)
+    assert [len(batch) for batch in whole] == [500, 500, 500]
+    assert len(torch.unique(torch.cat(whole), dim=0)) == 1500  # no two digits are equal
+    for batch, *parts in zip(whole, batches(0, 2), batches(1, 2), strict=True):
+        assert [len(part) for part in parts] == [250, 250]
+        together = torch.cat(parts)
+        assert torch.equal(torch.unique(together, dim=0), torch.unique(batch, dim=0))
+
+
+def test_numerics_are_put_back():
+    denormal = torch.full((1,), 1e-310, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_flush_denormal(False)
+    with training._numerics(threads=before + 1):
+        assert torch.get_num_threads() == before + 1
+        assert (denormal * 1.0).item() == 0.0
+    assert torch.get_num_threads() == before
+    assert (denormal * 1.0).item() == 1e-310
+
+
+def test_tensorboard_events_are_the_rows(tmp_path):
+    record = train(SILENT, SGD, tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("loss/training")]
+    assert [step for step, _ in written] == [2, 4, 6]
+    assert [value for _, value in written] == pytest.approx(losses(record)[1:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"batch_size": 2000}, "exceeds the 1797"), ({"workload": "mnist"}, "no workload 'mnist'")],
+)
+def test_impossible_runs_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(SILENT, SGD.but(**changes))
+
+
+def test_a_batch_must_split_evenly():
+    message = "a batch of 5 cannot be split evenly over 2 processes"
+    with pytest.raises(ValueError, match=message):
+        run(SGD.but(batch_size=5), processes=2)
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(SILENT, world_size=2), SGD.but(batch_size=5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "muon"}, "no optimizer 'muon'; there are: sgd, adamw, kfac"),
+        ({"schedule": "linear"}, "no schedule 'linear'; there are: constant, cosine"),
+        ({"steps": None}, "needs a budget"),
+        ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"batch_size": -1}, "batch_size must be positive"),
+        ({"clock": "sun"}, "no clock 'sun'; there are: wall, cpu"),
+    ],
+)
+def test_impossible_configurations_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SGD.but(**changes)
+
+
+def test_a_configuration_survives_json():
+    config = CONFIGS["kfac"].but(betas=(0.8, 0.9))
+    assert from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_the_cosine_falls_from_one_to_zero():
+    config = SGD.but(schedule="cosine", schedule_steps=100)
+    factors = [schedule_factor(config, step) for step in (0, 50, 100, 150)]
+    assert factors == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    assert schedule_factor(SGD, 3) == 1.0
+
+
+def test_the_schedule_reaches_the_optimizer_and_the_kl_clip():
+    """Where the clip acts, the learning rate cancels: only a falling bound ends in smaller steps.
+
+    At the last step of a cosine both are almost zero, so that the loss hardly moves.
+    """
+    config = CONFIGS["kfac"].but(
+        preconditioner={"damping": 0.01, "kl_clip": 1e-6}, momentum=0.0, steps=40, evaluate_every=1
+    )
+    constant = losses(train(SILENT, config))
+    cosine = losses(train(SILENT, config.but(schedule="cosine")))
+    moved = [abs(run[-1] - run[-2]) / abs(run[1] - run[0]) for run in (constant, cosine)]
+    assert moved[1] < 0.05 * moved[0]

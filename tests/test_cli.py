@@ -1,0 +1,271 @@
+"""The command line: run as a user runs it where processes, streams or exits matter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import soframe
+from soframe.experiments.commands import app
+from soframe.registry import KINDS
+
+ROOT = Path(soframe.__file__).parents[1]
+
+
+def soframe_command(*arguments, cwd, timeout=240):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("FORCE_COLOR", None)
+    return subprocess.run(
+        [sys.executable, "-m", "soframe", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """Runs a command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda *arguments: CliRunner().invoke(app, [str(item) for item in arguments])
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def succeeded(result):
+    code = (
+        result.returncode if isinstance(result, subprocess.CompletedProcess) else result.exit_code
+    )
+    assert code == 0, result.stderr
+    return result.stdout
+
+
+def failed(result, message):
+    assert result.exit_code == 1, result.stdout
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.distributed
+def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
+    out = succeeded(
+        soframe_command("demo", "--json", "--budget", 2, "--output", "plots", cwd=tmp_path)
+    )
+    read = json.loads(out)
+    assert (read["processes"], read["seed"]) == (2, 0)
+    assert [part["workload"] for part in read["workloads"]] == ["digits-autoencoder", "digits-cnn"]
+    for part in read["workloads"]:
+        assert (tmp_path / part["plot"]).read_bytes().startswith(b"\x89PNG")
+        assert part["summary"]
+        labels = [run["label"] for run in part["runs"]]
+        assert labels[:2] == ["SGD", "AdamW"]
+        assert labels[2:] == [f"K-FAC, {name}" for name in ("comm-opt", "mem-opt", "hybrid-opt")]
+        for run in part["runs"]:
+            check_run(run)
+
+
+def check_run(run):
+    """What a run says of itself is consistent."""
+    summary, rows = run["summary"], run["rows"]
+    assert summary["final_loss"] == rows[-1]["loss"]
+    assert summary["bytes_per_step"] == pytest.approx(sum(run["sent_bytes_per_step"].values()))
+    assert summary["curvature_bytes"] == max(run["curvature_bytes"])
+    assert (summary["curvature_bytes"] > 0) == (run["config"]["optimizer"] == "kfac")
+    for hit in summary["targets"]:
+        first = next((row for row in rows if row["loss"] <= hit["target"]), None)
+        assert hit["step"] == (first and first["step"])
+        assert hit["seconds"] == (first and first["seconds"])
+
+
+@pytest.mark.distributed
+def test_train_prints_a_table_and_no_progress_off_a_terminal(tmp_path):
+    arguments = ["--optimizer", "kfac", "--lr", 0.1, "--kl-clip", 0, "--damping", 1, "--steps", 5]
+    result = soframe_command("train", *arguments, "--processes", 2, cwd=tmp_path)
+    out = succeeded(result)
+    assert "K-FAC, comm-opt" in out
+    assert "not reached" in out
+    assert "\x1b" not in out
+    assert "\r" not in out
+    assert result.stderr == ""
+
+
+def test_the_options_of_train_reach_the_run(tmp_path):
+    arguments = {
+        "--workload": "digits-cnn",
+        "--optimizer": "kfac",
+        "--lr": 0.01,
+        "--momentum": 0.5,
+        "--weight-decay": 0.1,
+        "--schedule": "cosine",
+        "--schedule-steps": 9,
+        "--strategy": "mem-opt",
+        "--solver": "inverse",
+        "--damping": 0.5,
+        "--decay": 0.7,
+        "--kl-clip": 0.25,
+        "--statistics-every": 2,
+        "--solve-every": 4,
+        "--steps": 3,
+        "--batch-size": 64,
+        "--seed": 5,
+        "--tensorboard": "events",
+    }
+    flat = [item for pair in arguments.items() for item in pair]
+    run = json.loads(succeeded(soframe_command("train", "--json", *flat, cwd=tmp_path)))
+    check_run(run)
+    config = run["config"]
+    own = ("workload", "optimizer", "lr", "momentum", "weight_decay", "schedule", "schedule_steps")
+    for name in (*own, "strategy", "steps", "batch_size", "seed"):
+        assert config[name] == arguments[f"--{name.replace('_', '-')}"], name
+    assert config["preconditioner"] == {
+        "solver": "inverse",
+        "damping": 0.5,
+        "decay": 0.7,
+        "kl_clip": 0.25,
+        "statistics_every": 2,
+        "solve_every": 4,
+    }
+    assert [row["step"] for row in run["rows"]] == [0, 3]
+    assert list((tmp_path / "events").iterdir())
+
+
+def test_compare_runs_each_optimizer_and_strategy(tmp_path):
+    options = ["--optimizers", "adamw,kfac", "--strategies", "comm-opt,mem-opt", "--seconds", 0.2]
+    out = succeeded(soframe_command("compare", "--json", *options, cwd=tmp_path))
+    read = json.loads(out)
+    assert [run["label"] for run in read["runs"]] == ["AdamW", "K-FAC, comm-opt", "K-FAC, mem-opt"]
+    assert (tmp_path / "runs/compare/digits-autoencoder.png").exists()
+
+
+def test_components_are_those_of_the_registry(invoke):
+    read = json.loads(succeeded(invoke("components", "--json")))
+    assert list(read) == list(KINDS)
+    assert set(read["strategy"]) == set(soframe.available("strategy"))
+    table = succeeded(invoke("components"))
+    for name in (*read["solver"], *read["strategy"], "torch.nn.modules.linear.Linear"):
+        assert name in table
+
+
+MODELS = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+class Model(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3))
+
+instance = nn.Sequential(nn.Linear(5, 6))
+number = 3
+
+def with_argument(width):
+    return nn.Linear(width, 1)
+
+def text():
+    return "model"
+
+def empty():
+    return nn.Sequential(nn.LayerNorm(2))
+"""
+
+
+@pytest.fixture
+def models(tmp_path, invoke):
+    (tmp_path / "mymodels.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("import soframe_does_not_exist")
+    (tmp_path / "raises.py").write_text("1 / 0")
+    return invoke
+
+
+def test_inspect_shows_every_parameter_and_the_placement(models):
+    arguments = ["mymodels:make", "--world-size", 4, "--strategy", "mem-opt"]
+    out = succeeded(models("inspect", *arguments))
+    assert "4 of 6 parameters in 2 block(s)" in out
+    assert "1.weight" in out
+    assert "placement 'mem-opt' on 4 rank(s)" in out
+
+
+@pytest.mark.parametrize(("path", "shape"), [("Model", "3x3"), ("instance", "6x5")])
+def test_inspect_takes_classes_and_models(models, path, shape):
+    assert shape in succeeded(models("inspect", f"mymodels:{path}"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mymodels"], "'mymodels' is not MODULE:CALLABLE"),
+        (["nowhere:make"], "there is no module 'nowhere'"),
+        (["broken:make"], "could not be imported: No module named 'soframe_does_not_exist'"),
+        (["raises:make"], "importing module 'raises' raised ZeroDivisionError"),
+        (["mymodels:absent"], "there is no 'absent' in module 'mymodels'"),
+        (["mymodels:number"], "is no callable but a int"),
+        (["mymodels:with_argument"], "missing 1 required positional argument: 'width'"),
+        (["mymodels:text"], "returned a str, not a torch.nn.Module"),
+        (["mymodels:empty"], "there is nothing to precondition"),
+        (["mymodels:make", "--strategy", "best-opt"], "no strategy 'best-opt'; registered: "),
+        (["mymodels:make", "--world-size", "0"], "the world size must be at least 1, not 0"),
+    ],
+)
+def test_inspect_says_what_is_wrong(models, arguments, message):
+    failed(models("inspect", *arguments), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--workload", "mnist"], "no workload 'mnist'; there are: digits-autoencoder"),
+        (["train", "--optimizer", "lion"], "no optimizer 'lion'; there are: sgd"),
+        (["compare", "--optimizers", "sgd,lion"], "no optimizer 'lion'; there are: sgd"),
+        (["demo", "--seed", "1000"], "seed 1000 is the one that settings were tuned on"),
+        (
+            ["train", "--optimizer", "sgd", "--lr", "1", "--batch-size", "5", "--processes", "2"],
+            "a batch of 5 cannot be split evenly over 2 processes",
+        ),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line(invoke, arguments, message):
+    failed(invoke(*arguments), message)
+
+
+def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path):
+    result = soframe_command("train", "--workload", "mnist", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: no workload 'mnist'")
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "sklearn"])
+def test_a_missing_library_is_named_with_what_to_install(tmp_path, module):
+    distribution = {"sklearn": "scikit-learn"}.get(module, module)
+    code = (
+        "import sys; sys.modules[sys.argv[1]] = None\n"
+        "from soframe.experiments.requirements import *\n"
+        "try: require('json', sys.argv[1])\n"
+        "except MissingLibraryError as error: print(error)\n"
+        "sys.argv = ['soframe', '--help']\n"
+        "import soframe.cli; soframe.cli.main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, module],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = f"missing: {distribution}. Install what the experiments need with: pip install soframe"
+    assert said in result.stdout
+    needed_at_once = module in ("typer", "rich")
+    assert result.returncode == int(needed_at_once)
+    assert (f"soframe: {said}" in result.stderr) == needed_at_once
