@@ -57,6 +57,23 @@ def say_failed(backend: Backend) -> None:
     _exchange(backend, bytes(2 * _SIZE))
 
 
+def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
+    """Add up a few numbers over the ranks, in float64.
+
+    Args:
+        backend: The backend.
+        own: This rank's numbers, equally many on every rank.
+
+    Returns:
+        The sums, the same on every rank.
+    """
+    vector = torch.tensor(own, dtype=torch.float64)
+    vector = vector.to(backend.wire_device(vector.device))
+    backend.all_reduce(vector, "agree").wait()
+    sums: list[float] = vector.tolist()
+    return sums
+
+
 def _exchange(backend: Backend, own: bytes) -> list[bytes]:
     tensor = torch.tensor(list(own), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from soframe import building, gradients, solving, state
-from soframe.agreement import compare_ranks, say_failed
+from soframe.agreement import add_over_ranks, compare_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
 from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
+from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
@@ -134,7 +134,7 @@ class Preconditioner:
         self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
-        self._scaler = grad_scaler
+        self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
@@ -209,10 +209,7 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        vector = torch.tensor(own, dtype=torch.float64)
-        vector = vector.to(self._backend.wire_device(vector.device))
-        self._backend.all_reduce(vector, "agree").wait()
-        changes, bad_gradients, bad, *weights = vector.tolist()
+        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
         if changes:
             self._follow_model(changes)
             return self._agree()
@@ -297,7 +294,7 @@ class Preconditioner:
             self._backend.world_size,
             own_gradients=self._fisher.kind != "empirical",
         )
-        statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
@@ -306,27 +303,10 @@ class Preconditioner:
             {helper: block.name for block in self._blocks for helper in block.helpers}
         )
 
-    def _grad_scale(self) -> float:
-        scaler = self._scaler
-        if scaler is None:
-            return 1.0
-        return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler())
-
     def _require_ready(self) -> None:
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
-        scaler, optimizer = self._scaler, self._optimizer
-        if (
-            isinstance(scaler, torch.amp.GradScaler)
-            and scaler.is_enabled()
-            and optimizer is not None
-        ):
-            known = scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
-            if known["stage"] is OptState.READY:
-                raise RuntimeError(
-                    "the gradients are still scaled: call scaler.unscale_(optimizer) between "
-                    "backward() and preconditioner.step()"
-                )
+        self._loss_scale.require_unscaled(self._optimizer)
 
     # -- what users ask -----------------------------------------------------------------------
 
