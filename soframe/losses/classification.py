@@ -93,7 +93,7 @@ class BinaryCrossEntropy(Loss):
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: one column per feature."""
-        root = self._variance(outputs).sqrt().flatten(1)
+        root = self._variance(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())
         for feature in range(root.shape[1]):
             column = torch.zeros_like(root)
             column[:, feature] = root[:, feature]

@@ -25,9 +25,9 @@ class _Gaussian(Loss):
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: one column per feature."""
-        flat = outputs[:1].numel()
-        for feature in range(flat):
-            column = torch.zeros_like(outputs).flatten(1)
+        features = outputs[:1].numel()
+        for feature in range(features):
+            column = outputs.new_zeros(len(outputs), features)
             column[:, feature] = math.sqrt(self._precision(outputs))
             yield column.view_as(outputs)
 
