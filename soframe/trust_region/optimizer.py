@@ -34,6 +34,7 @@ from soframe.trust_region.quadratic import (
     Outputs,
     Quadratic,
     curvature_along,
+    require_only_through,
 )
 from soframe.trust_region.replay import Replay
 
@@ -119,15 +120,18 @@ class TrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch and returns the loss, a scalar; it does not call
-                ``backward``. For micro-batches a list of closures whose losses add up to the
-                batch's (``loss / len(closures)`` for means).
+            closure: Runs the model on a batch and returns the loss, a scalar that depends on the
+                parameters through the model's output alone; it does not call ``backward``. For
+                micro-batches a list of closures whose losses add up to the batch's
+                (``loss / len(closures)`` for means).
 
         Returns:
             The loss before the update, averaged over ranks.
 
         Raises:
             ValueError: If the closure's loss is not the declared one.
+            RuntimeError: If a closure does not run the model once, or its loss has terms that do
+                not go through the model's output.
         """
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
         forwards, loss = self._forward_backward(closures)
@@ -150,6 +154,7 @@ class TrustRegion(torch.optim.Optimizer):
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
+        parameters = self._parameters()
         forwards = []
         total = 0.0
         for closure in closures:
@@ -157,8 +162,10 @@ class TrustRegion(torch.optim.Optimizer):
             with torch.enable_grad():
                 output, loss = self._outputs.of(closure)
                 (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
+                require_only_through(output, loss, parameters)
                 self.preconditioner.observe(output)
-                loss.backward()
+                # From the output, not the loss: the Hessian needs the graph in between again.
+                output.backward(gradient.detach())
             forwards.append(Forward(closure, replay, output, gradient))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):

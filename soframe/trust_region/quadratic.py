@@ -170,6 +170,34 @@ class Outputs:
         self._handle.remove()
 
 
+def require_only_through(output: Tensor, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Check that a loss depends on the parameters through the model's output alone.
+
+    Args:
+        output: The model's output.
+        loss: The loss.
+        parameters: The parameters.
+
+    Raises:
+        RuntimeError: If it does not: such a term has no place in the model of the loss.
+    """
+    own = {id(parameter) for parameter in parameters}
+    seen = {output.grad_fn, None}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise RuntimeError(
+                "the closure's loss depends on parameters other than through the model's output; "
+                "decay weights with weight_decay="
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
 def curvature_along(
     model: nn.Module,
     forwards: Sequence[Forward],
