@@ -304,7 +304,10 @@ class TrustRegion(torch.optim.Optimizer):
         forward, declared = forwards[0], self.preconditioner.loss
         assert declared is not None
         output = forward.output.detach()
-        tangent = torch.randn_like(output)
+        generator = torch.Generator(output.device).manual_seed(0)  # the user's stays as it is
+        tangent = torch.randn(
+            output.shape, generator=generator, dtype=output.dtype, device=output.device
+        )
         per_sample = declared.hessian_product(output, tangent)
         expected = float((tangent * per_sample).sum())
         actual = float((tangent * forward.hessian_product(tangent)).sum())
