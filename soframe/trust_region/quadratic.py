@@ -122,17 +122,19 @@ class Forward:
 
 
 class Outputs:
-    """Collects the outputs of a model's forward passes.
+    """Collects the outputs of a model's forward passes, while a closure runs.
 
     Args:
         model: The model; the hook is removed by `close`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen: list[Tensor] = []
+        self._seen: list[Tensor] | None = None
         self._handle = model.register_forward_hook(self._hook)
 
     def _hook(self, module: nn.Module, args: object, output: object) -> None:
+        if self._seen is None:
+            return
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
@@ -153,9 +155,12 @@ class Outputs:
             RuntimeError: If the model was not run exactly once.
             TypeError: If the loss is no scalar tensor.
         """
-        self._seen = []
-        loss: object = closure()
-        seen, self._seen = self._seen, []
+        seen: list[Tensor] = []
+        self._seen = seen
+        try:
+            loss: object = closure()
+        finally:
+            self._seen = None
         if len(seen) != 1:
             raise RuntimeError(
                 f"a closure must run the model once, not {len(seen)} times; pass a list with one "
