@@ -232,7 +232,8 @@ class Capture:
         kept = _Keep.apply(  # type: ignore[no-untyped-call]
             trained[0].new_empty(0, requires_grad=True), *needed
         )
-        if self.probing:
+        if self.probing and torch._C._current_graph_task_id() == -1:
+            # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
         edges = tuple(get_gradient_edge(p).node for p in trained)
         output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
