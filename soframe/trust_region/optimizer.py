@@ -148,7 +148,10 @@ class TrustRegion(torch.optim.Optimizer):
             directions = self._directions(parameters, gradients)
             with flushed_denormals(self._flush):
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
-            self._move(forwards, parameters, loss, directions, quadratic)
+            if quadratic.finite():
+                self._move(forwards, parameters, loss, directions, quadratic)
+            else:
+                self._step_back(parameters)
         return torch.tensor(loss)
 
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
@@ -352,6 +355,8 @@ class TrustRegion(torch.optim.Optimizer):
             raise ValueError(f"not the state of a TrustRegion: it lacks {sorted(missing)}")
         rest = {k: v for k, v in state_dict.items() if k not in ("curvature", "trust_region")}
         own = state_dict["trust_region"]
+        if set(own["damping"]) != set(self.damping.state()):
+            raise ValueError(f"the state is that of another damping policy than {self.damping!r}")
         self.preconditioner.load_state_dict(state_dict["curvature"])
         super().load_state_dict(rest)
         self._steps, self._burn_in = own["steps"], own["burn_in"]

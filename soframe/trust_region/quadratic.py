@@ -39,6 +39,10 @@ class Quadratic:
     curvature: Tensor
     slope: Tensor
 
+    def finite(self) -> bool:
+        """Return whether every entry is finite."""
+        return bool(self.curvature.isfinite().all() and self.slope.isfinite().all())
+
     def minimise(self) -> Tensor:
         """Return the coefficients of the minimum.
 
