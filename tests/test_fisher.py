@@ -1,6 +1,5 @@
 """The Fishers that `observe` takes: against the dense Gauss-Newton matrix where K-FAC is exact."""
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -241,62 +240,6 @@ def test_checkpoints_change_nothing() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_observing_leaves_the_gradients_alone() -> None:
-    gradients = []
-    for observed in (True, False):
-        model = fill(deep())
-        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
-            output = model(randn(4, 3))
-            if observed:
-                own.observe(output)
-                assert all(p.grad is None for p in model.parameters())
-            F.cross_entropy(output, labels(4, classes=3)).backward()
-            gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
-def test_the_loss_itself_adds_nothing_to_the_statistics() -> None:
-    found = []
-    for factor in (0.0, 1.0, 1e6):
-        model = fill(deep())
-        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
-            output = model(randn(4, 3))
-            own.observe(output)
-            (factor * F.cross_entropy(output, labels(4, classes=3))).backward()
-            own.step()
-            found.append([*(t for name in blocks(own) for t in factors(own, name))])
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[0], found[2]))
-
-
-class CountedError(SquaredError):
-    """A squared error that counts how often it is asked."""
-
-    asked = 0
-
-    def half_factor(self, outputs: Tensor) -> Any:
-        type(self).asked += 1
-        return super().half_factor(outputs)
-
-
-def test_no_work_between_statistics_steps() -> None:
-    model = fill(deep_linear())
-    CountedError.asked = 0
-    with closing(
-        preconditioner(model, fisher="type-2", loss=CountedError, statistics_every=3)
-    ) as own:
-        asked, changed, before = [], [], None
-        for step in range(7):
-            observe(model, own, [(randn(2, 3, seed=step), randn(2, 2))], half_square)
-            own.step()
-            asked.append(CountedError.asked)
-            now = factors(own, "0")[0].clone()
-            changed.append(before is None or not torch.equal(now, before))
-            before = now
-    assert asked == [1, 1, 1, 2, 2, 2, 3]
-    assert changed == [True, False, False, True, False, False, True]
-
-
 def test_all_forwards_then_all_observations_then_all_backwards() -> None:
     data = [(randn(n, 3, seed=n), labels(n, classes=3, seed=n)) for n in (2, 3, 1)]
     found = []
@@ -333,49 +276,6 @@ def test_the_step_is_that_of_any_multiple_of_loss_and_damping(factor: float) -> 
         compare(other, one, "step")
 
 
-# -- errors ----------------------------------------------------------------------------------
-
-
-def test_the_empirical_fisher_takes_no_observation() -> None:
-    model = fill(deep())
-    with (
-        closing(preconditioner(model)) as own,
-        pytest.raises(RuntimeError, match=r"empirical.*takes its statistics from loss.backward"),
-    ):
-        own.observe(model(randn(2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fisher": "type-2"}, "fisher='type-2' needs loss="),
-        ({"fisher": "monte-carlo"}, "fisher='monte-carlo' needs loss="),
-        ({"fisher": "exact", "loss": "mse"}, "fisher must be one of 'empirical', 'monte-carlo'"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preconditioner(fill(deep()), **settings)
-
-
-def test_at_least_one_sample() -> None:
-    with pytest.raises(ValueError, match="samples must be at least 1, not 0"):
-        Fisher("monte-carlo", MeanSquaredError(), samples=0)
-
-
-def test_an_observation_needs_a_forward_pass_of_a_layer() -> None:
-    model = fill(deep())
-    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
-        with torch.no_grad():
-            output = model(randn(2, 3))
-        with pytest.raises(RuntimeError, match="no registered layer ran with gradients"):
-            own.observe(output.requires_grad_())
-        output = model(randn(2, 3))
-        own.observe(output)
-        with pytest.raises(RuntimeError, match="since the last probe"):
-            own.observe(output)
-
-
 # -- ranks -----------------------------------------------------------------------------------
 
 
@@ -406,14 +306,6 @@ def test_two_ranks_are_one_process(average: str) -> None:
     for own in run_ranks(train, 2, average, timeout=60):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "factors and weights")
-
-
-def test_a_copied_model_is_not_observed() -> None:
-    model = fill(deep())
-    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
-        output = copy.deepcopy(model)(randn(2, 3))
-        with pytest.raises(RuntimeError, match="no registered layer"):
-            own.observe(output)
 
 
 def test_weights_of_vectors_add_up() -> None:
