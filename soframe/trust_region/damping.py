@@ -17,10 +17,13 @@ from soframe.schedules import Schedule, Scheduled
 
 
 class DampingPolicy(ABC):
-    """The damping over time."""
+    """The damping over time.
+
+    Attributes:
+        interval: Steps between measurements of the reduction ratio; 0 for never.
+    """
 
     interval: int = 0
-    """Steps between measurements of the reduction ratio; 0 for never."""
 
     @abstractmethod
     def at(self, step: int) -> float:
