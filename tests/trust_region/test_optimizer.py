@@ -281,6 +281,17 @@ def test_a_loss_of_another_scale_is_refused(
         own.step(closures(net, list(zip(x.chunk(parts), y.chunk(parts), strict=True)), criterion))
 
 
+@pytest.mark.parametrize("margin", [5.0, 14.0, 16.0, 60.0, 200.0])
+def test_a_saturated_model_is_not_refused(margin: float) -> None:
+    net = nn.Linear(3, 3)  # float32, where the curvature of a sure answer is rounding alone
+    with torch.no_grad():
+        net.bias.copy_(torch.tensor([margin, 0.0, 0.0]))
+    own = trust_region(net, "cross-entropy")
+    x = randn(8, 3).float()
+    own.step(lambda: F.cross_entropy(net(x), torch.zeros(8, dtype=torch.long)))
+    assert own.counters == {"rejected_steps": 0, "skipped_steps": 0}
+
+
 def test_the_check_leaves_the_random_numbers_alone() -> None:
     x, y = classes_of(0)
     states = []
