@@ -74,6 +74,23 @@ def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
     return sums
 
 
+def require_all_ranks(backend: Backend, changes: float) -> None:
+    """Check that a model has changed on every rank, if on any.
+
+    Args:
+        backend: The backend.
+        changes: The number of ranks on which it has.
+
+    Raises:
+        RuntimeError: If it has on some only.
+    """
+    if changes < backend.world_size:
+        raise RuntimeError(
+            f"parameters were frozen, thawed or replaced on {changes:.0f} of "
+            f"{backend.world_size} ranks: change the model on every rank alike"
+        )
+
+
 def _exchange(backend: Backend, own: bytes) -> list[bytes]:
     tensor = torch.tensor(list(own), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))

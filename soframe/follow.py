@@ -1,4 +1,4 @@
-"""Following the model: parameters that are frozen, thawed or replaced after construction."""
+"""Following the model: parameters and modules that change after construction."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ class Watch:
     """Tells whether a model's parameters are still those that were registered.
 
     Args:
-        model: The model; modules that are added later are not seen.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [(m._parameters, name) for m in model.modules() for name in m._parameters]
+        self._children = [m._modules for m in model.modules() if m._modules]
         self._seen = self._look()
 
-    def _look(self) -> list[tuple[int, bool]]:
-        return [
+    def _look(self) -> tuple[list[tuple[int, bool]], list[int]]:
+        parameters = [
             (id(p), p.requires_grad)
-            for parameters, name in self._slots
-            if (p := parameters.get(name)) is not None
+            for slots, name in self._slots
+            if (p := slots.get(name)) is not None
         ]
+        return parameters, [id(child) for slots in self._children for child in slots.values()]
 
     def changed(self) -> bool:
-        """Return whether a parameter was frozen, thawed, replaced or removed."""
+        """Return whether a parameter was frozen, thawed or replaced, or a module exchanged."""
         return self._look() != self._seen
 
 
@@ -52,7 +54,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
     for block in new:
         before = by_name.get(block.name)
         columns = None
-        if before is not None and describe(before.method) == describe(block.method):
+        if before is not None and _is_continued(before, block):
             columns = _remaining_columns(before.helper, block.helper)
         if before is None or columns is None:
             anew.append(block)
@@ -68,6 +70,13 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
         if same:
             block.second_order, block.solved_factors = before.second_order, before.solved_factors
     return anew
+
+
+def _is_continued(before: Block, after: Block) -> bool:
+    """Return whether a block is of the same module, seen by the same method."""
+    return before.helper.module is after.helper.module and describe(before.method) == describe(
+        after.method
+    )
 
 
 def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:

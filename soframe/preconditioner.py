@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe import building, gradients, solving, state
-from soframe.agreement import add_over_ranks, compare_ranks, say_failed
+from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
@@ -104,10 +104,10 @@ class Preconditioner:
         *,
         damping: Schedule = 1e-3,
         decay: Schedule = 0.95,
-        kl_clip: Schedule | None = 1e-3,
+        kl_clip: Schedule | None = 1e-4,
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
-        statistics_every: Interval = 1,
+        statistics_every: Interval = 10,
         solve_every: Interval = 10,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
@@ -211,7 +211,8 @@ class Preconditioner:
             own += self._statistics.weights()
         changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
         if changes:
-            self._follow_model(changes)
+            require_all_ranks(self._backend, changes)
+            self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
@@ -219,14 +220,6 @@ class Preconditioner:
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
-
-    def _follow_model(self, changes: float) -> None:
-        if changes < self._backend.world_size:
-            raise RuntimeError(
-                f"parameters were frozen, thawed or replaced on {changes:.0f} of "
-                f"{self._backend.world_size} ranks: change the model on every rank alike"
-            )
-        self._build()
 
     def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
         """Clip and write the preconditioned gradients."""
@@ -268,17 +261,10 @@ class Preconditioner:
         except Exception:
             say_failed(self._backend)
             raise
-        settings = (
-            self._damping,
-            self._decay,
-            self._kl_clip,
-            self._statistics_every,
-            self._solve_every,
-            self._scaling,
-            self._loss_average,
-            self._fisher.kind,
-        )
-        own = building.describe_settings(registration.blocks, *settings)
+        numbers = (self._damping, self._decay, self._kl_clip)
+        intervals = (self._statistics_every, self._solve_every)
+        words = (self._scaling, self._loss_average, self._fisher.kind)
+        own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
@@ -390,6 +376,14 @@ class Preconditioner:
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self._new_window()
+
+    def reset_batch(self) -> None:
+        """Forget what the backward passes since the last step have gathered.
+
+        For a batch that is given up between ``backward`` and ``step``; call it where the gradients
+        are zeroed, on every rank.
+        """
         self._new_window()
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def preconditioner(
 ) -> soframe.Preconditioner:
     """A preconditioner without a clip."""
     settings = {"kl_clip": None, "solve_every": 1} | settings
-    return soframe.Preconditioner(model, damping=damping, **settings)  # type: ignore[arg-type]
+    return soframe.Preconditioner(model, damping=damping, **{"statistics_every": 1, **settings})  # type: ignore[arg-type]
 
 
 def blocks(own: soframe.Preconditioner) -> dict[str, Block]:

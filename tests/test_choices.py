@@ -22,7 +22,9 @@ class One:
 @pytest.mark.parametrize("kind", ["method", "solver", "strategy", "backend"])
 def test_the_preconditioner_says_what_there_is(kind):
     with pytest.raises(ValueError, match=f"no {kind} 'nope'; registered: '") as raised:
-        soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, **{kind: "nope"})
+        soframe.Preconditioner(
+            nn.Linear(2, 2), kl_clip=None, **{"statistics_every": 1, kind: "nope"}
+        )
     assert all(repr(name) in str(raised.value) for name in soframe.available(kind))
 
 
@@ -44,7 +46,9 @@ def net() -> nn.Module:
 
 
 def chosen(**options: object) -> dict[str, tuple[object, object, type]]:
-    preconditioner = soframe.Preconditioner(net(), kl_clip=None, **options)
+    preconditioner = soframe.Preconditioner(
+        net(), kl_clip=None, **{"statistics_every": 1, **options}
+    )
     return {b.name: (b.method, b.solver, type(b.helper)) for b in preconditioner._blocks}
 
 

@@ -40,7 +40,9 @@ IN_RANGE: list[tuple[str, Any]] = [
 
 def one_step(**settings: Any) -> torch.Tensor:
     model = fill(nn.Linear(2, 2))
-    with closing(soframe.Preconditioner(model, **{"lr": 0.1, **settings})) as own:
+    with closing(
+        soframe.Preconditioner(model, **{"statistics_every": 1, "lr": 0.1, **settings})
+    ) as own:
         model(randn(3, 2)).square().mean().backward()
         own.step()
     return model.weight.grad
@@ -71,7 +73,9 @@ def test_callables_are_asked_for_each_step(name: str) -> None:
         asked.append(step)
         return 1 if name in INTERVALS else 0.5
 
-    with closing(soframe.Preconditioner(model, **{"lr": 0.1, name: schedule})) as own:
+    with closing(
+        soframe.Preconditioner(model, **{"statistics_every": 1, "lr": 0.1, name: schedule})
+    ) as own:
         for _ in range(3):
             model(randn(3, 2)).square().mean().backward()
             own.step()
@@ -104,7 +108,7 @@ def test_due_at_zero_and_every_multiple(value: Any, expected: list[int]) -> None
 def test_factors_and_data_change_when_they_are_due(statistics_every: Any, solve_every: Any) -> None:
     model = fill(nn.Linear(2, 2))
     settings = {"statistics_every": statistics_every, "solve_every": solve_every}
-    own = soframe.Preconditioner(model, lr=0.1, **settings)
+    own = soframe.Preconditioner(model, lr=0.1, **{"statistics_every": 1, **settings})
     intervals = [Every(name, value) for name, value in settings.items()]
     seen = []
     with closing(own):

@@ -160,7 +160,10 @@ def test_the_scale_of_the_gradient_is_undone(as_callable: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     model = fill(nn.Linear(3, 2))
     own = soframe.Preconditioner(
-        model, kl_clip=None, grad_scaler=(lambda: scale) if as_callable else scaler
+        model,
+        kl_clip=None,
+        grad_scaler=(lambda: scale) if as_callable else scaler,
+        statistics_every=1,
     )
     with closing(own):
         inputs, targets = batch(0)

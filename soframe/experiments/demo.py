@@ -25,7 +25,7 @@ SHARES = {"digits-autoencoder": 0.8, "digits-cnn": 0.2}
 
 #: The part of the budget that is spent training if no run ends early. The rest is for starting
 #: processes, evaluations and plots.
-TRAINING = 0.85
+TRAINING = 0.7
 
 
 @dataclass(frozen=True)

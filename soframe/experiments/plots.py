@@ -98,9 +98,17 @@ def _styles(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _dress(axes: Axes, workload: Workload, label: str) -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(_minor_label)
     axes.set_xlabel(label)
     axes.set_xlim(left=0)
     axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
     axes.spines[["top", "right"]].set_visible(False)
     for target in workload.targets:
         axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+
+
+def _minor_label(value: float, position: float) -> str:
+    """Labels 2 and 5 between powers of ten: few decades are drawn, and no exponents needed."""
+    del position
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""

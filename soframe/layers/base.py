@@ -93,6 +93,8 @@ class LayerHelper(ABC):
         """
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
             return "its weight is not a parameter of its own (parametrised or computed)"
+        if any(p is not None and p.is_complex() for p in module._parameters.values()):
+            return "complex parameters are not supported"
         extra = sorted(set(module._parameters) - {"weight", "bias"})
         if extra:
             return f"it has parameters that {cls.__name__} does not know: {', '.join(extra)}"

@@ -257,7 +257,12 @@ def _check_traces(strategy: Strategy, ranks: int, name: str) -> None:
     for backend in backends:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2))
         preconditioner = Preconditioner(
-            model, strategy=strategy, backend=backend, kl_clip=None, solve_every=1
+            model,
+            strategy=strategy,
+            backend=backend,
+            kl_clip=None,
+            solve_every=1,
+            statistics_every=1,
         )
         # On paper nothing travels, so the ranks' weights are those of one.
         for _ in range(2):

@@ -189,13 +189,14 @@ def actual(rank: int, world_size: int, case: Case) -> list[Result]:
 def precondition(model: nn.Module, **options: Any) -> Preconditioner:
     """Build a preconditioner with the settings of the reference."""
     settings = {"damping": DAMPING, "decay": DECAY, "kl_clip": None, "solve_every": 1}
-    return Preconditioner(model, **{**settings, **options})
+    return Preconditioner(model, **{"statistics_every": 1, **settings, **options})
 
 
 def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:
     """Return the gradients and factors of a step."""
     named = unwrapped(model).named_parameters()
     blocks = [b for b in preconditioner._blocks if b.running]
+    assert len({b.name for b in preconditioner._blocks}) == len(preconditioner._blocks)
     return {
         "gradients": {n: p.grad.clone() for n, p in named if p.grad is not None},
         **{kind: {b.name: b.running[kind][0].clone() for b in blocks} for kind in "AG"},

@@ -52,6 +52,15 @@ class Nested(Network):
         return self.last(self.inner(x).mean(1) + self.inner(x[:, 0]))
 
 
+class FewerLater(Network):
+    """The call that backward meets first has all samples, an earlier one only some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        hidden = torch.cat([self.first(x[chosen]), x[~chosen]])
+        return self.last(self.first(hidden).tanh())
+
+
 class Detached(Network):
     """One call never reaches the loss, another only in part."""
 
@@ -245,6 +254,7 @@ CASES = {
     "several calls": Case(Recurrent),
     "several calls, static graph": Case(Recurrent, ddp={"static_graph": True}),
     "calls of a submodule, sharing another name": Case(Nested, data=sequences),
+    "calls with fewer samples": Case(FewerLater),
     "calls that do not reach the loss": Case(Detached),
     "by keyword": Case(ByKeyword),
     "in-place activations": Case(InPlace, OutOfPlace),

@@ -44,6 +44,29 @@ class Network(nn.Module):
         return self.last(self.first(self.first(x).tanh()).tanh())
 
 
+class Switched(Network):
+    """Some passes do not use the first layer: their samples count all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if (x[:, 0] > 0).any() else self.last(x.tanh())
+
+
+class SwitchedSamples(Network):
+    """The same for all samples at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        hidden = [self.first(self.first(x[chosen]).tanh()), x[~chosen]]
+        return self.last(torch.cat(hidden).tanh())
+
+
+def switched(step: int) -> Tensor:
+    """Samples of which one of each half uses the first layer."""
+    x = vectors(step)
+    x[:, 0] = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    return x
+
+
 def micro_batches(model: nn.Module, x: Tensor, step: int) -> None:
     """One sample at a time; only the last pass is synchronised."""
     *early, late = x.split(1)
@@ -104,6 +127,17 @@ CASES = {
     "micro-batches": Case(Network, train=micro_batches),
     "micro-batches of sequences": Case(Network, train=micro_batches, data=sequences),
     "micro-batches, global": Case(Network, train=micro_batches, options={"loss_average": "global"}),
+    "a layer unused in some": Case(
+        Switched, SwitchedSamples, switched, micro_batches, ddp={"find_unused_parameters": True}
+    ),
+    "a layer unused in some, global": Case(
+        Switched,
+        SwitchedSamples,
+        switched,
+        micro_batches,
+        ddp={"find_unused_parameters": True},
+        options={"loss_average": "global"},
+    ),
     "an incomplete last window": Case(Network, train=incomplete),
     "forwards before backwards": Case(Network, train=forwards_first),
     "one backward of several forwards": Case(

@@ -41,7 +41,12 @@ def train(
     y = torch.randn(12, 2, generator=generator, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     preconditioner = soframe.Preconditioner(
-        model, optimizer=optimizer, strategy=strategy, backend=backend, solve_every=2
+        model,
+        optimizer=optimizer,
+        strategy=strategy,
+        backend=backend,
+        solve_every=2,
+        statistics_every=1,
     )
     for _ in range(4):
         optimizer.zero_grad()
@@ -59,7 +64,9 @@ def make_model() -> nn.Module:
 
 def on_rank(rank: int, world_size: int) -> tuple[Tensor, set[tuple[int, ...]]]:
     strategy = node_opt(2)
-    work = soframe.Preconditioner(make_model(), backend="single", kl_clip=None).placement.work
+    work = soframe.Preconditioner(
+        make_model(), backend="single", kl_clip=None, statistics_every=1
+    ).placement.work
     workers = {block.gradient_workers for block in strategy.place(work, world_size).blocks}
     model = DistributedDataParallel(make_model())
     return train(model, slice(rank, None, world_size), strategy), workers

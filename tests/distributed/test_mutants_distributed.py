@@ -24,7 +24,9 @@ def net() -> nn.Sequential:
 def train(rank: int, world_size: int, strategy: str, together: int) -> dict[str, dict[str, Tensor]]:
     """Take two steps; a rank's batch is ``together`` consecutive shards of the whole."""
     model = net()
-    own = soframe.Preconditioner(model, strategy=strategy, solve_every=1, kl_clip=None)
+    own = soframe.Preconditioner(
+        model, strategy=strategy, solve_every=1, kl_clip=None, statistics_every=1
+    )
     for step in range(2):
         inputs, targets = randn(6, 2, seed=step), randn(6, 2, seed=10 + step)
         shard = slice(rank * SAMPLES, (rank + together) * SAMPLES)

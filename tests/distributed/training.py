@@ -81,7 +81,11 @@ def preconditioner_of(
 ) -> Preconditioner:
     options: dict[str, Any] = {"damping": 0.02, "decay": 0.7, "kl_clip": 0.05, **case.options}
     return Preconditioner(
-        model, optimizer=optimizer, backend=backend, loss_average=case.loss_average, **options
+        model,
+        optimizer=optimizer,
+        backend=backend,
+        loss_average=case.loss_average,
+        **{"statistics_every": 1, **options},
     )
 
 

@@ -28,6 +28,13 @@ def test_curves_are_the_recorded_rows():
     assert names == ["SGD", "K-FAC, comm-opt"]
 
 
+def test_the_axis_is_labelled_without_exponents():
+    left, _ = plots.loss_curves(AUTOENCODER, [record()]).axes
+    labels = [left.yaxis.get_minor_formatter()(value) for value in (0.2, 0.3, 0.5, 6.0, 20.0)]
+    assert labels == ["0.2", "", "0.5", "", "20"]
+    assert left.yaxis.get_major_formatter()(0.1) == "0.1"
+
+
 def test_curves_of_all_strategies_can_be_told_apart():
     runs = [record(name) for name in ("sgd", "adamw", "kfac", "kfac", "kfac")]
     left, _ = plots.loss_curves(AUTOENCODER, runs).axes

@@ -42,7 +42,7 @@ def small(solver: str, **options: Any) -> tuple[nn.Module, Preconditioner]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     options = {"solve_every": 1, "kl_clip": None, **options}
-    return model, Preconditioner(model, solver=solver, **options)
+    return model, Preconditioner(model, solver=solver, **{"statistics_every": 1, **options})
 
 
 def pass_backward(model: nn.Module, seed: int) -> None:

@@ -148,7 +148,9 @@ def test_a_refusal_leaves_the_window_under_way_alone():
 def test_a_state_of_something_else_is_refused(widths, options, reason):
     def build(widths: tuple[int, ...], **options: Any) -> Preconditioner:
         layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]  # noqa: RUF007
-        return Preconditioner(nn.Sequential(*layers), kl_clip=None, **options)
+        return Preconditioner(
+            nn.Sequential(*layers), kl_clip=None, **{"statistics_every": 1, **options}
+        )
 
     state = build((4, 3)).state_dict()
     with pytest.raises(ValueError, match=reason):

@@ -33,7 +33,7 @@ def trust_region(
     """An optimizer with the type-2 Fisher, and a damping that is constant unless a policy."""
     if not isinstance(damping, DampingPolicy):
         damping = ConstantDamping(damping)
-    settings = {"fisher": "type-2", "solve_every": 1} | settings
+    settings = {"fisher": "type-2", "solve_every": 1, "statistics_every": 1} | settings
     return soframe.TrustRegion(model, loss, damping=damping, **settings)
 
 

@@ -45,8 +45,8 @@ def test_live_learning_rates_of_several_groups(
     plain, model = net(), net()
     groups = [{"params": list(model[i].parameters()), "lr": 99.0} for i in (0, 3)]
     optimizer = torch.optim.SGD(groups, lr=99.0)
-    unclipped = soframe.Preconditioner(plain, kl_clip=None)
-    own = soframe.Preconditioner(model, kl_clip=kappa, optimizer=optimizer)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    own = soframe.Preconditioner(model, kl_clip=kappa, optimizer=optimizer, statistics_every=1)
     with closing(unclipped), closing(own):
         for number in range(2):
             now = [lr / (1 + number) for lr in lrs]
@@ -63,8 +63,10 @@ def test_live_learning_rates_of_several_groups(
 def test_a_schedule_of_the_learning_rate(rates: list[float]) -> None:
     plain, model = net(), net()
     lr = rates[0] if len(rates) == 1 else lambda number: rates[number]
-    unclipped = soframe.Preconditioner(plain, kl_clip=None)
-    own = soframe.Preconditioner(model, kl_clip=lambda number: 1e-4 / (1 + number), lr=lr)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    own = soframe.Preconditioner(
+        model, kl_clip=lambda number: 1e-4 / (1 + number), lr=lr, statistics_every=1
+    )
     with closing(unclipped), closing(own):
         for number, rate in enumerate(rates):
             raw, p = step(plain, unclipped, number)
@@ -78,8 +80,13 @@ def test_a_schedule_of_the_learning_rate(rates: list[float]) -> None:
 def test_layers_without_a_block_are_neither_counted_nor_scaled() -> None:
     model, plain = net(), net()
     settings = {"lr": 1.0, "skip": ["^0$"]}
-    own = soframe.Preconditioner(model, kl_clip=1e-6, **settings)
-    with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None, **settings)) as other:
+    own = soframe.Preconditioner(model, kl_clip=1e-6, **{"statistics_every": 1, **settings})
+    with (
+        closing(own),
+        closing(
+            soframe.Preconditioner(plain, kl_clip=None, **{"statistics_every": 1, **settings})
+        ) as other,
+    ):
         raw, p = step(plain, other)
         _, clipped = step(model, own)
     factor = clip(raw[2:], p[2:], [1.0, 1.0], 1e-6)
@@ -92,7 +99,9 @@ def test_no_clip_is_no_factor() -> None:
     results = []
     for kl_clip in (None, 1e30):
         model = net()
-        with closing(soframe.Preconditioner(model, kl_clip=kl_clip, lr=1.0)) as own:
+        with closing(
+            soframe.Preconditioner(model, kl_clip=kl_clip, lr=1.0, statistics_every=1)
+        ) as own:
             results.append(step(model, own)[1])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -100,7 +109,7 @@ def test_no_clip_is_no_factor() -> None:
 
 def test_a_gradient_of_zeros_stays_zero() -> None:
     model = net()
-    with closing(soframe.Preconditioner(model, lr=1.0)) as own:
+    with closing(soframe.Preconditioner(model, lr=1.0, statistics_every=1)) as own:
         inputs = randn(5, 2, 3, 3)
         half_square(model(inputs), model(inputs).detach()).backward()
         own.step()
@@ -136,8 +145,8 @@ def test_weight_and_bias_in_different_groups() -> None:
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     optimizer = torch.optim.SGD([{"params": weights, "lr": 0.1}, {"params": biases, "lr": 7.0}])
-    unclipped = soframe.Preconditioner(plain, kl_clip=None)
-    own = soframe.Preconditioner(model, kl_clip=1e-3, optimizer=optimizer)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    own = soframe.Preconditioner(model, kl_clip=1e-3, optimizer=optimizer, statistics_every=1)
     with closing(unclipped), closing(own):
         raw, p = step(plain, unclipped)
         _, clipped = step(model, own)

@@ -1,0 +1,20 @@
+"""The defaults help with nothing tuned but the optimizer's learning rate (docs/benchmarks)."""
+
+import pytest
+
+from soframe.experiments.config import RunConfig
+from soframe.experiments.train import train
+from tests.experiments.helpers import SILENT
+
+TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [0.1, 0.01])
+@pytest.mark.parametrize("workload", TARGETS)
+def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
+    steps, target = TARGETS[workload]
+    config = RunConfig(workload, "kfac", lr=lr, momentum=0.9, steps=steps, seed=2000)
+    assert config.preconditioner == {}
+    record = train(SILENT, config)
+    assert min(row.loss for row in record.rows) <= target
