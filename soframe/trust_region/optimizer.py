@@ -60,7 +60,8 @@ class TrustRegion(torch.optim.Optimizer):
         burn_in: Batches that only give statistics, before the first update.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
-        **preconditioner: Further settings of `soframe.Preconditioner`.
+        **preconditioner: Further settings of `soframe.Preconditioner`; ``statistics_every`` is 1
+            unless given.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -104,7 +105,7 @@ class TrustRegion(torch.optim.Optimizer):
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **preconditioner,
+            **{"statistics_every": 1, **preconditioner},
         )
         self._outputs = Outputs(self._model)
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -157,6 +158,7 @@ class TrustRegion(torch.optim.Optimizer):
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
+        self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
         parameters = self._parameters()
         forwards = []
         total = 0.0

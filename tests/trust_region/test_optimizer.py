@@ -1,5 +1,6 @@
 """The step of the trust region, against the same step by dense linear algebra."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -254,6 +255,32 @@ def test_burning_in_moves_nothing_but_the_statistics() -> None:
         seen.append(own.preconditioner._blocks[0].running["A"].clone())
         assert torch.equal(vector(net), before) == (step < 2)
     assert not torch.equal(seen[0], seen[1])
+
+
+def test_a_step_whose_closure_raised_leaves_no_statistics() -> None:
+    found = []
+    for raised in (True, False):
+        net = deep()
+        own = trust_region(net, "cross-entropy")
+        if raised:
+            first = closures(net, [classes_of(5)], F.cross_entropy)
+            with pytest.raises(ZeroDivisionError):
+                own.step([*first, lambda: torch.tensor(1 // 0)])
+        own.step(closures(net, [classes_of(0)], F.cross_entropy))
+        found.append(vector(net))
+    assert torch.equal(*found)
+
+
+def test_statistics_are_taken_at_every_step_unless_told_otherwise() -> None:
+    for settings, expected in (({}, 4), ({"statistics_every": 3}, 2)):
+        net = deep()
+        own = soframe.TrustRegion(net, "cross-entropy", fisher="type-2", **settings)
+        seen = []
+        for step in range(4):
+            own.step(closures(net, [classes_of(step)], F.cross_entropy))
+            seen.append(own.preconditioner._blocks[0].running["A"].clone())
+        changes = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+        assert 1 + sum(changes) == expected
 
 
 # -- refusals --------------------------------------------------------------------------------
