@@ -9,16 +9,18 @@ Two lines precondition the gradients of a model for any optimizer::
     optimizer.step()
 """
 
-from soframe import comm, layers, methods, solvers, strategies
+from soframe import comm, layers, losses, methods, solvers, strategies, trust_region
 from soframe.comm import Backend
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers import LayerHelper
+from soframe.losses import Loss
 from soframe.methods import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
 from soframe.report import Report
 from soframe.solvers import Solver
 from soframe.strategies import Placement, Strategy
+from soframe.trust_region.optimizer import TrustRegion
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "Backend",
     "FactorSpec",
     "LayerHelper",
+    "Loss",
     "Method",
     "Placement",
     "Preconditioner",
@@ -34,11 +37,14 @@ __all__ = [
     "Solver",
     "Strategy",
     "TensorSpec",
+    "TrustRegion",
     "available",
     "comm",
     "layers",
+    "losses",
     "methods",
     "register",
     "solvers",
     "strategies",
+    "trust_region",
 ]

@@ -57,6 +57,40 @@ def say_failed(backend: Backend) -> None:
     _exchange(backend, bytes(2 * _SIZE))
 
 
+def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
+    """Add up a few numbers over the ranks, in float64.
+
+    Args:
+        backend: The backend.
+        own: This rank's numbers, equally many on every rank.
+
+    Returns:
+        The sums, the same on every rank.
+    """
+    vector = torch.tensor(own, dtype=torch.float64)
+    vector = vector.to(backend.wire_device(vector.device))
+    backend.all_reduce(vector, "agree").wait()
+    sums: list[float] = vector.tolist()
+    return sums
+
+
+def require_all_ranks(backend: Backend, changes: float) -> None:
+    """Check that a model has changed on every rank, if on any.
+
+    Args:
+        backend: The backend.
+        changes: The number of ranks on which it has.
+
+    Raises:
+        RuntimeError: If it has on some only.
+    """
+    if changes < backend.world_size:
+        raise RuntimeError(
+            f"parameters were frozen, thawed or replaced on {changes:.0f} of "
+            f"{backend.world_size} ranks: change the model on every rank alike"
+        )
+
+
 def _exchange(backend: Backend, own: bytes) -> list[bytes]:
     tensor = torch.tensor(list(own), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))

@@ -18,18 +18,43 @@ reentrant checkpoint runs backward passes of its own within it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from soframe.layers.base import LayerHelper
 
-Sink = Callable[[LayerHelper, tuple[Tensor, ...], Tensor, int], None]
-"""Receives a complete call: helper, inputs, output gradient, number of the backward pass."""
+
+@dataclass(frozen=True)
+class Probe:
+    """A backward pass that only asks for curvature: a column of a half-factor, or a sample.
+
+    Attributes:
+        weight: What its ``g g^T`` counts.
+        first: Whether it is the first of its forward pass: only that one counts the inputs.
+    """
+
+    weight: float
+    first: bool
+
+
+class Sink(Protocol):
+    """Receives a complete call."""
+
+    def __call__(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
+    ) -> None:
+        """Take one call: its inputs, its output gradient, the number of the backward pass."""
 
 
 class _Keep(torch.autograd.Function):
@@ -75,9 +100,14 @@ class _Passes:
     def enter(self) -> int:
         """Return the number of the pass under way; the first caller of a pass opens it."""
         if self.current is None:
-            self.current = self.count
-            self.count += 1
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+            return self.begin()
+        return self.current
+
+    def begin(self) -> int:
+        """Open a pass that the caller closes."""
+        self.current = self.count
+        self.count += 1
         return self.current
 
     def leave(self) -> None:
@@ -93,15 +123,19 @@ class Capture:
         sink: Receives the complete calls.
         names: The qualified name of each helper's module, for errors.
         enabled: Whether calls are captured; off between statistics steps.
+        probing: Whether only probes are captured, and not the loss's own backward passes.
     """
 
     sink: Sink | None = None
     names: dict[LayerHelper, str] = field(default_factory=dict)
     enabled: bool = True
+    probing: bool = False
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._passes = _Passes()
+        self._edges: list[GradientEdge] = []
+        self._probe: Probe | None = None
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
     @property
@@ -127,6 +161,42 @@ class Capture:
     def reset(self) -> None:
         """Begin a new window."""
         self._passes = _Passes()
+        self._edges = []
+
+    def probe(self, outputs: Tensor, vectors: Iterable[tuple[Tensor, float]]) -> None:
+        """Send vectors backward from the model's outputs, to the layers and no further.
+
+        No parameter's gradient is touched, and the graph stays for the loss's own backward pass.
+
+        Args:
+            outputs: The outputs of the forward pass just run.
+            vectors: Gradients in the outputs, with their weights.
+
+        Raises:
+            RuntimeError: If no layer was seen since the last probe.
+        """
+        edges = self._edges
+        if not edges:
+            raise RuntimeError(
+                "no registered layer ran with gradients since the last probe: call it between "
+                "the model's forward pass and loss.backward()"
+            )
+        self._passes.begin()
+        try:
+            for index, (vector, weight) in enumerate(vectors):
+                self._probe = Probe(weight, index == 0)
+                reached = torch.autograd.grad(
+                    outputs, edges, grad_outputs=vector, retain_graph=True, allow_unused=True
+                )
+                if index == 0:
+                    # What belongs to other forward passes waits for their probes.
+                    found: Sequence[Tensor | None] = reached  # None where there is no way
+                    pairs = list(zip(edges, found, strict=True))
+                    self._edges = [edge for edge, gradient in pairs if gradient is None]
+                    edges = [edge for edge, gradient in pairs if gradient is not None]
+        finally:
+            self._probe = None
+            self._passes.leave()
 
     def close(self) -> None:
         """Remove every hook; what has been called already is no longer waited for."""
@@ -162,8 +232,18 @@ class Capture:
         kept = _Keep.apply(  # type: ignore[no-untyped-call]
             trained[0].new_empty(0, requires_grad=True), *needed
         )
-        edges = tuple(torch.autograd.graph.get_gradient_edge(p).node for p in trained)
+        if self.probing and torch._C._current_graph_task_id() == -1:
+            # What a checkpoint recomputes is reached through the graph of its first pass.
+            self._edges.append(get_gradient_edge(output))
+        edges = tuple(get_gradient_edge(p).node for p in trained)
         output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
+
+    def _wants(self, edges: tuple[Any, ...]) -> bool:
+        """Return whether the pass under way is one to take statistics from."""
+        if self.probing:
+            return self._probe is not None
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        return any(map(_accumulates, edges))
 
     def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
@@ -172,7 +252,9 @@ class Capture:
         number = self._passes.enter()
         device = gradient.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            self.sink(helper, node.saved_tensors, gradient, number)
+            wanted = self._probe is None or self._probe.first
+            inputs = node.saved_tensors if wanted else ()
+            self.sink(helper, inputs, gradient, number, self._probe)
 
 
 class _GradientHook:
@@ -186,15 +268,14 @@ class _GradientHook:
         self._capture, self._helper, self._node, self._edges = capture, helper, node, edges
 
     def __call__(self, gradient: Tensor | None) -> None:
-        # autograd.grad passes through here without adding to any parameter's gradient.
-        if not any(map(_accumulates, self._edges)):
-            return
         capture, node = self._capture(), self._node
+        if capture is None or not capture._wants(self._edges):
+            return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees here what it saved, even if the output lives on; so does this node.
             self._node = None
         # A function's backward may return None for the output: it then counts as not called.
-        if capture is not None and gradient is not None:
+        if gradient is not None:
             capture._on_gradient(self._helper, node, gradient)
 
 

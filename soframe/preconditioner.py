@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from soframe import building, gradients, solving, state
-from soframe.agreement import compare_ranks, say_failed
+from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
+from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
+from soframe.loss_scale import LossScale
+from soframe.losses.base import Loss
 from soframe.lr import LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
@@ -73,6 +75,9 @@ class Preconditioner:
             multiplied by.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
+        fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
+            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+        loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
         placement: Who owns, preconditions and receives what.
@@ -111,6 +116,8 @@ class Preconditioner:
         layers: Mapping[str, type[LayerHelper]] | None = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         dtype: torch.dtype | None = None,
+        fisher: str = "empirical",
+        loss: str | type[Loss] | Loss | None = None,
     ) -> None:
         building.require("scaling", scaling, ("fisher", "kaisa"))
         building.require("loss_average", loss_average, ("local", "global", "sum"))
@@ -127,18 +134,40 @@ class Preconditioner:
         self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
-        self._scaler = grad_scaler
+        self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._capture = Capture()
+        self._fisher = Fisher(
+            fisher,  # type: ignore[arg-type]  # checked there
+            None if loss is None else KINDS["loss"].build(loss, Loss),
+        )
+        self._capture = Capture(probing=self._fisher.kind != "empirical")
         self._closed = False
         self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
+
+    def observe(self, outputs: Tensor) -> None:
+        """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
+
+        Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
+        It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+
+        Args:
+            outputs: The model's outputs, ``[N, ...]``, with their graph.
+
+        Raises:
+            RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
+                layer ran with gradients.
+        """
+        if self._fisher.kind == "empirical":
+            raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
+        if self._capture.enabled:
+            self._capture.probe(outputs, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -180,12 +209,10 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        vector = torch.tensor(own, dtype=torch.float64)
-        vector = vector.to(self._backend.wire_device(vector.device))
-        self._backend.all_reduce(vector, "agree").wait()
-        changes, bad_gradients, bad, *weights = vector.tolist()
+        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
         if changes:
-            self._follow_model(changes)
+            require_all_ranks(self._backend, changes)
+            self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
@@ -193,14 +220,6 @@ class Preconditioner:
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
-
-    def _follow_model(self, changes: float) -> None:
-        if changes < self._backend.world_size:
-            raise RuntimeError(
-                f"parameters were frozen, thawed or replaced on {changes:.0f} of "
-                f"{self._backend.world_size} ranks: change the model on every rank alike"
-            )
-        self._build()
 
     def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
         """Clip and write the preconditioned gradients."""
@@ -242,16 +261,10 @@ class Preconditioner:
         except Exception:
             say_failed(self._backend)
             raise
-        settings = (
-            self._damping,
-            self._decay,
-            self._kl_clip,
-            self._statistics_every,
-            self._solve_every,
-            self._scaling,
-            self._loss_average,
-        )
-        own = building.describe_settings(registration.blocks, *settings)
+        numbers = (self._damping, self._decay, self._kl_clip)
+        intervals = (self._statistics_every, self._solve_every)
+        words = (self._scaling, self._loss_average, self._fisher.kind)
+        own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
@@ -261,8 +274,13 @@ class Preconditioner:
         self._report = registration.report
         self._watch = Watch(self._model)
         self._backend.prepare(self.placement.groups())
-        scale = Scale(self._scaling, self._loss_average, self._backend.world_size)
-        statistics = Statistics(self._blocks, scale, self._samples, self._grad_scale)
+        scale = Scale(
+            self._scaling,
+            self._loss_average,
+            self._backend.world_size,
+            own_gradients=self._fisher.kind != "empirical",
+        )
+        statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
@@ -271,27 +289,10 @@ class Preconditioner:
             {helper: block.name for block in self._blocks for helper in block.helpers}
         )
 
-    def _grad_scale(self) -> float:
-        scaler = self._scaler
-        if scaler is None:
-            return 1.0
-        return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler())
-
     def _require_ready(self) -> None:
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
-        scaler, optimizer = self._scaler, self._optimizer
-        if (
-            isinstance(scaler, torch.amp.GradScaler)
-            and scaler.is_enabled()
-            and optimizer is not None
-        ):
-            known = scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
-            if known["stage"] is OptState.READY:
-                raise RuntimeError(
-                    "the gradients are still scaled: call scaler.unscale_(optimizer) between "
-                    "backward() and preconditioner.step()"
-                )
+        self._loss_scale.require_unscaled(self._optimizer)
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -322,6 +323,25 @@ class Preconditioner:
             this rank gives or receives, not what an engine's algorithm makes of them.
         """
         return self._backend.traffic()
+
+    def covered(self) -> set[nn.Parameter]:
+        """Return the parameters whose gradients `step` rewrites."""
+        return {p for block in self._blocks for p in block.parameters.values()}
+
+    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a small tensor over the ranks.
+
+        Args:
+            tensor: The tensor of this rank.
+        """
+        total = tensor.clone().to(self._backend.wire_device(tensor.device))
+        self._backend.all_reduce(total, "agree").wait()
+        return total.to(tensor.device) / self._backend.world_size
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss that the Fisher is of; None for the empirical one."""
+        return self._fisher.loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.

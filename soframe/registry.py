@@ -194,6 +194,8 @@ KINDS: dict[str, Registry] = {
     "solver": Registry("solver"),
     "strategy": Registry("strategy"),
     "backend": Registry("backend"),
+    "loss": Registry("loss"),
+    "damping": Registry("damping"),
 }
 
 
@@ -207,7 +209,8 @@ def register(kind: str, key: Any, *, override: bool = False) -> Callable[[C], C]
     """Return a class decorator that registers a component.
 
     Args:
-        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"`` or ``"backend"``.
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"`` or
+            ``"damping"``.
         key: The component's name; for ``"layer"`` the module type that it serves.
         override: Replace a component that is registered under the same key.
 
@@ -229,7 +232,8 @@ def available(kind: str) -> dict[Any, type]:
     """Return the registered components of a kind, by key.
 
     Args:
-        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"`` or ``"backend"``.
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"`` or
+            ``"damping"``.
 
     Returns:
         The classes by name (by module type for layers), installed packages' included.

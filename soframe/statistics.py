@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks import Block
+from soframe.capture import Probe
 from soframe.comm.base import Backend
 from soframe.comm.fusion import add_up
 from soframe.layers.base import LayerHelper
@@ -53,7 +54,12 @@ class Statistics:
         self._loss_scale: float | None = None
 
     def add(
-        self, helper: LayerHelper, inputs: tuple[Tensor, ...], gradient: Tensor, number: int
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
     ) -> None:
         """Add one call.
 
@@ -62,6 +68,7 @@ class Statistics:
             inputs: What it was called with.
             gradient: The gradient of its output.
             number: The number of the backward pass within the window.
+            probe: The probe that the gradient comes from, if it is not the loss's.
         """
         block = self._block_of[helper]
         rows = helper.output_rows(gradient).to(block.dtype)
@@ -69,15 +76,20 @@ class Statistics:
         if batch * shared == 0:
             return
         samples = self._count_samples(batch, shared)
-        block.counts.add(number, samples, batch * shared)
+        again = probe is not None and not probe.first
+        if not again:
+            block.counts.add(number, samples, batch * shared)
         samples = block.counts.samples[number]
         self._passes[number] = max(samples, self._passes.get(number, 0))
         if self._loss_scale is None:
             self._loss_scale = self._grad_scale()  # a host sync with GradScaler: once a window
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
-        added = block.method.statistics(Call(helper, inputs, rows))
+        added = block.method.statistics(Call(helper, None if again else inputs, rows))
+        weight = 1.0 if probe is None else probe.weight
         for factor in block.factors:
-            multiplier = scale.inputs if factor.side == "right" else scale.outputs
+            if factor.name not in added:
+                continue
+            multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
             total = block.sums.get(factor.name)
             if total is None:
                 block.sums[factor.name] = added[factor.name] * multiplier

@@ -23,12 +23,13 @@ class Call:
 
     Attributes:
         helper: The helper of the module that was called.
-        inputs: The tensors that it was called with.
+        inputs: The tensors that it was called with; None where they were counted before and only
+            the output gradients are new.
         output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
     """
 
     helper: LayerHelper
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] | None
     output_rows: Tensor
 
 
@@ -54,7 +55,8 @@ class Method(ABC):
             call: The call.
 
         Returns:
-            A tensor of the factor's shape for each factor.
+            A tensor of the factor's shape for each factor; for those of the outputs' side alone
+            where the call has no inputs.
         """
 
     @abstractmethod

@@ -32,10 +32,10 @@ class KFAC(Method):
 
     def statistics(self, call: Call) -> dict[str, Tensor]:
         """See `Method.statistics`."""
-        return {
-            "A": call.helper.input_moment(call.inputs, call.output_rows),
-            "G": call.helper.output_moment(call.output_rows),
-        }
+        moments = {"G": call.helper.output_moment(call.output_rows)}
+        if call.inputs is not None:
+            moments["A"] = call.helper.input_moment(call.inputs, call.output_rows)
+        return moments
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float

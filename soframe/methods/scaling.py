@@ -94,11 +94,14 @@ class Scale:
         scaling: ``"fisher"`` or ``"kaisa"``.
         loss_average: What the loss is a mean of.
         world_size: Over how many ranks the gradient is averaged.
+        own_gradients: Whether the rows are ``g`` itself, as a Fisher that draws its own targets
+            makes them, rather than ``g0``.
     """
 
     scaling: Scaling = "fisher"
     loss_average: LossAverage = "local"
     world_size: int = 1
+    own_gradients: bool = False
 
     def call(
         self, module: nn.Module, samples: int, batch: int, shared: int, grad_scale: float
@@ -122,8 +125,9 @@ class Scale:
                 per_row /= shared**2
             return CallScale(per_row, per_row * unscale)
         if self.loss_average == "local":
-            return CallScale(1.0 / samples, samples * unscale)
-        return CallScale(1.0, unscale)
+            weight = 1.0 / samples
+            return CallScale(weight, weight if self.own_gradients else samples * unscale)
+        return CallScale(1.0, 1.0 if self.own_gradients else unscale)
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
         """Return what this rank adds to the sum over ranks.
@@ -143,7 +147,7 @@ class Scale:
         if self.loss_average == "local":
             k = len(passes)
             positions = sum(rows / counts.samples[c] for c, rows in counts.rows.items())
-            return Contribution(1.0 / k, k, 1.0, positions / k)
+            return Contribution(1.0 / k, 1.0 / k if self.own_gradients else k, 1.0, positions / k)
         samples = sum(counts.samples.get(c, own) for c, own in passes.items())
         return Contribution(1.0, 1.0, samples, sum(counts.rows.values()))
 
@@ -156,6 +160,6 @@ class Scale:
         Returns:
             The square of the factor between ``g`` and ``g0`` that no rank can know alone.
         """
-        if self.scaling == "fisher" and self.loss_average == "global":
+        if self.scaling == "fisher" and self.loss_average == "global" and not self.own_gradients:
             return (input_weight / self.world_size) ** 2
         return 1.0

@@ -1,5 +1,13 @@
-"""How far a step may go."""
+"""How far a step may go: damping policies, the quadratic model, and the optimizer with both."""
 
+from soframe.trust_region.damping import ConstantDamping, DampingPolicy, LevenbergMarquardt
 from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.quadratic import Quadratic
 
-__all__ = ["kl_clip_factor"]
+__all__ = [
+    "ConstantDamping",
+    "DampingPolicy",
+    "LevenbergMarquardt",
+    "Quadratic",
+    "kl_clip_factor",
+]

@@ -247,8 +247,9 @@ def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
 
 def test_state_dict_of_the_model_does_not_change() -> None:
     model, plain = CASE.build(), CASE.build()
-    precondition(model)
+    preconditioner = precondition(model)
     assert model.state_dict().keys() == plain.state_dict().keys()
+    preconditioner.close()
 
 
 # -- wrappers ----------------------------------------------------------------------------------

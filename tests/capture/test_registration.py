@@ -231,9 +231,10 @@ class Pair(nn.Linear):
 
 def test_layer_that_returns_no_tensor_is_named() -> None:
     model = Case(Recurrent).build()
-    precondition(model)
+    preconditioner = precondition(model)  # its hooks live as long as it does
     with pytest.raises(TypeError, match=r"first: LinearHelper serves modules that return one"):
         model(vectors(0))
+    preconditioner.close()
 
 
 def test_layer_that_returns_no_tensor_can_be_skipped() -> None:

@@ -1,0 +1,7 @@
+"""Losses: what a Fisher matrix needs of a loss."""
+
+from soframe.losses.base import Loss
+from soframe.losses.classification import BinaryCrossEntropy, CrossEntropy
+from soframe.losses.squared import MeanSquaredError, SquaredError
+
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Loss", "MeanSquaredError", "SquaredError"]

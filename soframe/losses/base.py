@@ -1,0 +1,62 @@
+"""The loss, as a Fisher sees it: the Hessian of each sample's loss in the network's output.
+
+Outputs are ``[N, ...]``, and the loss is the mean over N samples of ``l_n(output_n)``. For losses
+that are negative log-likelihoods with natural parameters for outputs (all that come with soframe)
+the Hessian does not depend on the target, and the Fisher equals the generalised Gauss-Newton matrix
+(Martens, 2020, section 9.2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class Loss(ABC):
+    """The Hessian ``H_n`` of one sample's loss in its output, and its square root."""
+
+    @abstractmethod
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """Return ``H_n v_n`` for every sample.
+
+        Args:
+            outputs: ``[N, ...]``.
+            vectors: ``[N, ...]``.
+
+        Returns:
+            ``[N, ...]``.
+        """
+
+    @abstractmethod
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Yield the columns ``s_k`` of a square root of the Hessian.
+
+        Args:
+            outputs: ``[N, ...]``.
+
+        Yields:
+            ``[N, ...]`` each; for every sample ``sum_k s_k s_k^T = H_n``.
+        """
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return the gradient in the outputs at targets drawn from the predictive distribution.
+
+        Only its second moment matters, ``E[v v^T] = H_n``; by default it is a sum of the columns of
+        the half-factor with random signs.
+
+        Args:
+            outputs: ``[N, ...]``.
+            generator: The source of randomness.
+
+        Returns:
+            ``[N, ...]``: of each sample's own loss, not divided by N.
+        """
+        total = torch.zeros_like(outputs)
+        shape = (outputs.shape[0], *(1 for _ in outputs.shape[1:]))
+        for column in self.half_factor(outputs):
+            signs = torch.rand(shape, generator=generator, device=outputs.device) < 0.5
+            total += torch.where(signs, column, -column)
+        return total

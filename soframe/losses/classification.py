@@ -1,0 +1,107 @@
+"""Cross-entropies of logits: categorical and Bernoulli likelihoods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from soframe.losses.base import Loss
+from soframe.registry import register
+
+Over = Literal["mean", "sum"]
+
+
+def _check(name: str, setting: str, value: str) -> None:
+    if value not in ("mean", "sum"):
+        raise ValueError(f"{name}: {setting} must be 'mean' or 'sum', not {value!r}")
+
+
+@register("loss", "cross-entropy")
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """``nn.CrossEntropyLoss()`` of logits ``[N, classes, ...]``: ``H = diag(p) - p p^T``.
+
+    Attributes:
+        positions: How a sample's positions (the dimensions behind the classes) are combined.
+    """
+
+    positions: Over = "mean"
+
+    def __post_init__(self) -> None:
+        _check("CrossEntropy", "positions", self.positions)
+
+    def _scale(self, outputs: Tensor) -> float:
+        positions = outputs[0, 0].numel() if len(outputs) else 1
+        return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        p = outputs.softmax(1)
+        return self._scale(outputs) * p * (vectors - (p * vectors).sum(1, keepdim=True))
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: ``sqrt(p_c) (e_c - p)`` for every class at every position."""
+        p = outputs.softmax(1).flatten(2) if outputs.dim() > 2 else outputs.softmax(1).unsqueeze(2)
+        for position in range(p.shape[2]):
+            for label in range(p.shape[1]):
+                column = torch.zeros_like(p)
+                column[:, :, position] = -p[:, :, position]
+                column[:, label, position] += 1
+                column[:, :, position] *= (
+                    (self._scale(outputs) * p[:, label, position]).sqrt().unsqueeze(1)
+                )
+                yield column.view_as(outputs)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """See `Loss.sample`: a label from the softmax, at every position."""
+        p = outputs.softmax(1).movedim(1, -1)
+        flat = p.reshape(-1, p.shape[-1])
+        labels = torch.multinomial(flat, 1, generator=generator)
+        gradient = flat.scatter_add(1, labels, flat.new_full(labels.shape, -1.0))
+        gradient = gradient.view(p.shape).movedim(-1, 1)
+        # Positions are drawn independently, so a mean over them keeps one factor of the two.
+        return gradient * math.sqrt(self._scale(outputs))
+
+
+@register("loss", "binary-cross-entropy")
+@dataclass(frozen=True)
+class BinaryCrossEntropy(Loss):
+    """Binary cross-entropy of logits ``[N, ...]``: ``H = diag(p (1 - p))``.
+
+    Attributes:
+        features: How a sample's features are combined; ``nn.BCEWithLogitsLoss()`` takes the mean.
+    """
+
+    features: Over = "mean"
+
+    def __post_init__(self) -> None:
+        _check("BinaryCrossEntropy", "features", self.features)
+
+    def _variance(self, outputs: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
+        return scale * p * (1 - p)
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        return self._variance(outputs) * vectors
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: one column per feature."""
+        root = self._variance(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())
+        for feature in range(root.shape[1]):
+            column = torch.zeros_like(root)
+            column[:, feature] = root[:, feature]
+            yield column.view_as(outputs)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """See `Loss.sample`: a label for every feature."""
+        p = outputs.sigmoid()
+        labels = torch.bernoulli(p, generator=generator)
+        scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
+        return (p - labels) * math.sqrt(scale)

@@ -1,0 +1,65 @@
+"""Squared errors: Gaussian likelihoods of fixed variance."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.losses.base import Loss
+from soframe.registry import register
+
+
+class _Gaussian(Loss):
+    @abstractmethod
+    def _precision(self, outputs: Tensor) -> float:
+        """Return the factor of the identity that the Hessian is."""
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        return vectors * self._precision(outputs)
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: one column per feature."""
+        features = outputs[:1].numel()
+        for feature in range(features):
+            column = outputs.new_zeros(len(outputs), features)
+            column[:, feature] = math.sqrt(self._precision(outputs))
+            yield column.view_as(outputs)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """See `Loss.sample`: Gaussian noise."""
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        return noise * math.sqrt(self._precision(outputs))
+
+
+@register("loss", "squared-error")
+@dataclass(frozen=True)
+class SquaredError(_Gaussian):
+    """``l_n = precision / 2 ||output_n - target_n||^2``, summed over features.
+
+    Attributes:
+        precision: The inverse variance of the Gaussian.
+    """
+
+    precision: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.precision > 0:
+            raise ValueError(f"SquaredError: precision must be positive, not {self.precision!r}")
+
+    def _precision(self, outputs: Tensor) -> float:
+        return self.precision
+
+
+@register("loss", "mse")
+@dataclass(frozen=True)
+class MeanSquaredError(_Gaussian):
+    """``l_n = mean over features of (output_n - target_n)^2``: what ``nn.MSELoss()`` averages."""
+
+    def _precision(self, outputs: Tensor) -> float:
+        return 2.0 / max(1, outputs[:1].numel())

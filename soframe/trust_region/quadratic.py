@@ -1,0 +1,270 @@
+"""The quadratic model of the loss along a few directions, exact up to the Gauss-Newton matrix.
+
+    M(c) = h + b^T c + 1/2 c^T C c,    C_ij = d_i^T (F + damping I) d_j,    b_i = gradient^T d_i
+
+F is the generalised Gauss-Newton matrix of the user's own loss, ``(1/N) sum_n J_n^T H_n J_n``: J by
+forward-mode differentiation of the user's own closure, H by differentiating the gradient of the
+loss in the model's outputs (Martens and Grosse, 2015, sections 6.4 and 7). Only scalars are reduced
+over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as fwd
+from torch import Tensor, nn
+
+from soframe.trust_region.replay import Replay
+
+Direction = Sequence[Tensor]
+"""One tensor per parameter."""
+
+Closure = Callable[[], Tensor]
+"""Runs the model once and returns the loss, without a backward pass."""
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The model along k directions.
+
+    Attributes:
+        curvature: ``[k, k]``, C.
+        slope: ``[k]``, b.
+    """
+
+    curvature: Tensor
+    slope: Tensor
+
+    def finite(self) -> bool:
+        """Return whether every entry is finite."""
+        return bool(self.curvature.isfinite().all() and self.slope.isfinite().all())
+
+    def minimise(self) -> Tensor:
+        """Return the coefficients of the minimum.
+
+        Returns:
+            ``[k]``, float64. Directions that are zero, or that depend on others, get the least
+            coefficients that reach the minimum.
+        """
+        scale = self.curvature.diagonal().clamp(min=0).sqrt()
+        scale = torch.where(scale > 0, scale, 1.0)
+        # Scaled to a unit diagonal, so that a short direction is no singular one.
+        scaled = self.curvature / scale / scale.unsqueeze(1)
+        inverse: Tensor = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-10)
+        minimum: Tensor = -(inverse @ (self.slope / scale)) / scale
+        return minimum
+
+    def change(self, coefficients: Tensor) -> float:
+        """Return the predicted change of the loss, ``M(c) - M(0)``.
+
+        Args:
+            coefficients: ``[k]``.
+        """
+        quadratic = 0.5 * coefficients @ self.curvature @ coefficients
+        return float(self.slope @ coefficients + quadratic)
+
+
+@contextmanager
+def dual_parameters(model: nn.Module, tangents: dict[int, Tensor]) -> Iterator[None]:
+    """Give parameters a tangent for the time of a forward pass.
+
+    Args:
+        model: The model; its parameters are the same objects afterwards.
+        tangents: The tangent of each parameter, by its ``id``.
+
+    Yields:
+        Nothing.
+    """
+    slots = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in tangents
+    ]
+    duals = {id(p): fwd.make_dual(p.detach(), tangents[id(p)]) for _, _, p in slots}
+    try:
+        for parameters, name, parameter in slots:
+            parameters[name] = duals[id(parameter)]
+        yield
+    finally:
+        for parameters, name, parameter in slots:
+            parameters[name] = parameter
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the model needs of one forward pass, with gradients, of one micro-batch.
+
+    Attributes:
+        closure: What was run.
+        replay: How to run it again.
+        output: The model's output.
+        gradient: The gradient of the loss in it, itself differentiable.
+    """
+
+    closure: Closure
+    replay: Replay
+    output: Tensor
+    gradient: Tensor
+
+    def hessian_product(self, tangent: Tensor) -> Tensor:
+        """Return the Hessian of the loss in the output, times a tangent.
+
+        Args:
+            tangent: Of the output's shape.
+        """
+        if not self.gradient.requires_grad:  # a loss that is linear in the output
+            return torch.zeros_like(tangent)
+        (product,) = torch.autograd.grad(
+            self.gradient, self.output, tangent, retain_graph=True, materialize_grads=True
+        )
+        return product
+
+
+class Outputs:
+    """Collects the outputs of a model's forward passes, while a closure runs.
+
+    Args:
+        model: The model; the hook is removed by `close`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[Tensor] | None = None
+        self._handle = model.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+        if self._seen is None:
+            return
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
+                f"needs a model that returns one tensor"
+            )
+        self._seen.append(output)
+
+    def of(self, closure: Closure) -> tuple[Tensor, Tensor]:
+        """Run a closure.
+
+        Args:
+            closure: It runs the model once and returns a scalar loss.
+
+        Returns:
+            The model's output and the loss.
+
+        Raises:
+            RuntimeError: If the model was not run exactly once.
+            TypeError: If the loss is no scalar tensor.
+        """
+        seen: list[Tensor] = []
+        self._seen = seen
+        try:
+            loss: object = closure()
+        finally:
+            self._seen = None
+        if len(seen) != 1:
+            raise RuntimeError(
+                f"a closure must run the model once, not {len(seen)} times; pass a list with one "
+                f"closure for every micro-batch"
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
+        return seen[0], loss
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+def require_only_through(output: Tensor, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Check that a loss depends on the parameters through the model's output alone.
+
+    Args:
+        output: The model's output.
+        loss: The loss.
+        parameters: The parameters.
+
+    Raises:
+        RuntimeError: If it does not: such a term has no place in the model of the loss.
+    """
+    own = {id(parameter) for parameter in parameters}
+    seen = {output.grad_fn, None}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise RuntimeError(
+                "the closure's loss depends on parameters other than through the model's output; "
+                "decay weights with weight_decay="
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+def curvature_along(
+    model: nn.Module,
+    forwards: Sequence[Forward],
+    outputs: Outputs,
+    parameters: Sequence[nn.Parameter],
+    directions: Sequence[Direction],
+) -> Tensor:
+    """Return ``d_i^T F d_j`` for this rank's data, without damping.
+
+    Args:
+        model: The model.
+        forwards: One per micro-batch.
+        outputs: The model's collector.
+        parameters: The parameters.
+        directions: k directions.
+
+    Returns:
+        ``[k, k]``, float64, on the CPU: of the sum of the closures' losses.
+    """
+    total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    for forward in forwards:
+        tangents = [
+            jacobian_product(model, forward, outputs, parameters, direction)
+            for direction in directions
+        ]
+        products = [forward.hessian_product(tangent) for tangent in tangents]
+        for i, product in enumerate(products):
+            for j, tangent in enumerate(tangents):
+                total[i, j] += float(torch.dot(product.flatten(), tangent.flatten()))
+    return (total + total.T) / 2
+
+
+def jacobian_product(
+    model: nn.Module,
+    forward: Forward,
+    outputs: Outputs,
+    parameters: Sequence[nn.Parameter],
+    direction: Direction,
+) -> Tensor:
+    """Return the derivative of the model's output along a direction.
+
+    Args:
+        model: The model.
+        forward: The forward pass to differentiate.
+        outputs: The model's collector.
+        parameters: The parameters.
+        direction: One tensor per parameter.
+
+    Returns:
+        A tensor of the output's shape.
+    """
+    tangents = {id(p): d for p, d in zip(parameters, direction, strict=True)}
+    with (
+        torch.no_grad(),
+        forward.replay.again(),
+        fwd.dual_level(),
+        dual_parameters(model, tangents),
+    ):
+        output, _ = outputs.of(forward.closure)
+        primal, tangent = fwd.unpack_dual(output)
+    return torch.zeros_like(primal) if tangent is None else tangent

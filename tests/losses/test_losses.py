@@ -1,0 +1,181 @@
+"""What a loss says of its Hessian, against autograd on the loss of torch that it stands for."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError, SquaredError
+from soframe.registry import KINDS
+from tests.curvature import randn
+
+
+def labels(output: Tensor) -> Tensor:
+    shape = (output.shape[0], *output.shape[2:])
+    return torch.randint(output.shape[1], shape, generator=torch.Generator().manual_seed(1))
+
+
+def zeros_and_ones(output: Tensor) -> Tensor:
+    return (randn(*output.shape, seed=1) > 0).double()
+
+
+def numbers(output: Tensor) -> Tensor:
+    return randn(*output.shape, seed=1)
+
+
+def half_of(precision: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda f, y: precision / 2 * (f - y).square().sum()
+
+
+# soframe's loss; torch's loss of one sample, which is a batch of one; its targets.
+LOSSES: dict[str, tuple[Loss, Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
+    "cross-entropy": (CrossEntropy(), nn.CrossEntropyLoss(), labels),
+    "cross-entropy, sum": (CrossEntropy("sum"), nn.CrossEntropyLoss(reduction="sum"), labels),
+    "binary": (BinaryCrossEntropy(), nn.BCEWithLogitsLoss(), zeros_and_ones),
+    "binary, sum": (
+        BinaryCrossEntropy("sum"),
+        nn.BCEWithLogitsLoss(reduction="sum"),
+        zeros_and_ones,
+    ),
+    "mse": (MeanSquaredError(), nn.MSELoss(), numbers),
+    "squared": (SquaredError(), half_of(1.0), numbers),
+    "squared, precise": (SquaredError(2.5), half_of(2.5), numbers),
+}
+SHAPES = [(3, 4), (1, 1), (2, 3, 2), (2, 2, 3, 2)]
+CASES = [(name, shape) for name in LOSSES for shape in SHAPES]
+# Without a dimension of its own a sample has no classes.
+CASES += [(name, (3,)) for name in LOSSES if not name.startswith("cross")]
+
+
+def dense(name: str, outputs: Tensor) -> Tensor:
+    """The Hessian of every sample's own loss: ``[N, K, K]``."""
+    _, criterion, targets_of = LOSSES[name]
+    targets = targets_of(outputs)
+    rows = []
+    for n in range(len(outputs)):
+        target = targets[n : n + 1]
+        hessian = torch.func.hessian(lambda f, y=target: criterion(f, y))(outputs[n : n + 1])
+        rows.append(hessian.reshape(outputs[n].numel(), outputs[n].numel()))
+    return torch.stack(rows)
+
+
+def equal(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_products_are_those_of_the_hessian(name: str, shape: tuple[int, ...]) -> None:
+    outputs, vectors = randn(*shape), randn(*shape, seed=2)
+    flat = vectors.reshape(shape[0], -1, 1)
+    expected = (dense(name, outputs) @ flat).reshape(shape)
+    equal(LOSSES[name][0].hessian_product(outputs, vectors), expected)
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_half_factors_multiply_to_the_hessian(name: str, shape: tuple[int, ...]) -> None:
+    outputs = randn(*shape)
+    columns = list(LOSSES[name][0].half_factor(outputs))
+    assert all(column.shape == outputs.shape for column in columns)
+    s = torch.stack(columns).reshape(len(columns), shape[0], -1)
+    equal(torch.einsum("kni,knj->nij", s, s), dense(name, outputs))
+
+
+class Neighbours(Loss):
+    """A user's loss, with the two methods alone: ``H = B B^T`` for a fixed B ``[3, 2]``."""
+
+    root = torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, -1.0]], dtype=torch.float64)
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        return vectors @ self.root @ self.root.T
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        for column in self.root.T:
+            yield column.expand_as(outputs)
+
+
+SAMPLED = [(name, (2, 3)) for name in LOSSES] + [
+    ("cross-entropy", (2, 2, 2)),
+    ("binary", (2, 3, 2)),
+    ("mse", (2, 2, 2)),
+]
+
+
+def moment_error(loss: Loss, hessian: Tensor, outputs: Tensor, samples: int, seed: int) -> float:
+    """The relative error of the second moment of samples."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros_like(hessian)
+    # Samples are rows of one large batch: all of them in one call.
+    many = outputs.repeat_interleave(samples, 0)
+    v = loss.sample(many, generator).reshape(len(outputs), samples, -1)
+    total = torch.einsum("nsi,nsj->nij", v, v) / samples
+    return float((total - hessian).norm() / hessian.norm())
+
+
+@pytest.mark.parametrize(("name", "shape"), [*SAMPLED, ("neighbours", (2, 3))])
+def test_the_second_moment_of_samples_tends_to_the_hessian(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    outputs = randn(*shape)
+    if name == "neighbours":
+        loss: Loss = Neighbours()
+        hessian = (Neighbours.root @ Neighbours.root.T).expand(len(outputs), 3, 3)
+    else:
+        loss, hessian = LOSSES[name][0], dense(name, outputs)
+    few, many = (
+        math.sqrt(sum(moment_error(loss, hessian, outputs, s, seed) ** 2 for seed in range(8)) / 8)
+        for s in (400, 40000)
+    )
+    assert many < 0.03
+    # A hundred times the samples: a tenth of the error, as far as eight runs can tell.
+    assert 0.05 < many / few < 0.2
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "neighbours"])
+def test_samples_come_from_the_generator(name: str) -> None:
+    loss = Neighbours() if name == "neighbours" else LOSSES[name][0]
+    outputs = randn(5, 3)
+    before = torch.get_rng_state()
+    one, same, other = (
+        loss.sample(outputs, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CrossEntropy("max"), "positions must be 'mean' or 'sum', not 'max'"),
+        (lambda: BinaryCrossEntropy("max"), "features must be 'mean' or 'sum', not 'max'"),
+        (lambda: SquaredError(0.0), "precision must be positive, not 0.0"),
+        (lambda: SquaredError(-1.0), "precision must be positive, not -1.0"),
+        (lambda: SquaredError(math.nan), "precision must be positive, not nan"),
+    ],
+)
+def test_options_out_of_range(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_losses_go_by_name() -> None:
+    names = soframe.available("loss")
+    assert names == {
+        "binary-cross-entropy": BinaryCrossEntropy,
+        "cross-entropy": CrossEntropy,
+        "mse": MeanSquaredError,
+        "squared-error": SquaredError,
+    }
+    assert KINDS["loss"].build("mse", Loss) == MeanSquaredError()
+
+
+def test_an_unknown_loss_lists_those_that_are() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"no loss 'hinge'; registered: .*'cross-entropy', 'mse'"):
+        soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="hinge")
+    with pytest.raises(TypeError, match="a loss is a name"):
+        soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss=nn.MSELoss())  # type: ignore[arg-type]

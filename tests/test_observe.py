@@ -1,0 +1,121 @@
+"""What `observe` leaves alone, when it does nothing, and when it refuses."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from soframe.fisher import Fisher
+from soframe.losses import MeanSquaredError, SquaredError
+from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
+from tests.test_fisher import deep, deep_linear, labels, observe
+
+
+def test_observing_leaves_the_gradients_alone() -> None:
+    gradients = []
+    for observed in (True, False):
+        model = fill(deep())
+        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+            output = model(randn(4, 3))
+            if observed:
+                own.observe(output)
+                assert all(p.grad is None for p in model.parameters())
+            F.cross_entropy(output, labels(4, classes=3)).backward()
+            gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_the_loss_itself_adds_nothing_to_the_statistics() -> None:
+    found = []
+    for factor in (0.0, 1.0, 1e6):
+        model = fill(deep())
+        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+            output = model(randn(4, 3))
+            own.observe(output)
+            (factor * F.cross_entropy(output, labels(4, classes=3))).backward()
+            own.step()
+            found.append([*(t for name in blocks(own) for t in factors(own, name))])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+class CountedError(SquaredError):
+    """A squared error that counts how often it is asked."""
+
+    asked = 0
+
+    def half_factor(self, outputs: Tensor) -> Any:
+        type(self).asked += 1
+        return super().half_factor(outputs)
+
+
+def test_no_work_between_statistics_steps() -> None:
+    model = fill(deep_linear())
+    CountedError.asked = 0
+    with closing(
+        preconditioner(model, fisher="type-2", loss=CountedError, statistics_every=3)
+    ) as own:
+        asked, changed, before = [], [], None
+        for step in range(7):
+            observe(model, own, [(randn(2, 3, seed=step), randn(2, 2))], half_square)
+            own.step()
+            asked.append(CountedError.asked)
+            now = factors(own, "0")[0].clone()
+            changed.append(before is None or not torch.equal(now, before))
+            before = now
+    assert asked == [1, 1, 1, 2, 2, 2, 3]
+    assert changed == [True, False, False, True, False, False, True]
+
+
+# -- errors ----------------------------------------------------------------------------------
+
+
+def test_the_empirical_fisher_takes_no_observation() -> None:
+    model = fill(deep())
+    with (
+        closing(preconditioner(model)) as own,
+        pytest.raises(RuntimeError, match=r"empirical.*takes its statistics from loss.backward"),
+    ):
+        own.observe(model(randn(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fisher": "type-2"}, "fisher='type-2' needs loss="),
+        ({"fisher": "monte-carlo"}, "fisher='monte-carlo' needs loss="),
+        ({"fisher": "exact", "loss": "mse"}, "fisher must be one of 'empirical', 'monte-carlo'"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preconditioner(fill(deep()), **settings)
+
+
+def test_at_least_one_sample() -> None:
+    with pytest.raises(ValueError, match="samples must be at least 1, not 0"):
+        Fisher("monte-carlo", MeanSquaredError(), samples=0)
+
+
+def test_an_observation_needs_a_forward_pass_of_a_layer() -> None:
+    model = fill(deep())
+    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
+        with torch.no_grad():
+            output = model(randn(2, 3))
+        with pytest.raises(RuntimeError, match="no registered layer ran with gradients"):
+            own.observe(output.requires_grad_())
+        output = model(randn(2, 3))
+        own.observe(output)
+        with pytest.raises(RuntimeError, match="since the last probe"):
+            own.observe(output)
+
+
+def test_a_copied_model_is_not_observed() -> None:
+    model = fill(deep())
+    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
+        output = copy.deepcopy(model)(randn(2, 3))
+        with pytest.raises(RuntimeError, match="no registered layer"):
+            own.observe(output)

@@ -1,0 +1,311 @@
+"""The quadratic model of the loss: its curvature along directions, and its minimum."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from soframe.testing import compare
+from soframe.trust_region import Quadratic
+from soframe.trust_region.quadratic import (
+    Forward,
+    Outputs,
+    curvature_along,
+    require_only_through,
+)
+from soframe.trust_region.replay import Replay
+from tests.curvature import Batch, fill, half_square, log_cosh, randn
+from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher, flat, labels
+
+
+def forward_of(model: nn.Module, outputs: Outputs, closure: Callable[[], Tensor]) -> Forward:
+    replay = Replay(model)
+    output, loss = outputs.of(closure)
+    (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
+    return Forward(closure, replay, output, gradient)
+
+
+def directions_of(model: nn.Module, count: int) -> list[list[Tensor]]:
+    parameters = list(model.parameters())
+    return [
+        [randn(*p.shape, seed=100 * k + i) for i, p in enumerate(parameters)] for k in range(count)
+    ]
+
+
+def curvature(
+    model: nn.Module, each: list[Callable[[], Tensor]], directions: list[list[Tensor]]
+) -> Tensor:
+    outputs = Outputs(model)
+    try:
+        forwards = [forward_of(model, outputs, closure) for closure in each]
+        return curvature_along(model, forwards, outputs, list(model.parameters()), directions)
+    finally:
+        outputs.close()
+
+
+def convolutional() -> nn.Module:
+    layers = [nn.Conv2d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(12, 3)]
+    return fill(nn.Sequential(*layers))
+
+
+def image_batch(samples: int, seed: int = 0) -> Batch:
+    return randn(samples, 2, 3, 3, seed=seed), labels(samples, seed=seed)
+
+
+class Tied(nn.Module):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+CURVATURES: dict[str, tuple[Callable[[], nn.Module], list[Batch], Criterion]] = {
+    "softmax": (deep, [classes_of(0, 5)], F.cross_entropy),
+    "micro-batches": (deep, [classes_of(0, 4), classes_of(1, 2)], F.cross_entropy),
+    "conv, relu": (convolutional, [image_batch(3)], F.cross_entropy),
+    "squares": (deep, [(randn(4, 3), randn(4, 3, seed=1))], half_square),
+    "depends on targets": (deep, [(randn(4, 3), randn(4, 3, seed=1))], log_cosh),
+    "sigmoid": (
+        deep,
+        [(randn(4, 3), (randn(4, 3, seed=1) > 0).double())],
+        F.binary_cross_entropy_with_logits,
+    ),
+    "tied": (lambda: fill(Tied()), [classes_of(0, 4)], F.cross_entropy),
+    "layer norm": (
+        lambda: fill(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3))),
+        [classes_of(0, 4)],
+        F.cross_entropy,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURVATURES)
+def test_curvature_is_that_of_the_dense_fisher(name: str) -> None:
+    make, batches, criterion = CURVATURES[name]
+    model = make()
+    directions = directions_of(model, 3)
+    d = torch.stack([flat(direction) for direction in directions])
+    before = flat(list(model.parameters()))
+    expected = d @ fisher(model, batches, criterion) @ d.T
+    compare(curvature(model, closures(model, batches, criterion), directions), expected, name)
+    assert torch.equal(flat(list(model.parameters())), before)
+    assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values())
+
+
+class Masked(nn.Module):
+    """`Dropout` in the middle of a network, that notes its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 3)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        mask = F.dropout(torch.ones_like(hidden, requires_grad=False), 0.5)
+        self.masks.append(mask.detach().clone())
+        return self.last((hidden * mask).tanh())
+
+
+def test_dropout_has_the_masks_of_the_first_pass() -> None:
+    model = fill(Masked())
+    x, y = classes_of(0, 4)
+    torch.manual_seed(5)
+    directions = directions_of(model, 2)
+    masks = model.masks
+    found = curvature(model, closures(model, [(x, y)], F.cross_entropy), directions)
+    after = torch.rand(())
+    assert len(masks) == 3  # the first pass and one for each direction
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    # The dense matrix of the network with this mask, which has no randomness left.
+    fixed = nn.Module()
+    fixed.first, fixed.last = model.first, model.last
+    fixed.forward = lambda pair: model.last((model.first(pair[:, :3]) * pair[:, 3:]).tanh())  # type: ignore[method-assign]
+    d = torch.stack([flat(direction) for direction in directions])
+    inputs = torch.cat([x, masks[0]], 1)
+    compare(found, d @ fisher(fixed, [(inputs, y)], F.cross_entropy) @ d.T, "curvature")
+    # The random numbers go on as after one pass.
+    torch.manual_seed(5)
+    model(x)
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_batch_norm_is_left_as_after_one_pass() -> None:
+    def make() -> nn.Module:
+        return fill(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+
+    model, once = make(), make()
+    x, y = classes_of(0, 5)
+    once(x)
+    buffers = list(model.buffers())
+    directions = directions_of(model, 2)
+    found = curvature(model, closures(model, [(x, y)], F.cross_entropy), directions)
+    assert [id(b) for b in model.buffers()] == [id(b) for b in buffers]
+    assert all(map(torch.equal, model.buffers(), once.buffers()))
+    # Statistics of the batch tie its samples together: one Jacobian of all outputs.
+    names = [name for name, _ in model.named_parameters()]
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    copies = {name: b.clone() for name, b in model.named_buffers()}
+
+    def run(own: dict[str, Tensor]) -> Tensor:
+        buffers = {name: b.clone() for name, b in copies.items()}
+        return torch.func.functional_call(model, (own, buffers), (x,))
+
+    jacobian = torch.func.jacrev(run)(state)
+    j = torch.cat([jacobian[name].flatten(2) for name in names], 2).flatten(0, 1)
+    with torch.no_grad():
+        output = make()(x)
+    h = torch.func.hessian(lambda f: F.cross_entropy(f, y))(output).reshape(15, 15)
+    d = torch.stack([flat(direction) for direction in directions])
+    compare(found, d @ j.T @ h @ j @ d.T, "curvature")
+
+
+def test_a_loss_linear_in_the_output_has_no_curvature() -> None:
+    model, x = deep(), randn(4, 3)
+    each = closures(model, [(x, x)], lambda f, _: (2 * f).sum())
+    found = curvature(model, each, directions_of(model, 2))
+    assert torch.equal(found, torch.zeros(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("term", "fits"),
+    [
+        (lambda model, f: f.square().sum(), True),
+        (lambda model, f: f.square().sum() + model[2].weight.square().sum(), False),
+        (lambda model, f: (f @ model[2].weight).sum(), False),
+    ],
+    ids=["through the output", "a penalty", "a product"],
+)
+def test_a_loss_goes_through_the_output(term: Callable[[Any, Tensor], Tensor], fits: bool) -> None:
+    model = deep()
+    output = model(randn(4, 3))
+    if fits:
+        require_only_through(output, term(model, output), list(model.parameters()))
+    else:
+        with pytest.raises(RuntimeError, match="other than through the model's output"):
+            require_only_through(output, term(model, output), list(model.parameters()))
+
+
+# -- the collector ---------------------------------------------------------------------------
+
+
+def test_what_runs_outside_a_closure_is_not_held() -> None:
+    model = deep()
+    outputs = Outputs(model)
+    model(randn(2, 3))
+    assert outputs._seen is None
+    with pytest.raises(ZeroDivisionError):
+        outputs.of(lambda: model(randn(2, 3)).sum() * (1 // 0))
+    assert outputs._seen is None
+    model(randn(2, 3))
+    output, loss = outputs.of(lambda: model(randn(2, 3)).sum())
+    assert torch.equal(output.sum(), loss)
+    outputs.close()
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("closure", "error", "message"),
+    [
+        (lambda model, x: model(x).sum() + model(x).sum(), RuntimeError, "once, not 2 times"),
+        (lambda model, x: x.sum(), RuntimeError, "once, not 0 times"),
+        (lambda model, x: model(x), TypeError, "a scalar tensor"),
+        (lambda model, x: model(x).sum().item(), TypeError, "a scalar tensor"),
+        (lambda model, x: print(model(x)), TypeError, "a scalar tensor"),
+    ],
+    ids=["twice", "never", "no scalar", "a number", "nothing"],
+)
+def test_closures_that_are_none(
+    closure: Callable[..., Any], error: type[Exception], message: str
+) -> None:
+    model, x = deep(), randn(2, 3)
+    with pytest.raises(error, match=message):
+        Outputs(model).of(lambda: closure(model, x))
+
+
+def test_a_model_of_several_outputs_is_refused() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    model = Two()
+    with pytest.raises(TypeError, match="Two returns tuple"):
+        Outputs(model).of(closures(model, [(randn(2), randn(2))], lambda f, _: f[0].sum())[0])
+
+
+# -- the minimum -----------------------------------------------------------------------------
+
+
+def positive(size: int, rank: int, seed: int) -> Tensor:
+    root = randn(size, rank, seed=seed)
+    return root @ root.T
+
+
+@given(size=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=20)
+def test_the_minimum_is_the_dense_solve(size: int, seed: int) -> None:
+    c, b = positive(size, size + 2, seed), randn(size, seed=seed + 1)
+    found = Quadratic(c, b).minimise()
+    compare(found, torch.linalg.solve(c, -b), "minimum", rtol=1e-6)
+    value = 0.5 * found @ c @ found + b @ found
+    assert Quadratic(c, b).change(found) == pytest.approx(float(value), rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e6])
+def test_a_short_direction_is_no_singular_one(scale: float) -> None:
+    c, b = positive(2, 3, 0), randn(2, seed=1)
+    s = torch.tensor([1.0, scale], dtype=torch.float64)
+    found = Quadratic(c * s * s[:, None], b * s).minimise()
+    compare(found * s, Quadratic(c, b).minimise(), "minimum", rtol=1e-6)
+
+
+def test_zero_directions_get_nothing() -> None:
+    c, b = positive(3, 4, 0), randn(3, seed=1)
+    c[1, :], c[:, 1], b[1] = 0, 0, 0
+    found = Quadratic(c, b).minimise()
+    keep = [0, 2]
+    compare(found[keep], Quadratic(c[keep][:, keep], b[keep]).minimise(), "minimum")
+    assert found[1] == 0
+    nothing = torch.zeros(2, dtype=torch.float64)
+    assert torch.equal(Quadratic(torch.zeros(2, 2).double(), nothing).minimise(), nothing)
+
+
+def test_dependent_directions_reach_the_same_minimum() -> None:
+    # The third direction is the sum of the other two, the fourth the first once more.
+    combine = torch.tensor([[1.0, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.float64)
+    c, b = positive(2, 3, 0), randn(2, seed=1)
+    found = Quadratic(combine.T @ c @ combine, combine.T @ b).minimise()
+    compare(combine @ found, torch.linalg.solve(c, -b), "minimum", rtol=1e-6)
+    assert found.norm() < 10
+
+
+@given(size=st.integers(1, 3), rank=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=25)
+def test_one_more_direction_is_never_worse(size: int, rank: int, seed: int) -> None:
+    root = randn(size + 1, rank, seed=seed)
+    # The slope lies in the range of the curvature, as a gradient's does with damping.
+    c, b = root @ root.T, root @ randn(rank, seed=seed + 1)
+    more = Quadratic(c, b)
+    less = Quadratic(c[:size, :size], b[:size])
+    best, other = more.change(more.minimise()), less.change(less.minimise())
+    assert best <= other + 1e-7 * abs(other)
+    assert best <= 1e-12
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_finite(bad: float) -> None:
+    c, b = positive(2, 3, 0), randn(2)
+    assert Quadratic(c, b).finite()
+    c[0, 1] = bad
+    assert not Quadratic(c, b).finite()
+    assert not Quadratic(positive(2, 3, 0), torch.tensor([0.0, bad])).finite()

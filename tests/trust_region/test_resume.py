@@ -1,0 +1,109 @@
+"""The trust region goes on from any step, and on several ranks, as if nothing had happened."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import soframe
+from soframe.testing import compare
+from soframe.trust_region import ConstantDamping, LevenbergMarquardt
+from tests.curvature import fill, randn
+from tests.distributed.harness import run_ranks
+from tests.trust_region.kit import deep, labels, trust_region, vector
+
+STEPS = 7
+
+
+def net() -> nn.Module:
+    """Layers with and without a block."""
+    layers = [nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 3)]
+    return fill(nn.Sequential(*layers))
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> soframe.TrustRegion:
+    damping = LevenbergMarquardt(1.0, omega=0.7, interval=2)
+    return trust_region(model, "cross-entropy", damping, weight_decay=1e-3, **settings)
+
+
+def batch(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    return randn(8, 2, 3, 3, seed=step)[part], labels(8, seed=step)[part]
+
+
+def train(
+    model: nn.Module, own: soframe.TrustRegion, first: int, last: int, part: slice = slice(None)
+) -> list[bytes]:
+    """Train, and return what a script would have saved before every step."""
+    saved = []
+    for step in range(first, last):
+        file = io.BytesIO()
+        everything = {
+            "model": model.state_dict(),
+            "optimizer": own.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        torch.save(everything, file)
+        saved.append(file.getvalue())
+        x, y = batch(step, part)
+        # Too long a step now and then, so that some are rejected.
+        own.param_groups[0]["lr"] = 40.0 if step == 3 else 1.0
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+    return saved
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fisher": "monte-carlo", "burn_in": 2}, {"solve_every": 3, "statistics_every": 2}],
+    ids=str,
+)
+def test_training_goes_on_bit_by_bit_from_every_step(settings: dict[str, Any]) -> None:
+    whole = net()
+    first = optimizer_of(whole, **settings)
+    saved = train(whole, first, 0, STEPS)
+    assert settings.get("burn_in") or first.counters["rejected_steps"] > 0
+    for step, file in enumerate(saved):
+        model = fill(net(), seed=1)
+        own = optimizer_of(model, **settings)
+        everything = torch.load(io.BytesIO(file), weights_only=True)
+        model.load_state_dict(everything["model"])
+        own.load_state_dict(everything["optimizer"])
+        torch.set_rng_state(everything["random"])
+        train(model, own, step, STEPS)
+        assert torch.equal(vector(model), vector(whole)), f"from step {step}"
+        assert own.damping == first.damping
+        assert own.damping.at(0) == first.damping.at(0)
+        assert own.counters == first.counters
+
+
+def test_foreign_states_are_refused() -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="not the state of a TrustRegion: it lacks"):
+        own.load_state_dict(sgd.state_dict())
+    other = trust_region(deep(), "cross-entropy", ConstantDamping(1.0))
+    with pytest.raises(ValueError, match="another damping policy than LevenbergMarquardt"):
+        own.load_state_dict(other.state_dict())
+
+
+def train_rank(rank: int, ranks: int) -> tuple[Tensor, dict[str, float], dict[str, int]]:
+    model = net()
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    own = optimizer_of(wrapped)
+    train(wrapped, own, 0, 6, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks))
+    own.close()
+    return vector(model), own.last, own.counters
+
+
+@pytest.mark.distributed
+def test_two_ranks_are_one_process() -> None:
+    weights, last, counters = train_rank(0, 1)
+    assert counters["rejected_steps"] > 0
+    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, timeout=60):
+        compare(own_weights, weights, "weights")
+        assert own_last == pytest.approx(last, rel=1e-7)
+        assert own_counters == counters
