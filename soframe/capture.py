@@ -236,7 +236,7 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        output.register_hook(_GradientHook(weakref.ref(self), helper, kept.grad_fn, edges))
+        output.register_hook(_GradientHook(weakref.ref(self), helper, kept, edges))
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
@@ -245,7 +245,7 @@ class Capture:
         # autograd.grad passes through here without adding to any parameter's gradient.
         return any(map(_accumulates, edges))
 
-    def _on_gradient(self, helper: LayerHelper, node: Any, gradient: Tensor) -> None:
+    def _on_gradient(self, helper: LayerHelper, kept: Tensor, gradient: Tensor) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
             return
@@ -253,30 +253,31 @@ class Capture:
         device = gradient.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             wanted = self._probe is None or self._probe.first
-            inputs = node.saved_tensors if wanted else ()
+            # The tensor is held, not its node alone: torch 2.12 frees a node whose output is gone.
+            inputs = kept.grad_fn.saved_tensors if wanted else ()  # type: ignore[union-attr]
             self.sink(helper, inputs, gradient, number, self._probe)
 
 
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_edges", "_helper", "_node")
+    __slots__ = ("_capture", "_edges", "_helper", "_kept")
 
     def __init__(
-        self, capture: weakref.ref[Capture], helper: LayerHelper, node: Any, edges: tuple[Any, ...]
+        self, capture: weakref.ref[Capture], helper: LayerHelper, kept: Any, edges: tuple[Any, ...]
     ) -> None:
-        self._capture, self._helper, self._node, self._edges = capture, helper, node, edges
+        self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
 
     def __call__(self, gradient: Tensor | None) -> None:
-        capture, node = self._capture(), self._node
+        capture, kept = self._capture(), self._kept
         if capture is None or not capture._wants(self._edges):
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees here what it saved, even if the output lives on; so does this node.
-            self._node = None
+            self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, node, gradient)
+            capture._on_gradient(self._helper, kept, gradient)
 
 
 def _accumulates(edge: Any) -> bool:
