@@ -241,6 +241,7 @@ def test_what_a_user_can_put_right_is_one_line(invoke, arguments, message):
     failed(invoke(*arguments), message)
 
 
+@pytest.mark.slow
 def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path):
     result = soframe_command("train", "--workload", "mnist", cwd=tmp_path)
     assert result.returncode == 1
@@ -249,6 +250,7 @@ def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path):
     assert result.stderr.startswith("error: no workload 'mnist'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["typer", "rich", "sklearn"])
 def test_a_missing_library_is_named_with_what_to_install(tmp_path, module):
     distribution = {"sklearn": "scikit-learn"}.get(module, module)

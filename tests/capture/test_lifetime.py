@@ -284,6 +284,7 @@ def wrap(rank: int, world_size: int, name: str, late: bool) -> tuple[list[str], 
     return [row.parameter for row in preconditioner.report()], results
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -296,6 +297,7 @@ def test_wrapped_before_or_after(name: str, late: bool) -> None:
             assert_same(got, want)
 
 
+@pytest.mark.slow
 def test_compiled_wrapper_is_looked_through() -> None:
     model = CASE.build()
     preconditioner = precondition(compiled(model), skip=["^last$"])

@@ -156,7 +156,7 @@ def alone(name: str) -> Tensor:
 
 
 def slow(ranks: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if ranks > 3 else []
+    return [pytest.mark.slow] if ranks > 2 else []
 
 
 def assert_same(results: list[Any], expected: Tensor) -> None:

@@ -113,6 +113,7 @@ def hang(rank: int, world_size: int, folder: str) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_hang_is_killed_and_names_the_ranks_and_where_they_stood(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(hang, 3, str(tmp_path), timeout=2)
@@ -188,6 +189,7 @@ def slow_first(rank: int, world_size: int) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_unchecked_timeout_keeps_the_results_of_the_others() -> None:
     slow, quick = run_ranks(slow_first, 2, check=False, timeout=2, backend=None)
     assert isinstance(slow, RankFailure)
