@@ -258,7 +258,7 @@ class Preconditioner:
             placement = building.place(
                 self._strategy, registration.blocks, self._backend.world_size
             )
-        except Exception:
+        except Exception:  # whatever it is: the other ranks wait, and must be told
             say_failed(self._backend)
             raise
         numbers = (self._damping, self._decay, self._kl_clip)

@@ -45,7 +45,7 @@ def build_model(path: str) -> nn.Module:
         raise InspectionError(f"{path} is no callable but a {type(found).__name__}")
     try:
         model = found()
-    except Exception as error:
+    except Exception as error:  # whatever the user's own code does wrong, it has to be named
         raise InspectionError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."
         ) from error
@@ -67,7 +67,7 @@ def _import(name: str) -> Any:
                 f"there is no module {name!r}, neither installed nor in the current folder"
             ) from error
         raise InspectionError(f"module {name!r} could not be imported: {error}") from error
-    except Exception as error:
+    except Exception as error:  # likewise
         raise InspectionError(
             f"importing module {name!r} raised {type(error).__name__}: {error}"
         ) from error

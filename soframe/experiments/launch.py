@@ -227,7 +227,7 @@ def _main(task: _Task, pipe: Connection) -> None:
             dist.barrier()
             dist.destroy_process_group()
         pipe.send(_Message("result", result))
-    except Exception:
+    except Exception:  # raised again in the parent, with its traceback
         pipe.send(_Message("error", traceback.format_exc()))
     finally:
         pipe.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from soframe.experiments.config import RunConfig
-from soframe.experiments.train import train
+from soframe.experiments.train import run, train
 from tests.experiments.helpers import SILENT
 
 TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
@@ -17,4 +17,15 @@ def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
     config = RunConfig(workload, "kfac", lr=lr, momentum=0.9, steps=steps, seed=2000)
     assert config.preconditioner == {}
     record = train(SILENT, config)
+    assert min(row.loss for row in record.rows) <= target
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("workload", TARGETS)
+def test_two_lines_reach_the_target_under_ddp(workload: str) -> None:
+    steps, target = TARGETS[workload]
+    config = RunConfig(workload, "kfac", lr=0.1, momentum=0.9, steps=steps, seed=2000)
+    assert config.preconditioner == {}
+    record = run(config, processes=2)
     assert min(row.loss for row in record.rows) <= target
