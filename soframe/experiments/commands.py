@@ -103,7 +103,7 @@ def train(
     workload_name: Annotated[
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
-    optimizer: Annotated[str, typer.Option(help="sgd, adamw or kfac.")] = "kfac",
+    optimizer: Annotated[str, typer.Option(help="sgd, adamw, kfac or trust-region.")] = "kfac",
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
@@ -181,11 +181,17 @@ def _configure(
     (name,) = tuning.optimizers([optimizer])
     if options.get("kl_clip") == 0:
         options["kl_clip"] = None
+    field = "preconditioner"
+    if name == "trust-region":
+        field = "options"
+        if refused := {"damping", "kl_clip"} & set(options):
+            raise ValueError(f"trust-region chooses its own {' and '.join(sorted(refused))}")
     if lr is None:
-        settings = dict(tuning.load(workload_name, name).best.settings)
-        settings |= {f"preconditioner.{option}": value for option, value in options.items()}
+        settings = dict(tuning.chosen(workload_name, name))
+        settings |= {f"{field}.{option}": value for option, value in options.items()}
         return tuning.configure(workload_name, name, settings, **changes)
-    return RunConfig(workload=workload_name, optimizer=name, preconditioner=options, **changes)
+    arguments: dict[str, Any] = {field: options}
+    return RunConfig(workload=workload_name, optimizer=name, **arguments, **changes)
 
 
 @app.command("compare")
@@ -194,7 +200,7 @@ def compare_command(
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
     optimizers: Annotated[
-        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac.")
+        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac, trust-region.")
     ] = "sgd,adamw,kfac",
     strategies: Annotated[
         str, typer.Option(help="Of K-FAC, separated by commas; one run for each.")

@@ -19,7 +19,7 @@ class Row:
     Attributes:
         step: Optimizer steps taken.
         seconds: Spent training, without evaluations.
-        loss: The mean over the whole training set.
+        loss: The mean over the whole training set, or what else the workload measures.
         accuracy: On the test set, from 0 to 1, where the workload has one.
     """
 

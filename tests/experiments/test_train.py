@@ -111,7 +111,7 @@ def test_progress_is_told_at_every_evaluation():
 def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
     def batches(rank, world_size):
         worker = dataclasses.replace(SILENT, rank=rank, world_size=world_size)
-        state = training._Run.__new__(training._Run)
+        state = training.Run.__new__(training.Run)
         state.worker, state.config, state.batch_size = worker, SGD, 500
         state.data = training.workload(SGD.workload).data(0, torch.float64)
         iterator = state._batches()
@@ -130,7 +130,7 @@ def test_numerics_are_put_back():
     denormal = torch.full((1,), 1e-310, dtype=torch.float64)
     before = torch.get_num_threads()
     torch.set_flush_denormal(False)
-    with training._numerics(threads=before + 1):
+    with training.numerics(threads=before + 1):
         assert torch.get_num_threads() == before + 1
         assert (denormal * 1.0).item() == 0.0
     assert torch.get_num_threads() == before
@@ -168,7 +168,7 @@ def test_a_batch_must_split_evenly():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "muon"}, "no optimizer 'muon'; there are: sgd, adamw, kfac"),
+        ({"optimizer": "lion"}, "no optimizer 'lion'; there are: sgd, adamw, kfac"),
         ({"schedule": "linear"}, "no schedule 'linear'; there are: constant, cosine"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
