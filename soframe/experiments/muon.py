@@ -88,7 +88,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         model: nn.Module,
         lr: float,
         momentum: float,
-        adamw_lr: float,
+        adamw_lr: float = 3e-3,
         weight_decay: float = 0.0,
     ) -> None:
         matrices, others = split(model)

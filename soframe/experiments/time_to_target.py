@@ -434,12 +434,10 @@ def race(
         raise ValueError(f"runs that are compared have one number of threads, not {threads}")
     with numerics(threads.pop()):
         runs = [Run(_ALONE, config) for config in configs]
-        until = turn
         while not all(run.finished() for run in runs):
             for run in runs:
-                run.advance(until)
+                run.advance(run.rows[-1].seconds + turn)
             on_turn([run.record() for run in runs])
-            until += turn
         for run in runs:
             run.close()
         return [run.record() for run in runs]
