@@ -34,6 +34,7 @@ def main(
     ] = f"{TRUST_REGION},{','.join(PEERS)}",
     tune: Annotated[bool, typer.Option("--tune", help="Tune the peers first.")] = False,
     tune_only: Annotated[bool, typer.Option("--tune-only", help="And no report.")] = False,
+    trials: Annotated[int, typer.Option(min=1, help="Of tuning, for each peer.")] = 8,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
     seconds: Annotated[
         float | None, typer.Option(help="Of training, for each run; each workload's if left out.")
@@ -60,7 +61,9 @@ def main(
         benchmark = BENCHMARKS[name]
         budget = (seconds or benchmark.seconds) * (QUICK if quick else 1.0)
         if tune or tune_only:
-            protocol = Protocol(name, benchmark.targets, seconds or benchmark.tuning_seconds)
+            rungs = ((trials, 0.25), (max(1, trials // 2), 0.5), (1, 1.0))
+            budget_of_trials = seconds or benchmark.tuning_seconds
+            protocol = Protocol(name, benchmark.targets, budget_of_trials, rungs)
             for optimizer in PEERS:
                 if optimizer in names:
                     print(f"{name}, {optimizer}", flush=True)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def test_curves_are_drawn_around_their_points():
         for t in torch.linspace(0, 1, 40):
             level = list(points)
             while len(level) > 1:
-                level = [a + t * (b - a) for a, b in zip(level, level[1:], strict=False)]
+                level = [a + t * (b - a) for a, b in pairwise(level)]
             curve.append(level[0])
         for x, y in ((0, 0), (8, 8), (5, 11)):
             squared = min(float(((p - torch.tensor([x, y])) ** 2).sum()) for p in curve)

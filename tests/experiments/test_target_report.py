@@ -84,9 +84,7 @@ def test_the_trust_region_is_no_peer_of_its_own():
 def test_runs_that_cannot_be_compared_are_refused():
     with pytest.raises(ValueError, match="seeds"):
         Report.of("digits-autoencoder", TARGETS, [*OWN, *ADAM[:2]])
-    longer = [
-        dataclasses.replace(run, config=run.config.but(seconds=61.0)) for run in ADAM
-    ]
+    longer = [dataclasses.replace(run, config=run.config.but(seconds=61.0)) for run in ADAM]
     with pytest.raises(ValueError, match="budgets"):
         Report.of("digits-autoencoder", TARGETS, [*OWN, *longer])
 

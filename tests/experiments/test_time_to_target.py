@@ -166,8 +166,6 @@ def test_stored_outcomes_obey_one_protocol(path):
         assert json.dumps(settings, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-
-
 @pytest.mark.slow
 def test_runs_take_turns_and_are_what_they_would_be_alone():
     configs = [
@@ -192,11 +190,12 @@ def test_runs_take_turns_and_are_what_they_would_be_alone():
 def test_the_benchmark_runs_from_tuning_to_report(tmp_path):
     pytest.importorskip("pytorch_optimizer")
     output, tuned = tmp_path / "report", tmp_path / "tuned"
-    names = "trust-region,adamw,soap,shampoo,muon"
+    names = "trust-region,soap,shampoo"
+    options = ["digits-autoencoder", "--optimizers", names, "--tune", "--trials", "2"]
+    options += ["--seconds", "0.1", "--seeds", "3"]
     command = [sys.executable, str(ROOT / "benchmarks" / "time_to_target.py")]
     result = subprocess.run(
-        [*command, "digits-autoencoder", "--optimizers", names, "--tune", "--seeds", "3"]
-        + ["--seconds", "0.2", "--output", str(output), "--tuned", str(tuned)],
+        [*command, *options, "--output", str(output), "--tuned", str(tuned)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -206,9 +205,9 @@ def test_the_benchmark_runs_from_tuning_to_report(tmp_path):
     report = json.loads((output / "digits-autoencoder.json").read_text())
     assert report["seeds"] == [3]
     optimizers = [run["config"]["optimizer"] for run in report["runs"]]
-    assert optimizers == ["trust-region", "adamw", "soap", "muon", "shampoo"]
+    assert optimizers == ["trust-region", "soap", "shampoo"]
     assert len(report["lines"]) == 3 * len(optimizers)
     assert all(run["rows"][-1]["loss"] < run["rows"][0]["loss"] for run in report["runs"])
     assert (output / "digits-autoencoder.svg").stat().st_size > 10_000
-    assert len(list(tuned.glob("*.json"))) == 4
+    assert len(list(tuned.glob("*.json"))) == 2
     assert "K-FAC, trust region" in result.stdout
