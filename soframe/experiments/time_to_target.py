@@ -137,7 +137,7 @@ SPACES: Mapping[OptimizerName, Mapping[str, Range | Choice]] = {
         "schedule": _SCHEDULES,
     },
     "shampoo": {
-        "lr": Range(5e-4, 1e-2),
+        "lr": Range(1e-4, 3e-3),
         "betas": Choice(((0.9, 0.99), (0.9, 0.999))),
         "options.preconditioning_compute_steps": Choice((10, 25)),
         "schedule": _SCHEDULES,
