@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -51,7 +52,7 @@ bench: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 
 .PHONY: time-to-target
 time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned peers, about half an hour
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
 
 .PHONY: mutants
 mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail

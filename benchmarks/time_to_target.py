@@ -17,7 +17,8 @@ import typer
 
 from soframe.experiments import plots, target_report, time_to_target
 from soframe.experiments.compare import console, jsonable
-from soframe.experiments.time_to_target import BENCHMARKS, PEERS, TRUST_REGION, Protocol, Trial
+from soframe.experiments.search import PEERS
+from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
 from soframe.experiments.workloads import workload
 
 #: What is measured if nothing is named; the transformer is where the trust region gains nothing.

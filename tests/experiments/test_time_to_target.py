@@ -11,16 +11,8 @@ import pytest
 
 from soframe.experiments import time_to_target
 from soframe.experiments.config import RunConfig
-from soframe.experiments.time_to_target import (
-    BENCHMARKS,
-    PEERS,
-    TRUST_REGION,
-    Choice,
-    Protocol,
-    Range,
-    Trial,
-    Tuned,
-)
+from soframe.experiments.search import PEERS, SPACES, Choice, Range
+from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial, Tuned
 from soframe.experiments.train import train
 from soframe.experiments.tuning import TUNING_SEED
 from soframe.experiments.workloads import workload
@@ -57,7 +49,7 @@ def test_every_peer_gets_as_many_draws_and_the_same_ones_again(optimizer):
     assert len(draws) == 8
     assert draws == time_to_target.draw(optimizer, PROTOCOL)
     assert draws != time_to_target.draw(optimizer, dataclasses.replace(PROTOCOL, seed=1))
-    assert all(set(draw) == set(time_to_target.SPACES[optimizer]) for draw in draws)
+    assert all(set(draw) == set(SPACES[optimizer]) for draw in draws)
     decayed = time_to_target.draw(optimizer, dataclasses.replace(PROTOCOL, workload="byte-gpt"))
     assert {draw["weight_decay"] for draw in decayed} == {0.0, 0.1}
 
