@@ -57,7 +57,7 @@ def test_curves_are_drawn_around_their_points():
     assert curves.test is None
     assert curves.train.inputs.shape == (3, 256)
     assert torch.equal(curves.train.inputs, curves.train.targets)
-    control = torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(4)) * 13 + 1.5
+    control = torch.rand(3, 3, 2, generator=torch.Generator().manual_seed(4)) * 11 + 2
     for image, points in zip(curves.train.inputs.view(3, 16, 16), control, strict=True):
         # De Casteljau's construction, against the polynomial.
         curve = []
@@ -68,7 +68,7 @@ def test_curves_are_drawn_around_their_points():
             curve.append(level[0])
         for x, y in ((0, 0), (8, 8), (5, 11)):
             squared = min(float(((p - torch.tensor([x, y])) ** 2).sum()) for p in curve)
-            expected = torch.exp(torch.tensor(-2.0 * squared, dtype=torch.float64))
+            expected = torch.exp(torch.tensor(-squared / 2, dtype=torch.float64))
             torch.testing.assert_close(image[y, x], expected, atol=1e-4, rtol=1e-4)
 
 
