@@ -10,6 +10,7 @@ The report prints a table for each workload, and writes JSON and plots to `--out
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ import typer
 
 from soframe.experiments import plots, target_report, time_to_target
 from soframe.experiments.compare import console, jsonable
+from soframe.experiments.requirements import MissingLibraryError
 from soframe.experiments.search import PEERS
 from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
 from soframe.experiments.workloads import workload
@@ -112,4 +114,7 @@ def describe(trial: Trial) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
+        sys.exit(f"error: {error}")
