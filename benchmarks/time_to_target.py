@@ -60,6 +60,8 @@ def main(
     if unknown := [name for name in workloads or () if name not in BENCHMARKS]:
         raise typer.BadParameter(f"no workload {unknown[0]!r} here")
     screen = console()
+    if not screen.is_terminal:
+        screen.width = max(screen.width, 140)
     for name in workloads or DEFAULT:
         benchmark = BENCHMARKS[name]
         budget = (seconds or benchmark.seconds) * (QUICK if quick else 1.0)

@@ -174,7 +174,7 @@ class Report:
                     f"To {target:g}: {own.label} {own.seconds.median:.1f} s and "
                     f"{own.steps.median:g} steps; the fastest other, {peer.label}, "
                     f"{peer.seconds.median:.1f} s and {peer.steps.median:g} steps: "
-                    f"{own.against_peer} times the seconds."
+                    f"{own.against_peer} times as long."
                 )
         return said
 
@@ -291,10 +291,9 @@ def table(report: Report) -> Table:
     )
     made.add_column("to", justify="right", no_wrap=True)
     made.add_column("optimizer", no_wrap=True)
-    for name in ("steps", "seconds", "ms/\nstep", "AdamW's time\n/ this one's"):
+    ratios = ("time of AdamW\n/ this", "of best peer\n/ this", "its steps\n/ this")
+    for name in ("steps", "seconds", "ms/\nstep", *ratios):
         made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("best peer's time\n/ this one's", justify="right", no_wrap=True)
-    made.add_column("best peer's steps\n/ this one's", justify="right", no_wrap=True)
     target = None
     for line in report.lines:
         if target is not None and line.target != target:

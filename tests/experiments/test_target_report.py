@@ -104,9 +104,9 @@ def test_sentences_compare_with_the_best_peer():
     first, second = REPORT.sentences()
     assert first == (
         "To 1: K-FAC, trust region 2.0 s and 10 steps; the fastest other, Muon, 3.0 s and 30 "
-        "steps: 1.50 times the seconds."
+        "steps: 1.50 times as long."
     )
-    assert second.endswith("0.67 times the seconds.")
+    assert second.endswith("0.67 times as long.")
     slow = Report.of("digits-autoencoder", (0.1,), [*OWN, *ADAM])
     assert slow.sentences() == ["To 0.1: K-FAC, trust region did not get there in 60 s."]
 
