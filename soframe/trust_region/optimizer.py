@@ -27,6 +27,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.trust_region.damping import DampingPolicy
 from soframe.trust_region.denormals import flushed_denormals
+from soframe.trust_region.memo import Memo
 from soframe.trust_region.quadratic import (
     Closure,
     Direction,
@@ -164,14 +165,16 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
+            memo = Memo()
             with torch.enable_grad():
-                output, loss = self._outputs.of(closure)
+                with memo.record():
+                    output, loss = self._outputs.of(closure)
                 (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
                 require_only_through(output, loss, parameters)
                 self.preconditioner.observe(output)
                 # From the output, not the loss: the Hessian needs the graph in between again.
                 output.backward(gradient.detach())
-            forwards.append(Forward(closure, replay, output, gradient))
+            forwards.append(Forward(closure, replay, output, gradient, memo))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):
             self._check_loss(forwards)

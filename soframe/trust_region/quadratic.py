@@ -11,13 +11,14 @@ over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as fwd
 from torch import Tensor, nn
 
+from soframe.trust_region.memo import Memo
 from soframe.trust_region.replay import Replay
 
 Direction = Sequence[Tensor]
@@ -104,12 +105,14 @@ class Forward:
         replay: How to run it again.
         output: The model's output.
         gradient: The gradient of the loss in it, itself differentiable.
+        memo: What the pass computed; None to compute it again.
     """
 
     closure: Closure
     replay: Replay
     output: Tensor
     gradient: Tensor
+    memo: Memo | None = None
 
     def hessian_product(self, tangent: Tensor) -> Tensor:
         """Return the Hessian of the loss in the output, times a tangent.
@@ -134,23 +137,26 @@ class Outputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[Tensor] | None = None
+        self._cut = False
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+    def _hook(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         if self._seen is None:
-            return
+            return None
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns one tensor"
             )
         self._seen.append(output)
+        return fwd.unpack_dual(output).primal if self._cut else None
 
-    def of(self, closure: Closure) -> tuple[Tensor, Tensor]:
+    def of(self, closure: Closure, *, cut: bool = False) -> tuple[Tensor, Tensor]:
         """Run a closure.
 
         Args:
             closure: It runs the model once and returns a scalar loss.
+            cut: Whether tangents end at the model's output: the loss is computed without.
 
         Returns:
             The model's output and the loss.
@@ -160,11 +166,11 @@ class Outputs:
             TypeError: If the loss is no scalar tensor.
         """
         seen: list[Tensor] = []
-        self._seen = seen
+        self._seen, self._cut = seen, cut
         try:
             loss: object = closure()
         finally:
-            self._seen = None
+            self._seen, self._cut = None, False
         if len(seen) != 1:
             raise RuntimeError(
                 f"a closure must run the model once, not {len(seen)} times; pass a list with one "
@@ -264,7 +270,8 @@ def jacobian_product(
         forward.replay.again(),
         fwd.dual_level(),
         dual_parameters(model, tangents),
+        nullcontext() if forward.memo is None else forward.memo.recall(),
     ):
-        output, _ = outputs.of(forward.closure)
+        output, _ = outputs.of(forward.closure, cut=True)
         primal, tangent = fwd.unpack_dual(output)
     return torch.zeros_like(primal) if tangent is None else tangent
