@@ -4,6 +4,8 @@
   no curvature: it vanishes where the model fits its data (Kunstner et al., 2019).
 - ``"monte-carlo"``: those at targets drawn from the model's predictive distribution, unbiased for
   the true Fisher. One more backward pass per sample, to the layers' outputs only.
+- ``"forward-only"``: nobody's. The factor of the outputs is the identity, and the block of a layer
+  ``A ⊗ I`` (Benzing, 2022, who calls it FOOF). It costs less than the empirical Fisher.
 - ``"type-2"``: the columns of a square root of the loss's Hessian, exact (Eschenhagen et al., 2023,
   section 2.1). One more backward pass per column.
 """
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from soframe.losses.base import Loss
 
-Kind = Literal["empirical", "monte-carlo", "type-2"]
-KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "monte-carlo", "type-2")
+Kind = Literal["empirical", "forward-only", "monte-carlo", "type-2"]
+KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo", "type-2")
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Fisher:
     """A Fisher and what it needs.
 
     Attributes:
-        kind: ``"empirical"``, ``"monte-carlo"`` or ``"type-2"``.
-        loss: The loss; not needed by the empirical Fisher.
+        kind: One of ``KINDS_OF_FISHER``.
+        loss: The loss; needed by those that are probed.
         samples: Samples per datum of the Monte-Carlo Fisher.
         generator: Their source of randomness; None for torch's.
     """
@@ -43,10 +45,15 @@ class Fisher:
         if self.kind not in KINDS_OF_FISHER:
             names = ", ".join(map(repr, KINDS_OF_FISHER))
             raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
-        if self.kind != "empirical" and self.loss is None:
+        if self.probed and self.loss is None:
             raise ValueError(f"fisher={self.kind!r} needs loss=, for example loss='cross-entropy'")
         if self.samples < 1:
             raise ValueError(f"Fisher: samples must be at least 1, not {self.samples}")
+
+    @property
+    def probed(self) -> bool:
+        """Whether it needs output gradients besides those of the loss's own backward pass."""
+        return self.kind in ("monte-carlo", "type-2")
 
     def vectors(self, outputs: Tensor) -> Iterator[tuple[Tensor, float]]:
         """Yield gradients in the outputs whose weighted outer products add up to the Hessian.

@@ -76,7 +76,8 @@ class Preconditioner:
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
+            for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
@@ -131,7 +132,6 @@ class Preconditioner:
         self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
-        self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
@@ -145,7 +145,10 @@ class Preconditioner:
             fisher,  # type: ignore[arg-type]  # checked there
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
-        self._capture = Capture(probing=self._fisher.kind != "empirical")
+        self._choices = Choices(
+            method, solver, dict(layers or {}), tuple(skip), dtype, fisher == "forward-only"
+        )
+        self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
         self._owed_statistics = 0
         self._blocks: list[Block] = []
@@ -156,6 +159,7 @@ class Preconditioner:
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
         It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+        The forward-only Fisher needs none, and lets it pass.
 
         Args:
             outputs: The model's outputs, ``[N, ...]``, with their graph.
@@ -166,7 +170,7 @@ class Preconditioner:
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        if self._capture.enabled:
+        if self._capture.enabled and self._fisher.probed:
             self._capture.probe(outputs, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
@@ -278,7 +282,7 @@ class Preconditioner:
             self._scaling,
             self._loss_average,
             self._backend.world_size,
-            own_gradients=self._fisher.kind != "empirical",
+            own_gradients=self._fisher.probed,
         )
         statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:

@@ -32,6 +32,7 @@ class Choices:
         layers: Helper classes by patterns on module names, before the registry is asked.
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
+        forward_only: Whether the factors of the outputs are the identity.
     """
 
     method: Choice
@@ -39,6 +40,7 @@ class Choices:
     layers: Mapping[str, type[LayerHelper]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
+    forward_only: bool = False
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -187,13 +189,14 @@ class Registration:
                 self._explain(other, "its weight is shared with a layer of another geometry")
             return
         parameters = list(helpers[0].parameters.values())
+        method: Method = self._methods.choose(name)
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
         self.blocks.append(
             Block(
                 name or type(module).__name__,
                 tuple(helpers),
-                self._methods.choose(name),
+                method.forward_only() if self._choices.forward_only else method,
                 self._solvers.choose(name),
                 factor_dtype(parameters, self._choices.dtype),
             )

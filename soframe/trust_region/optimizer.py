@@ -53,7 +53,7 @@ class TrustRegion(torch.optim.Optimizer):
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
         lr: Multiplies the update; 1 is the minimum of the model.
-        fisher: ``"monte-carlo"`` or ``"type-2"``.
+        fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
         preconditioner_damping: The damping within the preconditioner, as a multiple of the
             policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
@@ -89,7 +89,7 @@ class TrustRegion(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
         if fisher == "empirical":
-            raise ValueError("TrustRegion needs fisher='monte-carlo' or 'type-2'")
+            raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
