@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from soframe.losses.base import Loss
+from soframe.losses.sum import SumLoss
 
 Kind = Literal["empirical", "forward-only", "monte-carlo", "type-2"]
 KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo", "type-2")
@@ -55,20 +56,40 @@ class Fisher:
         """Whether it needs output gradients besides those of the loss's own backward pass."""
         return self.kind in ("monte-carlo", "type-2")
 
-    def vectors(self, outputs: Tensor) -> Iterator[tuple[Tensor, float]]:
+    def vectors(
+        self, outputs: Tensor | Sequence[Tensor]
+    ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
         """Yield gradients in the outputs whose weighted outer products add up to the Hessian.
 
         Args:
-            outputs: ``[N, ...]``.
+            outputs: ``[N, ...]``, or several of them.
 
         Yields:
-            ``[N, ...]`` and a weight. Exactly for type-2, in expectation for Monte-Carlo.
+            ``[N, ...]`` for each output (None for zeros), and a weight. Exactly for type-2, in
+            expectation for Monte-Carlo.
+
+        Raises:
+            TypeError: If there are several outputs, and the loss is no sum over them.
         """
         assert self.loss is not None
-        detached = outputs.detach()
+        if isinstance(outputs, Tensor):
+            detached = outputs.detach()
+            if self.kind == "type-2":
+                for column in self.loss.half_factor(detached):
+                    yield [column], 1.0
+                return
+            for _ in range(self.samples):
+                yield [self.loss.sample(detached, self.generator)], 1.0 / self.samples
+            return
+        if not isinstance(self.loss, SumLoss):
+            raise TypeError(
+                f"several outputs need a loss for each: SumLoss([Term(..., output=0), Term(..., "
+                f"output=1)]) rather than {self.loss!r}"
+            )
+        heads = [output.detach() for output in outputs]
         if self.kind == "type-2":
-            for column in self.loss.half_factor(detached):
-                yield column, 1.0
+            for columns in self.loss.half_factors(heads):
+                yield columns, 1.0
             return
         for _ in range(self.samples):
-            yield self.loss.sample(detached, self.generator), 1.0 / self.samples
+            yield self.loss.samples(heads, self.generator), 1.0 / self.samples

@@ -154,7 +154,7 @@ class Preconditioner:
         self._blocks: list[Block] = []
         self._build()
 
-    def observe(self, outputs: Tensor) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
@@ -162,16 +162,24 @@ class Preconditioner:
         The forward-only Fisher needs none, and lets it pass.
 
         Args:
-            outputs: The model's outputs, ``[N, ...]``, with their graph.
+            outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
+                is a `soframe.losses.SumLoss` over them.
 
         Raises:
+            TypeError: If the outputs are no tensors, or several without such a loss.
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
+        heads: list[Any] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if not all(isinstance(head, Tensor) for head in heads):
+            raise TypeError(
+                f"observe takes the tensors that the loss is of, one or a sequence of them, not "
+                f"{type(outputs).__name__}"
+            )
         if self._capture.enabled and self._fisher.probed:
-            self._capture.probe(outputs, self._fisher.vectors(outputs))
+            self._capture.probe(heads, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
