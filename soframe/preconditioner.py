@@ -36,6 +36,7 @@ from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+from soframe.trust_region.damping import DampingChoice
 from soframe.trust_region.kl_clip import kl_clip_factor
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
@@ -55,7 +56,8 @@ class Preconditioner:
         strategy: The distribution strategy: a name, class or instance.
         backend: The communication backend; None for torch.distributed where it is initialised,
             else one process.
-        damping: Added to the curvature's eigenvalues.
+        damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
+            name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on the KL divergence of a step; None turns it off.
         optimizer: The optimizer whose learning rates the KL clip reads at every step.
@@ -103,7 +105,7 @@ class Preconditioner:
         strategy: str | type[Strategy] | Strategy = "comm-opt",
         backend: str | type[Backend] | Backend | None = None,
         *,
-        damping: Schedule = 1e-3,
+        damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
         optimizer: torch.optim.Optimizer | None = None,
@@ -127,7 +129,7 @@ class Preconditioner:
         if isinstance(skip, str):
             raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
         self._model = unwrap(model)
-        self._damping = Scheduled("damping", damping)
+        self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
         self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
         self._statistics_every = Every("statistics_every", statistics_every)
@@ -146,7 +148,13 @@ class Preconditioner:
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
         self._choices = Choices(
-            method, solver, dict(layers or {}), tuple(skip), dtype, fisher == "forward-only"
+            method,
+            solver,
+            dict(layers or {}),
+            tuple(skip),
+            dtype,
+            forward_only=fisher == "forward-only",
+            damping=self._damping,
         )
         self._capture = Capture(probing=self._fisher.probed)
         self._closed = False

@@ -17,6 +17,8 @@ from soframe.methods.base import Method
 from soframe.registry import KINDS, first_match
 from soframe.report import Report, ReportRow
 from soframe.solvers.base import Solver
+from soframe.solvers.relative import Relative
+from soframe.trust_region.damping import DampingPolicy
 
 Choice = Any
 """A name, a class, an instance, or a mapping from patterns on module names to one of these."""
@@ -33,6 +35,7 @@ class Choices:
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
         forward_only: Whether the factors of the outputs are the identity.
+        damping: The damping policy, which may put a solver around each block's.
     """
 
     method: Choice
@@ -41,6 +44,7 @@ class Choices:
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
     forward_only: bool = False
+    damping: DampingPolicy | None = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -190,6 +194,8 @@ class Registration:
             return
         parameters = list(helpers[0].parameters.values())
         method: Method = self._methods.choose(name)
+        solver: Solver = self._solvers.choose(name)
+        damping = self._choices.damping
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
         self.blocks.append(
@@ -197,7 +203,7 @@ class Registration:
                 name or type(module).__name__,
                 tuple(helpers),
                 method.forward_only() if self._choices.forward_only else method,
-                self._solvers.choose(name),
+                solver if damping is None else damping.solver(solver),
                 factor_dtype(parameters, self._choices.dtype),
             )
         )
@@ -270,6 +276,8 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
 
 
 def _name(component: object) -> str:
+    if isinstance(component, Relative):
+        return f"{_name(component.solver)}, relative damping"
     for kind in ("method", "solver"):
         for key, registered in KINDS[kind].available().items():
             if type(component) is registered:

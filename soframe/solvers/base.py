@@ -102,18 +102,18 @@ class Solver(ABC):
         left = self.solve(eye, gradient.new_zeros(groups))
         return self.apply(gradient, left=left, right=right, damping=damping)
 
-    def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         """Return each factor's share of the damping, for ``solve``.
 
         Args:
             mean_traces: ``[groups]`` for each factor of the block: its trace over its size.
-            damping: The damping of this step.
+            damping: The damping of this step; ``[groups]`` where each group has one of its own.
 
         Returns:
             ``[groups]`` for each factor. By default the whole damping: so it has to be for a
             block of one factor, of which the other is the identity.
         """
-        return [torch.full_like(trace, damping) for trace in mean_traces]
+        return [torch.ones_like(trace) * damping for trace in mean_traces]
 
 
 def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], bool]:

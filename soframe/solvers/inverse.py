@@ -42,13 +42,13 @@ class Inverse(Solver):
         """See `Solver.tensors`."""
         return {"inverse": TensorSpec(factor.shape, symmetric=True)}
 
-    def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         """See `Solver.shares`.
 
         Args:
             mean_traces: ``[groups]`` for each of the two factors, that of the inputs first; or
                 for the only one, which takes the whole damping.
-            damping: The damping of this step.
+            damping: The damping of this step; ``[groups]`` where each group has one of its own.
 
         Returns:
             ``[groups]`` for each factor.

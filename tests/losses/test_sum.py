@@ -105,7 +105,9 @@ class LopsidedError(SquaredError):
             dense(randn(2, 5), randn(2, 5, seed=1), heads_criterion),
         ),
         (
-            SumLoss([Term(LopsidedError(), slice(0, 1)), Term(LopsidedError(), slice(1, 2), weight=4.0)]),
+            SumLoss(
+                [Term(LopsidedError(), slice(0, 1)), Term(LopsidedError(), slice(1, 2), weight=4.0)]
+            ),
             [randn(2, 2)],
             torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)).expand(2, 2, 2),
         ),
