@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ class LearningRates:
             )
         self._optimizer = optimizer
         self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
-        self._group_of: dict[int, dict[str, Any]] = {}
+        # By index: an optimizer that loads its state has new groups in place of the old.
+        self._group_of: dict[int, int] = {}
         self._sizes: list[int] = []
 
     def check(self, blocks: Sequence[Block]) -> None:
@@ -80,18 +80,18 @@ class LearningRates:
             return [self._schedule.at(step)] * len(blocks)
         if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
             self.check(blocks)
-        return [self._rate(block) for block in blocks]
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return [self._rate(block, rates) for block in blocks]
 
-    def _rate(self, block: Block) -> float | Tensor:
+    def _rate(self, block: Block, rates: Sequence[float | Tensor]) -> float | Tensor:
         groups = [self._group_of[id(p)] for p in block.parameters.values()]
-        if all(group is groups[0] for group in groups):
-            rate: float | Tensor = groups[0]["lr"]
-            return rate
+        if len(set(groups)) == 1:
+            return rates[groups[0]]
         row = torch.empty(1, 1, block.shape.in_features, dtype=block.dtype, device=block.device)
-        row[..., :-1], row[..., -1:] = (group["lr"] for group in groups)
+        row[..., :-1], row[..., -1:] = (rates[group] for group in groups)
         return row
 
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         self._sizes = [len(group["params"]) for group in groups]
-        self._group_of = {id(p): group for group in groups for p in group["params"]}
+        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
