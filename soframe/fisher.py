@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -93,3 +93,24 @@ class Fisher:
             return
         for _ in range(self.samples):
             yield self.loss.samples(heads, self.generator), 1.0 / self.samples
+
+
+def heads_of(outputs: Any) -> list[Tensor]:
+    """Return a model's outputs as a list.
+
+    Args:
+        outputs: A tensor, or several.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        TypeError: If they are something else.
+    """
+    heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if not all(isinstance(head, Tensor) for head in heads):
+        raise TypeError(
+            f"observe takes the tensors that the loss is of, one or a sequence of them, not "
+            f"{type(outputs).__name__}"
+        )
+    return heads

@@ -21,13 +21,14 @@ from soframe import building, gradients, solving, state
 from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
+from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
-from soframe.fisher import Fisher
+from soframe.fisher import Fisher, heads_of
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
-from soframe.lr import LearningRates
+from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
@@ -37,7 +38,6 @@ from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.trust_region.damping import DampingChoice
-from soframe.trust_region.kl_clip import kl_clip_factor
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -60,8 +60,11 @@ class Preconditioner:
             name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on the KL divergence of a step; None turns it off.
-        optimizer: The optimizer whose learning rates the KL clip reads at every step.
-        lr: The learning rate for the KL clip where there is no ``optimizer``.
+        norm_clip: Bound on the Euclidean length of a step; None turns it off.
+        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
+            rate; with ``"live"`` it has the bound's length whatever the rate.
+        optimizer: The optimizer whose learning rates the clips read at every step.
+        lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
@@ -108,6 +111,8 @@ class Preconditioner:
         damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
+        norm_clip: Schedule | None = None,
+        clip_lr: ClipLR = "live",
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
@@ -131,7 +136,8 @@ class Preconditioner:
         self._model = unwrap(model)
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
-        self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
+        building.require("clip_lr", clip_lr, ("live", "initial"))
+        self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
         self._scaling, self._samples = scaling, samples
@@ -140,21 +146,16 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
-        self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
+        self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._fisher = Fisher(
             fisher,  # type: ignore[arg-type]  # checked there
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
+        forward_only = fisher == "forward-only"
         self._choices = Choices(
-            method,
-            solver,
-            dict(layers or {}),
-            tuple(skip),
-            dtype,
-            forward_only=fisher == "forward-only",
-            damping=self._damping,
+            method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
         )
         self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
@@ -180,12 +181,7 @@ class Preconditioner:
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        heads: list[Any] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        if not all(isinstance(head, Tensor) for head in heads):
-            raise TypeError(
-                f"observe takes the tensors that the loss is of, one or a sequence of them, not "
-                f"{type(outputs).__name__}"
-            )
+        heads = heads_of(outputs)
         if self._capture.enabled and self._fisher.probed:
             self._capture.probe(heads, self._fisher.vectors(outputs))
 
@@ -210,7 +206,9 @@ class Preconditioner:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
         if finite:
-            self._write(pairs)
+            clip(pairs, self._bounds, self._lrs, self._steps)
+            for block, (result, _) in pairs.items():
+                block.write(result)
         else:
             gradients.discard(self._model)
         self._next_step()
@@ -241,20 +239,6 @@ class Preconditioner:
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
-    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
-        """Clip and write the preconditioned gradients."""
-        if not pairs:
-            return
-        results, raw = zip(*pairs.values(), strict=True)
-        if self._kl_clip is not None:
-            lrs = self._lrs.of(list(pairs), self._steps)
-            kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, raw, lrs, kappa)
-            for result in results:
-                result.mul_(factor.to(result.device))
-        for block, result in zip(pairs, results, strict=True):
-            block.write(result)
-
     def _next_step(self) -> None:
         self._steps += 1
         self._owed_statistics = max(0, self._owed_statistics - 1)
@@ -281,9 +265,9 @@ class Preconditioner:
         except Exception:  # whatever it is: the other ranks wait, and must be told
             say_failed(self._backend)
             raise
-        numbers = (self._damping, self._decay, self._kl_clip)
+        numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         self.placement = placement
@@ -372,7 +356,7 @@ class Preconditioner:
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        return state.save(
+        saved = state.save(
             self._blocks,
             self.placement,
             self._backend,
@@ -381,6 +365,7 @@ class Preconditioner:
             self._owed_statistics,
             self._scaling,
         )
+        return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state, perhaps of another world size, strategy or solver.
@@ -396,6 +381,7 @@ class Preconditioner:
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self._lrs.load(saved.get("initial_lrs", ()))
         self._new_window()
 
     def reset_batch(self) -> None:

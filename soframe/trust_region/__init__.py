@@ -7,6 +7,7 @@ from soframe.trust_region.damping import (
     RelativeDamping,
 )
 from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.norm_clip import norm_clip_factor
 from soframe.trust_region.quadratic import Quadratic
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "Quadratic",
     "RelativeDamping",
     "kl_clip_factor",
+    "norm_clip_factor",
 ]
