@@ -21,13 +21,14 @@ from soframe import building, gradients, solving, state
 from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
+from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
-from soframe.fisher import Fisher
+from soframe.fisher import Fisher, heads_of
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
-from soframe.lr import LearningRates
+from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
@@ -36,7 +37,7 @@ from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
-from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.damping import DampingChoice
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -55,11 +56,15 @@ class Preconditioner:
         strategy: The distribution strategy: a name, class or instance.
         backend: The communication backend; None for torch.distributed where it is initialised,
             else one process.
-        damping: Added to the curvature's eigenvalues.
+        damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
+            name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on the KL divergence of a step; None turns it off.
-        optimizer: The optimizer whose learning rates the KL clip reads at every step.
-        lr: The learning rate for the KL clip where there is no ``optimizer``.
+        norm_clip: Bound on the Euclidean length of a step; None turns it off.
+        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
+            rate; with ``"live"`` it has the bound's length whatever the rate.
+        optimizer: The optimizer whose learning rates the clips read at every step.
+        lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
@@ -76,7 +81,8 @@ class Preconditioner:
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
+            for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
@@ -102,9 +108,11 @@ class Preconditioner:
         strategy: str | type[Strategy] | Strategy = "comm-opt",
         backend: str | type[Backend] | Backend | None = None,
         *,
-        damping: Schedule = 1e-3,
+        damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
+        norm_clip: Schedule | None = None,
+        clip_lr: ClipLR = "live",
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
@@ -126,48 +134,56 @@ class Preconditioner:
         if isinstance(skip, str):
             raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
         self._model = unwrap(model)
-        self._damping = Scheduled("damping", damping)
+        self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
-        self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
+        building.require("clip_lr", clip_lr, ("live", "initial"))
+        self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
-        self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
-        self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
+        self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._fisher = Fisher(
             fisher,  # type: ignore[arg-type]  # checked there
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
-        self._capture = Capture(probing=self._fisher.kind != "empirical")
+        forward_only = fisher == "forward-only"
+        self._choices = Choices(
+            method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
+        )
+        self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
         self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
-    def observe(self, outputs: Tensor) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
         It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+        The forward-only Fisher needs none, and lets it pass.
 
         Args:
-            outputs: The model's outputs, ``[N, ...]``, with their graph.
+            outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
+                is a `soframe.losses.SumLoss` over them.
 
         Raises:
+            TypeError: If the outputs are no tensors, or several without such a loss.
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        if self._capture.enabled:
-            self._capture.probe(outputs, self._fisher.vectors(outputs))
+        heads = heads_of(outputs)
+        if self._capture.enabled and self._fisher.probed:
+            self._capture.probe(heads, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -190,7 +206,9 @@ class Preconditioner:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
         if finite:
-            self._write(pairs)
+            clip(pairs, self._bounds, self._lrs, self._steps)
+            for block, (result, _) in pairs.items():
+                block.write(result)
         else:
             gradients.discard(self._model)
         self._next_step()
@@ -221,20 +239,6 @@ class Preconditioner:
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
-    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
-        """Clip and write the preconditioned gradients."""
-        if not pairs:
-            return
-        results, raw = zip(*pairs.values(), strict=True)
-        if self._kl_clip is not None:
-            lrs = self._lrs.of(list(pairs), self._steps)
-            kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, raw, lrs, kappa)
-            for result in results:
-                result.mul_(factor.to(result.device))
-        for block, result in zip(pairs, results, strict=True):
-            block.write(result)
-
     def _next_step(self) -> None:
         self._steps += 1
         self._owed_statistics = max(0, self._owed_statistics - 1)
@@ -261,9 +265,9 @@ class Preconditioner:
         except Exception:  # whatever it is: the other ranks wait, and must be told
             say_failed(self._backend)
             raise
-        numbers = (self._damping, self._decay, self._kl_clip)
+        numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         self.placement = placement
@@ -278,7 +282,7 @@ class Preconditioner:
             self._scaling,
             self._loss_average,
             self._backend.world_size,
-            own_gradients=self._fisher.kind != "empirical",
+            own_gradients=self._fisher.probed,
         )
         statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:
@@ -352,7 +356,7 @@ class Preconditioner:
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        return state.save(
+        saved = state.save(
             self._blocks,
             self.placement,
             self._backend,
@@ -361,6 +365,7 @@ class Preconditioner:
             self._owed_statistics,
             self._scaling,
         )
+        return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state, perhaps of another world size, strategy or solver.
@@ -376,6 +381,7 @@ class Preconditioner:
         state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self._lrs.load(saved.get("initial_lrs", ()))
         self._new_window()
 
     def reset_batch(self) -> None:

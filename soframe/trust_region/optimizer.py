@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from soframe import registration
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.registry import KINDS
-from soframe.trust_region.damping import DampingPolicy
+from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.memo import Memo
 from soframe.trust_region.quadratic import (
@@ -50,11 +49,12 @@ class TrustRegion(torch.optim.Optimizer):
             ranks: the closure calls the wrapper.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
             instance. It must be the loss of the closure; the first step checks it.
-        damping: The damping policy: a name, class or instance.
+        damping: The damping policy: a name, class or instance; or a number, or a callable of the
+            step.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
         lr: Multiplies the update; 1 is the minimum of the model.
-        fisher: ``"monte-carlo"`` or ``"type-2"``.
+        fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
         preconditioner_damping: The damping within the preconditioner, as a multiple of the
             policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
@@ -73,7 +73,7 @@ class TrustRegion(torch.optim.Optimizer):
         model: nn.Module,
         loss: str | type[Loss] | Loss,
         *,
-        damping: str | type[DampingPolicy] | DampingPolicy = "levenberg-marquardt",
+        damping: DampingChoice = "levenberg-marquardt",
         weight_decay: float = 0.0,
         momentum: bool = True,
         lr: float = 1.0,
@@ -90,11 +90,15 @@ class TrustRegion(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
         if fisher == "empirical":
-            raise ValueError("TrustRegion needs fisher='monte-carlo' or 'type-2'")
+            raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
-        self.damping: DampingPolicy = KINDS["damping"].build(damping, DampingPolicy)
+        self.damping: DampingPolicy = damping_policy(damping)
+        if self.damping.per_block:
+            raise ValueError(
+                f"TrustRegion needs one damping for the whole model, which {self.damping!r} has not"
+            )
         self._momentum, self._reject, self._burn_in = momentum, reject, burn_in
         self._flush = flush_denormals
         self._steps = 0

@@ -146,7 +146,8 @@ class Outputs:
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
-                f"needs a model that returns one tensor"
+                f"needs a model that returns one tensor: let it concatenate its outputs along "
+                f"the features, and declare a soframe.losses.SumLoss over its parts"
             )
         self._seen.append(output)
         return fwd.unpack_dual(output).primal if self._cut else None
