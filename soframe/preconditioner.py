@@ -86,6 +86,7 @@ class Preconditioner:
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
+        backend: How tensors travel.
         placement: Who owns, preconditions and receives what.
         counters: Updates and statistics that were skipped since something was not finite, and
             factorisations that were retried in float64 or failed.
@@ -145,7 +146,7 @@ class Preconditioner:
         self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-        self._backend = building.choose_backend(backend)
+        self.backend = building.choose_backend(backend)
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -196,15 +197,14 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
-        damping = self._damping.at(self._steps)
+        work = (self.placement, self.backend, self._damping.at(self._steps))
         finite, weights = self._agree()
         if weights is not None:
-            self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
+            self._statistics.fold(self.backend, weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        due = [block for block in self._blocks if block.running and (every or not block.solved)]
-        if due:
-            solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
+        if due := [b for b in self._blocks if b.running and (every or not b.solved)]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        pairs = solving.precondition(self._blocks, *work)
         if finite:
             clip(pairs, self._bounds, self._lrs, self._steps)
             for block, (result, _) in pairs.items():
@@ -212,6 +212,23 @@ class Preconditioner:
         else:
             gradients.discard(self._model)
         self._next_step()
+
+    @torch.no_grad()
+    def precondition_again(self, damping: float, *, solve_only: bool = False) -> None:
+        """After `step`, precondition what `.grad` holds now, with another damping.
+
+        Solvers that damp when they solve do so again, and stay with it until the next solve.
+
+        Args:
+            damping: The damping.
+            solve_only: Leave ``.grad`` alone.
+        """
+        work = (self.placement, self.backend, damping)
+        if due := [b for b in self._blocks if b.running and b.solver.damps_factors]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        if not solve_only:
+            for block, (result, _) in solving.precondition(self._blocks, *work).items():
+                block.write(result)
 
     def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.
@@ -227,9 +244,9 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
+        changes, bad_gradients, bad, *weights = add_over_ranks(self.backend, own)
         if changes:
-            require_all_ranks(self._backend, changes)
+            require_all_ranks(self.backend, changes)
             self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
@@ -259,17 +276,15 @@ class Preconditioner:
         try:
             registration = building.register(self._model, self._choices)
             self._lrs.check(registration.blocks)
-            placement = building.place(
-                self._strategy, registration.blocks, self._backend.world_size
-            )
+            placement = building.place(self._strategy, registration.blocks, self.backend.world_size)
         except Exception:  # whatever it is: the other ranks wait, and must be told
-            say_failed(self._backend)
+            say_failed(self.backend)
             raise
         numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
         words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
-        compare_ranks(self._backend, placement, own)
+        compare_ranks(self.backend, placement, own)
         self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
         if carry_over(old, self._blocks) and old:
@@ -277,11 +292,11 @@ class Preconditioner:
             self._owed_statistics = 2
         self._report = registration.report
         self._watch = Watch(self._model)
-        self._backend.prepare(self.placement.groups())
+        self.backend.prepare(self.placement.groups())
         scale = Scale(
             self._scaling,
             self._loss_average,
-            self._backend.world_size,
+            self.backend.world_size,
             own_gradients=self._fisher.probed,
         )
         statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
@@ -326,21 +341,11 @@ class Preconditioner:
             Phase -> ``{"bytes", "calls"}``, and ``"total"``. Bytes are those of the tensors that
             this rank gives or receives, not what an engine's algorithm makes of them.
         """
-        return self._backend.traffic()
+        return self.backend.traffic()
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
-
-    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the mean of a small tensor over the ranks.
-
-        Args:
-            tensor: The tensor of this rank.
-        """
-        total = tensor.clone().to(self._backend.wire_device(tensor.device))
-        self._backend.all_reduce(total, "agree").wait()
-        return total.to(tensor.device) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:
@@ -359,7 +364,7 @@ class Preconditioner:
         saved = state.save(
             self._blocks,
             self.placement,
-            self._backend,
+            self.backend,
             self.counters,
             self._steps,
             self._owed_statistics,
@@ -378,7 +383,7 @@ class Preconditioner:
                 then.
         """
         state.check(saved, self._blocks, self._scaling)
-        state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
+        state.load_blocks(saved, self._blocks, self.placement, self.backend.rank)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))

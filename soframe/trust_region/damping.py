@@ -138,7 +138,7 @@ class LevenbergMarquardt(DampingPolicy):
     """
 
     initial: float = 10.0
-    omega: float = 0.9
+    omega: float = 0.8
     interval: int = 5
     low: float = 1e-8
     high: float = 1e8

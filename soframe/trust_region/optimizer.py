@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from soframe import registration
+from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
+from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.memo import Memo
 from soframe.trust_region.quadratic import (
@@ -33,12 +36,17 @@ from soframe.trust_region.quadratic import (
     Forward,
     Outputs,
     Quadratic,
+    combine,
     curvature_along,
+    dot,
     require_only_through,
 )
 from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
+
+PRECONDITIONER = {"solver": "inverse", "decay": 0.8, "statistics_every": 1, "solve_every": 1}
+"""Settings that differ from the preconditioner's own defaults: fresh curvature, at every step."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -55,14 +63,14 @@ class TrustRegion(torch.optim.Optimizer):
         momentum: Whether the last update is a direction of the model.
         lr: Multiplies the update; 1 is the minimum of the model.
         fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
-        preconditioner_damping: The damping within the preconditioner, as a multiple of the
-            policy's.
+        preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
+            begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
         burn_in: Batches that only give statistics, before the first update.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
-        **preconditioner: Further settings of `soframe.Preconditioner`; ``statistics_every`` is 1
-            unless given.
+        **preconditioner: Further settings of `soframe.Preconditioner`, in place of
+            `PRECONDITIONER`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -78,13 +86,15 @@ class TrustRegion(torch.optim.Optimizer):
         momentum: bool = True,
         lr: float = 1.0,
         fisher: str = "monte-carlo",
-        preconditioner_damping: float = 1.0,
+        preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
         burn_in: int = 0,
         flush_denormals: bool = True,
         **preconditioner: Any,
     ) -> None:
-        for name, value in (("lr", lr), ("preconditioner_damping", preconditioner_damping)):
+        own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
+        multiple = own if isinstance(own, float | int) else 1.0
+        for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         if not weight_decay >= 0:
@@ -103,14 +113,14 @@ class TrustRegion(torch.optim.Optimizer):
         self._flush = flush_denormals
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
-        self._factor = preconditioner_damping
+        self._own_damping = own
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **{"statistics_every": 1, **preconditioner},
+            **{**PRECONDITIONER, **preconditioner},
         )
         self._outputs = Outputs(self._model)
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -118,7 +128,9 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        return self._factor * (self.damping.at(self._steps) + self._weight_decay())
+        damping = self.damping.at(self._steps) + self._weight_decay()
+        own = self._own_damping
+        return own.at(damping) if isinstance(own, AdaptiveDamping) else own * damping
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -151,10 +163,12 @@ class TrustRegion(torch.optim.Optimizer):
         elif not math.isfinite(loss) or self.preconditioner.counters["skipped_updates"] > skipped:
             self._step_back(parameters)
         else:
-            directions = self._directions(parameters, gradients)
+            proposals = self._proposals(parameters, gradients)
+            directions = [*proposals, *self._directions(parameters, gradients)]
             with flushed_denormals(self._flush):
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
+                directions, quadratic = self._choose(proposals, directions, quadratic)
                 self._move(forwards, parameters, loss, directions, quadratic)
             else:
                 self._step_back(parameters)
@@ -181,7 +195,8 @@ class TrustRegion(torch.optim.Optimizer):
             forwards.append(Forward(closure, replay, output, gradient, memo))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):
-            self._check_loss(forwards)
+            self._checked = True
+            check_declared_loss(self.preconditioner.loss, forwards)
         return forwards, self._mean(torch.tensor([total], dtype=torch.float64)).item()
 
     def _move(
@@ -195,7 +210,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Take the step that minimises the model, and measure what it brought if that is due."""
         coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
         predicted = quadratic.change(coefficients)
-        update = _combine(directions, coefficients)
+        update = combine(directions, coefficients)
         measure = self._is_due()
         before = [p.detach().clone() for p in parameters] if measure else []
         objective = loss + self._penalty(parameters)
@@ -243,32 +258,55 @@ class TrustRegion(torch.optim.Optimizer):
                 parameter.grad.add_(parameter.detach(), alpha=decay)
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
+    def _proposals(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    ) -> list[Direction]:
+        """Return the preconditioned gradient, and those with other dampings where these are due."""
+        proposals = [self._preconditioned(parameters)]
+        if isinstance(self._own_damping, AdaptiveDamping):
+            for damping in self._own_damping.neighbours(self._steps):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                with flushed_denormals(self._flush):
+                    self.preconditioner.precondition_again(damping)
+                proposals.append(self._preconditioned(parameters))
+        return proposals
+
+    def _preconditioned(self, parameters: Sequence[nn.Parameter]) -> Direction:
+        covered = self.preconditioner.covered()
+        return [
+            -p.grad if p in covered and p.grad is not None else torch.zeros_like(p)
+            for p in parameters
+        ]
+
+    def _choose(
+        self,
+        proposals: Sequence[Direction],
+        directions: Sequence[Direction],
+        quadratic: Quadratic,
+    ) -> tuple[list[Direction], Quadratic]:
+        """Keep the proposal whose step the model predicts to bring most."""
+        count, own = len(proposals), self._own_damping
+        best, model = quadratic.best_with_one_of(count)
+        if count > 1 and isinstance(own, AdaptiveDamping):
+            tried = [own.at(0.0), *own.neighbours(self._steps)]
+            own.choose(tried[best])
+            if best != count - 1:
+                self.preconditioner.precondition_again(tried[best], solve_only=True)
+        return [proposals[best], *directions[count:]], model
+
     def _directions(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
     ) -> list[Direction]:
-        """Return the preconditioned gradient, the last update, and what has no curvature."""
+        """Return the last update, and the gradient of what has no curvature."""
         covered = self.preconditioner.covered()
         zeros = [torch.zeros_like(p) for p in parameters]
-        directions: list[Direction] = [
-            [
-                -p.grad if p in covered and p.grad is not None else zero
-                for p, zero in zip(parameters, zeros, strict=True)
-            ]
-        ]
+        rows = list(zip(parameters, gradients, zeros, strict=True))
+        directions: list[Direction] = []
         if any(p not in covered for p in parameters):
-            directions.append(
-                [
-                    zero if p in covered else -g
-                    for p, g, zero in zip(parameters, gradients, zeros, strict=True)
-                ]
-            )
+            directions.append([zero if p in covered else -g for p, g, zero in rows])
         if self._momentum and any("update" in self.state[p] for p in parameters):
-            directions.append(
-                [
-                    self.state[p].get("update", zero)
-                    for p, zero in zip(parameters, zeros, strict=True)
-                ]
-            )
+            directions.append([self.state[p].get("update", zero) for p, _, zero in rows])
         return directions
 
     def _quadratic(
@@ -283,8 +321,8 @@ class TrustRegion(torch.optim.Optimizer):
         damping = self.damping.at(self._steps) + self._weight_decay()
         for i, one in enumerate(directions):
             for j, other in enumerate(directions):
-                curvature[i, j] += damping * _dot(one, other)
-        slope = torch.tensor([_dot(gradients, one) for one in directions], dtype=torch.float64)
+                curvature[i, j] += damping * dot(one, other)
+        slope = torch.tensor([dot(gradients, one) for one in directions], dtype=torch.float64)
         return Quadratic(curvature, slope)
 
     def _evaluate(self, forwards: Sequence[Forward], parameters: Sequence[nn.Parameter]) -> float:
@@ -298,7 +336,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _penalty(self, parameters: Sequence[nn.Parameter]) -> float:
         decay = self._weight_decay()
-        return 0.5 * decay * _dot(parameters, parameters) if decay else 0.0
+        return 0.5 * decay * dot(parameters, parameters) if decay else 0.0
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])
@@ -308,32 +346,7 @@ class TrustRegion(torch.optim.Optimizer):
         return interval > 0 and (self._steps + 1) % interval == 0
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        return self.preconditioner.mean_over_ranks(tensor)
-
-    def _check_loss(self, forwards: Sequence[Forward]) -> None:
-        """Hold the declared loss against the closure's: most mistakes here are ones of scale."""
-        self._checked = True
-        forward, declared = forwards[0], self.preconditioner.loss
-        assert declared is not None
-        output = forward.output.detach()
-        generator = torch.Generator(output.device).manual_seed(0)  # the user's stays as it is
-        tangent = torch.randn(
-            output.shape, generator=generator, dtype=output.dtype, device=output.device
-        )
-        per_sample = declared.hessian_product(output, tangent)
-        expected = float((tangent * per_sample).sum())
-        actual = float((tangent * forward.hessian_product(tangent)).sum())
-        actual *= len(output) * len(forwards)
-        # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
-        rounding = 16 * torch.finfo(output.dtype).eps
-        noise = rounding * float(tangent.square().sum())
-        if not math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
-            times = actual / expected if expected else math.inf
-            raise ValueError(
-                f"the closure's loss has {times:.4g} times the curvature of "
-                f"loss={declared!r}, as a mean over {len(output)} samples and "
-                f"{len(forwards)} closure(s); declare the loss that the closure returns"
-            )
+        return mean_over_ranks(self.preconditioner.backend, tensor)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -343,6 +356,7 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
         """
+        own = self._own_damping
         return {
             **super().state_dict(),
             "curvature": self.preconditioner.state_dict(),
@@ -350,6 +364,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "steps": self._steps,
                 "burn_in": self._burn_in,
                 "damping": self.damping.state(),
+                "preconditioner_damping": own.state() if isinstance(own, AdaptiveDamping) else {},
                 "counters": dict(self.counters),
             },
         }
@@ -374,23 +389,11 @@ class TrustRegion(torch.optim.Optimizer):
         super().load_state_dict(rest)
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
+        if isinstance(self._own_damping, AdaptiveDamping):
+            self._own_damping.load(own["preconditioner_damping"])
         self.counters = dict(own["counters"])
 
     def close(self) -> None:
         """Remove every hook."""
         self.preconditioner.close()
         self._outputs.close()
-
-
-def _dot(one: Direction, other: Direction) -> float:
-    """Return the inner product, added up in float64."""
-    pairs = zip(one, other, strict=True)
-    parts = [torch.dot(a.detach().flatten(), b.detach().flatten()) for a, b in pairs]
-    return float(torch.stack([part.double() for part in parts]).sum())
-
-
-def _combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
-    total = [d * float(coefficients[0]) for d in directions[0]]
-    for direction, coefficient in zip(directions[1:], coefficients[1:], strict=True):
-        torch._foreach_add_(total, list(direction), alpha=float(coefficient))
-    return total

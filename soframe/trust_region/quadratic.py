@@ -40,6 +40,22 @@ class Quadratic:
     curvature: Tensor
     slope: Tensor
 
+    def best_with_one_of(self, count: int) -> tuple[int, Quadratic]:
+        """Return which of the first directions, together with all the rest, promises most.
+
+        Args:
+            count: How many directions stand for choice.
+
+        Returns:
+            The number of the direction, and the model along it and the rest.
+        """
+        rest = range(count, len(self.slope))
+        which = [[i, *rest] for i in range(count)]
+        models = [Quadratic(self.curvature[w][:, w], self.slope[w]) for w in which]
+        changes = [model.change(model.minimise()) for model in models]
+        best = changes.index(min(changes))
+        return best, models[best]
+
     def finite(self) -> bool:
         """Return whether every entry is finite."""
         return bool(self.curvature.isfinite().all() and self.slope.isfinite().all())
@@ -276,3 +292,18 @@ def jacobian_product(
         output, _ = outputs.of(forward.closure, cut=True)
         primal, tangent = fwd.unpack_dual(output)
     return torch.zeros_like(primal) if tangent is None else tangent
+
+
+def dot(one: Direction, other: Direction) -> float:
+    """Return the inner product of two directions, added up in float64."""
+    pairs = zip(one, other, strict=True)
+    parts = [torch.dot(a.detach().flatten(), b.detach().flatten()) for a, b in pairs]
+    return float(torch.stack([part.double() for part in parts]).sum())
+
+
+def combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
+    """Return a linear combination of directions, in new tensors."""
+    total = [d * float(coefficients[0]) for d in directions[0]]
+    for direction, coefficient in zip(directions[1:], coefficients[1:], strict=True):
+        torch._foreach_add_(total, list(direction), alpha=float(coefficient))
+    return total
