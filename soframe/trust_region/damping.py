@@ -137,7 +137,7 @@ class LevenbergMarquardt(DampingPolicy):
         high: The largest damping.
     """
 
-    initial: float = 10.0
+    initial: float = 3.0
     omega: float = 0.8
     interval: int = 5
     low: float = 1e-8

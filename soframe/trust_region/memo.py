@@ -7,8 +7,8 @@ since) gets its primal result from the memo, and for the functions that cost mos
 is computed: of a linear layer or a convolution by two products in place of three, of a nonlinearity
 by one multiplication with a slope that all directions share.
 
-Nothing depends on it: what a memo does not recognise is computed as ever. `jacobian_product`
-without a memo is the plain twin.
+Nothing depends on it: what a memo does not recognise is computed as ever. That is so from the first
+in-place function on, whose input is gone. `jacobian_product` without a memo is the plain twin.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
-PRECONDITIONER = {"solver": "inverse", "decay": 0.8, "statistics_every": 1, "solve_every": 1}
-"""Settings that differ from the preconditioner's own defaults: fresh curvature, at every step."""
+PRECONDITIONER = {"solver": "inverse", "decay": 0.6, "statistics_every": 1, "solve_every": 1}
+"""What differs from the preconditioner's own defaults: for large batches, fresh curvature is worth
+more than averages."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -67,6 +69,8 @@ class TrustRegion(torch.optim.Optimizer):
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
         burn_in: Batches that only give statistics, before the first update.
+        reuse_activations: Whether derivatives reuse the activations of the first pass; see
+            `soframe.trust_region.memo`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
@@ -89,6 +93,7 @@ class TrustRegion(torch.optim.Optimizer):
         preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
         burn_in: int = 0,
+        reuse_activations: bool = True,
         flush_denormals: bool = True,
         **preconditioner: Any,
     ) -> None:
@@ -110,7 +115,7 @@ class TrustRegion(torch.optim.Optimizer):
                 f"TrustRegion needs one damping for the whole model, which {self.damping!r} has not"
             )
         self._momentum, self._reject, self._burn_in = momentum, reject, burn_in
-        self._flush = flush_denormals
+        self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
         self._own_damping = own
@@ -183,9 +188,9 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
-            memo = Memo()
+            memo = Memo() if self._reuse else None
             with torch.enable_grad():
-                with memo.record():
+                with memo.record() if memo else nullcontext():
                     output, loss = self._outputs.of(closure)
                 (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
                 require_only_through(output, loss, parameters)
@@ -211,7 +216,8 @@ class TrustRegion(torch.optim.Optimizer):
         coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
         predicted = quadratic.change(coefficients)
         update = combine(directions, coefficients)
-        measure = self._is_due()
+        interval = self.damping.interval
+        measure = interval > 0 and (self._steps + 1) % interval == 0
         before = [p.detach().clone() for p in parameters] if measure else []
         objective = loss + self._penalty(parameters)
         with torch.no_grad():
@@ -340,10 +346,6 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])
-
-    def _is_due(self) -> bool:
-        interval = self.damping.interval
-        return interval > 0 and (self._steps + 1) % interval == 0
 
     def _mean(self, tensor: Tensor) -> Tensor:
         return mean_over_ranks(self.preconditioner.backend, tensor)
