@@ -163,8 +163,8 @@ class GrowingBatch:
     """A batch size that grows exponentially (Martens and Grosse, 2015, section 13).
 
     Small batches point well enough at first, when the gradient is large, and large ones are needed
-    later: ``first * (full / first)^(step / steps)``, up to ``full``. (There steps are counted from 1,
-    ``m_1 = 1000``, and ``m_500`` is the whole training set.) Use it wherever batches are drawn::
+    later: ``first * (full / first)^(step / steps)``, up to ``full``. (There steps are counted from
+    1, ``m_1 = 1000``, and ``m_500`` is the whole training set.) Use it wherever batches are drawn::
 
         size = batch_size(step)
         rows = torch.randperm(len(inputs))[:size]
