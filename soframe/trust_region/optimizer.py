@@ -47,8 +47,7 @@ from soframe.trust_region.replay import Replay
 COUNTERS = ("rejected_steps", "skipped_steps")
 
 PRECONDITIONER = {"solver": "inverse", "decay": 0.6, "statistics_every": 1, "solve_every": 1}
-"""What differs from the preconditioner's own defaults: for large batches, fresh curvature is worth
-more than averages."""
+"""What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -334,9 +333,9 @@ class TrustRegion(torch.optim.Optimizer):
     def _evaluate(self, forwards: Sequence[Forward], parameters: Sequence[nn.Parameter]) -> float:
         """Return the objective on the same batch, at the parameters of now."""
         total = 0.0
-        for forward in forwards:
-            with torch.no_grad(), forward.replay.again():
-                total += float(forward.closure())
+        for one in forwards:
+            with torch.no_grad(), one.replay.again():
+                total += float(one.closure())
         mean = self._mean(torch.tensor([total], dtype=torch.float64)).item()
         return mean + self._penalty(parameters)
 

@@ -39,11 +39,9 @@ class Temporaries(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
-        with torch.no_grad():
-            for factor in range(4):
-                total = total + (x * 1.0).mul(float(factor))
-        for factor in range(4):
-            total = total + self.layer(x + float(factor)).tanh()
+        for factor in range(6):
+            scale = torch.full(x.shape, float(factor), dtype=x.dtype).mul(2.0)
+            total = total + self.layer(x + factor).tanh() * scale
         return total
 
 
