@@ -361,15 +361,8 @@ class Preconditioner:
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        saved = state.save(
-            self._blocks,
-            self.placement,
-            self.backend,
-            self.counters,
-            self._steps,
-            self._owed_statistics,
-            self._scaling,
-        )
+        now = (self.counters, self._steps, self._owed_statistics, self._scaling)
+        saved = state.save(self._blocks, self.placement, self.backend, *now)
         return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
