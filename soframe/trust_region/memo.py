@@ -13,7 +13,7 @@ in-place function on, whose input is gone. `jacobian_product` without a memo is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import torch.autograd.forward_ad as fwd
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 _Arguments = tuple[Any, ...]
@@ -34,6 +35,8 @@ SLOPES: dict[Any, Callable[[Tensor], Tensor]] = {
     torch.Tensor.relu: lambda y: (y > 0).to(y.dtype),
 }
 """The derivative of an elementwise function from its result."""
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, type(Ellipsis))
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
@@ -77,7 +80,7 @@ class Memo:
 
     def _record(self, function: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        key = _key((function, args, tuple(kwargs.items())), tensors)
+        key = _call_key(function, args, kwargs, tensors)
         result = function(*args, **kwargs)
         if key is not None and tensors and type(result) is Tensor:
             self._storages += [tensor.untyped_storage() for tensor in tensors]
@@ -85,7 +88,7 @@ class Memo:
         return result
 
     def _recall(self, function: Any, args: _Arguments, kwargs: dict[str, Any]) -> Any:
-        key = _key((function, args, tuple(kwargs.items())), [])
+        key = _call_key(function, args, kwargs, [])
         known = None if key is None else self._results.get(key)
         if known is None or known[0]._version != known[1]:
             return function(*args, **kwargs)
@@ -150,29 +153,39 @@ class _Mode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
 
-def _key(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return what identifies the arguments of a call, or None; collect the tensors in them."""
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            return None
-        if value.is_inference():
-            return None
-        tensors.append(value)
-        return (
-            value.untyped_storage().data_ptr(),
-            value.storage_offset(),
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value._version,
-        )
-    if isinstance(value, list | tuple):
-        keys = [_key(item, tensors) for item in value]
-        return None if None in keys else tuple(keys)
-    if isinstance(value, bool | int | float | complex):
-        return (type(value), repr(value))  # 1, 1.0 and True are equal, 0.0 and -0.0 too
-    try:
-        hash(value)
-    except TypeError:
+def _call_key(
+    function: Any, args: _Arguments, kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Hashable:
+    """Return what identifies a call, or None; collect the tensors among its arguments."""
+    if getattr(function, "__name__", "") == "__get__":  # an attribute of a tensor
         return None
-    return (value,)
+    keys = _keys(args, tensors)
+    if keys is None or not kwargs:
+        return None if keys is None else (function, keys)
+    named = _keys(tuple(kwargs.values()), tensors)
+    return None if named is None else (function, keys, tuple(kwargs), named)
+
+
+def _keys(values: Sequence[Any], tensors: list[Tensor]) -> Hashable:
+    found: list[Hashable] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.layout is not torch.strided or value.is_inference():
+                return None
+            tensors.append(value)
+            where = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version)
+            found.append(where)
+        elif kind is tuple or kind is list:
+            inner = _keys(value, tensors)
+            if inner is None:
+                return None
+            found.append(inner)
+        elif kind is slice:
+            found.append((kind, value.start, value.stop, value.step))
+        elif kind in _PLAIN:
+            # 1, 1.0 and True are equal, 0.0 and -0.0 too.
+            found.append((kind, repr(value) if kind is float else value))
+        else:
+            return None
+    return tuple(found)

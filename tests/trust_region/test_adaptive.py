@@ -85,13 +85,14 @@ def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
 def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
     """Against three optimizers, each with one of the dampings."""
     model = deep()
+    adaptive = AdaptiveDamping(ratio=5.0, reach=1, interval=3)
     own = trust_region(
         model,
         "cross-entropy",
         0.05,
         solver=solver,
         solve_every=3,
-        preconditioner_damping=AdaptiveDamping(ratio=5.0, reach=1, interval=3),
+        preconditioner_damping=adaptive,
     )
     kept = 0.05
     for step in range(4):
@@ -116,6 +117,7 @@ def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
             predicted, weights, fixed = promised[kept]
             assert own.last["predicted"] == pytest.approx(predicted, rel=1e-9)
             compare(vector(model), weights, f"parameters after step {step}")
+        assert adaptive.at(0.0) == kept
         # What the layers are preconditioned with until the next solve is of the damping kept.
         for mine, theirs in zip(
             own.preconditioner._blocks, fixed.preconditioner._blocks, strict=True

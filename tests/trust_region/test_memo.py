@@ -31,7 +31,7 @@ class Sigmoids(nn.Module):
 
 
 class Temporaries(nn.Module):
-    """Intermediate tensors die at once; the next ones may be given the same memory."""
+    """Intermediate tensors die at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +187,32 @@ def test_what_has_changed_is_not_answered() -> None:
     compare(found, jacobian_product(model, plain, outputs, parameters, direction), "tangent")
     assert memo.hits == 0
     outputs.close()
+
+
+def test_memory_is_not_given_away() -> None:
+    """Or another tensor, there, would be taken for the one that is gone."""
+    memo = Memo()
+    with memo.record():
+        tensor = torch.full((1000,), 1.0)
+        torch.mul(tensor, 2.0)
+    address = tensor.data_ptr()
+    del tensor
+    others = [torch.full((1000,), 3.0) for _ in range(100)]
+    assert address not in [other.data_ptr() for other in others]
+
+
+def test_slices_are_told_apart() -> None:
+    x, memo = randn(4, 4), Memo()
+    first, other = 2 * x[:, :2], 2 * x[:, 1:3]
+    with memo.record():
+        x[:, :2].mul(2.0)
+    with memo.recall():
+        doubled, hits = x[:, 1:3].mul(2.0), memo.hits
+        again = x[:, :2].mul(2.0)
+    assert hits == 0
+    assert memo.hits == 2
+    assert torch.equal(doubled, other)
+    assert torch.equal(again, first)
 
 
 def test_the_kind_of_a_number_matters() -> None:
