@@ -17,17 +17,14 @@ class AdaptiveDamping:
     """A damping that moves among neighbours.
 
     Attributes:
-        ratio: Neighbours are a factor of this apart; after a move in the same direction as the
-            last, of its square, and so on up to ``ratio**reach``.
-        reach: See ``ratio``; 1 for neighbours of a fixed distance.
+        ratio: Neighbours are a factor of this apart.
         interval: Steps between trials.
         low: The least damping.
         high: The largest damping.
     """
 
     ratio: float = 2.0
-    reach: int = 4
-    interval: int = 5
+    interval: int = 3
     low: float = 1e-12
     high: float = 1e8
 
@@ -39,10 +36,7 @@ class AdaptiveDamping:
             raise ValueError(f"{name}: interval must be at least 1, not {self.interval}")
         if not 0 < self.low < self.high:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
-        if self.reach < 1:
-            raise ValueError(f"{name}: reach must be at least 1, not {self.reach}")
         self._now: float | None = None
-        self._power = 0  # of the ratio; its sign is the direction of the last move
 
     def at(self, start: float) -> float:
         """Return the damping.
@@ -65,11 +59,7 @@ class AdaptiveDamping:
         """
         if self._now is None or step % self.interval:
             return []
-        down, up = max(1, -self._power), max(1, self._power)
-        around = (
-            self._within(self._now / self.ratio**down),
-            self._within(self._now * self.ratio**up),
-        )
+        around = (self._within(self._now / self.ratio), self._within(self._now * self.ratio))
         return [damping for damping in around if damping != self._now]
 
     def choose(self, damping: float) -> None:
@@ -78,10 +68,6 @@ class AdaptiveDamping:
         Args:
             damping: One that was tried.
         """
-        assert self._now is not None
-        direction = (damping > self._now) - (damping < self._now)
-        further = self._power * direction > 0
-        self._power = direction * min(self.reach, abs(self._power) + 1) if further else direction
         self._now = damping
 
     def _within(self, damping: float) -> float:
@@ -89,7 +75,7 @@ class AdaptiveDamping:
 
     def state(self) -> dict[str, float]:
         """Return what `load` needs."""
-        return {} if self._now is None else {"now": self._now, "power": self._power}
+        return {} if self._now is None else {"now": self._now}
 
     def load(self, state: Mapping[str, float]) -> None:
         """Continue from a state.
@@ -98,4 +84,3 @@ class AdaptiveDamping:
             state: What `state` returned.
         """
         self._now = state.get("now")
-        self._power = int(state.get("power", 0))

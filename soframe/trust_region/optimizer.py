@@ -46,7 +46,7 @@ from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
-PRECONDITIONER = {"solver": "inverse", "decay": 0.6, "statistics_every": 1, "solve_every": 1}
+PRECONDITIONER = {"solver": "inverse", "decay": 0.5, "statistics_every": 1, "solve_every": 1}
 """What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
 
 

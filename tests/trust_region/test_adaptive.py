@@ -13,7 +13,7 @@ from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
 
 def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
-    damping = AdaptiveDamping(ratio=4.0, reach=1, interval=3, low=0.1, high=8.0)
+    damping = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
     assert damping.neighbours(0) == []  # nobody has asked yet
     assert damping.at(2.0) == 2.0
     assert damping.at(7.0) == 2.0
@@ -26,37 +26,17 @@ def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
     assert damping.neighbours(3) == [0.1, 0.5]
     damping.choose(0.1)
     assert damping.neighbours(6) == [0.4]  # itself is tried anyway
-    again = AdaptiveDamping(ratio=4.0, reach=1, interval=3, low=0.1, high=8.0)
+    again = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
     again.load(damping.state())
     assert again.at(5.0) == 0.1
     again.load({})
     assert again.at(50.0) == 8.0
 
 
-def test_moves_in_one_direction_grow() -> None:
-    damping = AdaptiveDamping(ratio=2.0, reach=3, interval=1)
-    damping.at(1.0)
-    expected = [(0.5, 2.0), (0.25, 1.0), (2**-4, 0.5), (2**-7, 2**-3), (2**-10, 2**-6)]
-    for down, up in expected:
-        assert damping.neighbours(1) == [down, up]
-        again = AdaptiveDamping(ratio=2.0, reach=3, interval=1)
-        again.load(damping.state())
-        assert again.neighbours(1) == [down, up]
-        damping.choose(down)
-    damping.choose(2**-10)  # stays
-    assert damping.neighbours(1) == [2**-11, 2**-9]
-    damping.choose(2**-9)
-    damping.choose(2**-8)
-    assert damping.neighbours(1) == [2**-9, 2**-6]
-    damping.choose(2**-9)
-    assert damping.neighbours(1) == [2**-10, 2**-8]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"ratio": 1.0}, "ratio must be above 1, not 1.0"),
-        ({"reach": 0}, "reach must be at least 1, not 0"),
         ({"interval": 0}, "interval must be at least 1, not 0"),
         ({"low": 0.0}, "needs 0 < low < high"),
         ({"low": 2.0, "high": 1.0}, "needs 0 < low < high, not 2.0, 1.0"),
@@ -85,7 +65,7 @@ def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
 def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
     """Against three optimizers, each with one of the dampings."""
     model = deep()
-    adaptive = AdaptiveDamping(ratio=5.0, reach=1, interval=3)
+    adaptive = AdaptiveDamping(ratio=5.0, interval=3)
     own = trust_region(
         model,
         "cross-entropy",
