@@ -214,21 +214,27 @@ class Preconditioner:
         self._next_step()
 
     @torch.no_grad()
-    def precondition_again(self, damping: float, *, solve_only: bool = False) -> None:
+    def precondition_again(self, damping: float) -> None:
         """After `step`, precondition what `.grad` holds now, with another damping.
 
-        Solvers that damp when they solve do so again, and stay with it until the next solve.
-
         Args:
-            damping: The damping.
-            solve_only: Leave ``.grad`` alone.
+            damping: The damping. Solvers that damp when they solve stay with it until they solve.
         """
         work = (self.placement, self.backend, damping)
         if due := [b for b in self._blocks if b.running and b.solver.damps_factors]:
             solving.solve(self._blocks, due, *work, self.counters)
-        if not solve_only:
-            for block, (result, _) in solving.precondition(self._blocks, *work).items():
-                block.write(result)
+        for block, (result, _) in solving.precondition(self._blocks, *work).items():
+            block.write(result)
+
+    @property
+    def second_order(self) -> list[dict[str, Any]]:
+        """The second-order data of each block; it can be set to what it was before."""
+        return [dict(block.second_order) for block in self._blocks]
+
+    @second_order.setter
+    def second_order(self, before: list[dict[str, Any]]) -> None:
+        for block, data in zip(self._blocks, before, strict=True):
+            block.second_order = data
 
     def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.
@@ -259,12 +265,7 @@ class Preconditioner:
     def _next_step(self) -> None:
         self._steps += 1
         self._owed_statistics = max(0, self._owed_statistics - 1)
-        self._new_window()
-
-    def _new_window(self) -> None:
-        self._statistics.clear()
-        self._capture.reset()
-        self._capture.enabled = self._takes_statistics()
+        self.reset_batch()
 
     def _takes_statistics(self) -> bool:
         return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
@@ -380,7 +381,7 @@ class Preconditioner:
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
-        self._new_window()
+        self.reset_batch()
 
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
@@ -388,7 +389,9 @@ class Preconditioner:
         For a batch that is given up between ``backward`` and ``step``; call it where the gradients
         are zeroed, on every rank.
         """
-        self._new_window()
+        self._statistics.clear()
+        self._capture.reset()
+        self._capture.enabled = self._takes_statistics()
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""

@@ -8,8 +8,15 @@ exact model predicts to bring most is kept (Martens and Grosse, 2015, section 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.preconditioner import Preconditioner
+from soframe.trust_region.quadratic import Direction
 
 
 @dataclass
@@ -84,3 +91,55 @@ class AdaptiveDamping:
             state: What `state` returned.
         """
         self._now = state.get("now")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A preconditioned gradient.
+
+    Attributes:
+        damping: What it was damped with.
+        direction: Its negative, zero where a parameter has no block.
+        second_order: What it was preconditioned with; see `soframe.Preconditioner.second_order`.
+    """
+
+    damping: float
+    direction: Direction
+    second_order: list[dict[str, Any]]
+
+
+def propose(
+    preconditioner: Preconditioner,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    damping: float,
+    others: Sequence[float],
+) -> list[Proposal]:
+    """Return the preconditioned gradient, and the same with other dampings.
+
+    Args:
+        preconditioner: The preconditioner, after its step: ``.grad`` is preconditioned.
+        parameters: The parameters.
+        gradients: Their gradients as they were before.
+        damping: The damping of that step.
+        others: The other dampings.
+
+    Returns:
+        One for the damping and one for each other.
+    """
+    covered = preconditioner.covered()
+
+    def proposal(damping: float) -> Proposal:
+        direction = [
+            -p.grad if p in covered and p.grad is not None else torch.zeros_like(p)
+            for p in parameters
+        ]
+        return Proposal(damping, direction, preconditioner.second_order)
+
+    made = [proposal(damping)]
+    for other in others:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        preconditioner.precondition_again(other)
+        made.append(proposal(other))
+    return made

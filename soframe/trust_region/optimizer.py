@@ -26,7 +26,7 @@ from soframe import registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.adaptive import AdaptiveDamping, Proposal, propose
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
@@ -160,6 +160,7 @@ class TrustRegion(torch.optim.Optimizer):
         parameters = self._parameters()
         gradients = self._gradients(parameters)
         skipped = self.preconditioner.counters["skipped_updates"]
+        damping = self._preconditioner_damping(self._steps)
         with flushed_denormals(self._flush):
             self.preconditioner.step()
         if self._burn_in > 0:
@@ -167,9 +168,12 @@ class TrustRegion(torch.optim.Optimizer):
         elif not math.isfinite(loss) or self.preconditioner.counters["skipped_updates"] > skipped:
             self._step_back(parameters)
         else:
-            proposals = self._proposals(parameters, gradients)
-            directions = [*proposals, *self._directions(parameters, gradients)]
+            own = self._own_damping
+            others = own.neighbours(self._steps) if isinstance(own, AdaptiveDamping) else []
             with flushed_denormals(self._flush):
+                proposals = propose(self.preconditioner, parameters, gradients, damping, others)
+                directions = [p.direction for p in proposals]
+                directions += self._directions(parameters, gradients)
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
                 directions, quadratic = self._choose(proposals, directions, quadratic)
@@ -263,42 +267,15 @@ class TrustRegion(torch.optim.Optimizer):
                 parameter.grad.add_(parameter.detach(), alpha=decay)
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
-    def _proposals(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-    ) -> list[Direction]:
-        """Return the preconditioned gradient, and those with other dampings where these are due."""
-        proposals = [self._preconditioned(parameters)]
-        if isinstance(self._own_damping, AdaptiveDamping):
-            for damping in self._own_damping.neighbours(self._steps):
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.clone()
-                with flushed_denormals(self._flush):
-                    self.preconditioner.precondition_again(damping)
-                proposals.append(self._preconditioned(parameters))
-        return proposals
-
-    def _preconditioned(self, parameters: Sequence[nn.Parameter]) -> Direction:
-        covered = self.preconditioner.covered()
-        return [
-            -p.grad if p in covered and p.grad is not None else torch.zeros_like(p)
-            for p in parameters
-        ]
-
     def _choose(
-        self,
-        proposals: Sequence[Direction],
-        directions: Sequence[Direction],
-        quadratic: Quadratic,
+        self, proposals: Sequence[Proposal], directions: list[Direction], quadratic: Quadratic
     ) -> tuple[list[Direction], Quadratic]:
         """Keep the proposal whose step the model predicts to bring most."""
-        count, own = len(proposals), self._own_damping
-        best, model = quadratic.best_with_one_of(count)
-        if count > 1 and isinstance(own, AdaptiveDamping):
-            tried = [own.at(0.0), *own.neighbours(self._steps)]
-            own.choose(tried[best])
-            if best != count - 1:
-                self.preconditioner.precondition_again(tried[best], solve_only=True)
-        return [proposals[best], *directions[count:]], model
+        best, model = quadratic.best_with_one_of(len(proposals))
+        if isinstance(self._own_damping, AdaptiveDamping):
+            self._own_damping.choose(proposals[best].damping)
+            self.preconditioner.second_order = proposals[best].second_order
+        return [proposals[best].direction, *directions[len(proposals) :]], model
 
     def _directions(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
