@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from soframe.comm.base import Backend
 from soframe.strategies.placement import Placement
@@ -55,6 +56,18 @@ def say_failed(backend: Backend) -> None:
         backend: The backend.
     """
     _exchange(backend, bytes(2 * _SIZE))
+
+
+def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
+    """Return the mean of a small tensor over the ranks.
+
+    Args:
+        backend: The backend.
+        tensor: The tensor of this rank.
+    """
+    total = tensor.clone().to(backend.wire_device(tensor.device))
+    backend.all_reduce(total, "agree").wait()
+    return total.to(tensor.device) / backend.world_size
 
 
 def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:

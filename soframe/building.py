@@ -15,6 +15,7 @@ from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 
 
 def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
@@ -32,6 +33,27 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
     return backend
+
+
+def choose_damping(choice: DampingChoice) -> DampingPolicy:
+    """Return the damping policy of a preconditioner.
+
+    Args:
+        choice: A number, a callable of the step, or a policy.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If it waits for reduction ratios, which nobody measures here.
+    """
+    policy = damping_policy(choice)
+    if policy.interval > 0:
+        raise ValueError(
+            f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "
+            f"Preconditioner takes a number, a callable of the step, or a policy without it"
+        )
+    return policy
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:

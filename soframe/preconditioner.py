@@ -21,13 +21,14 @@ from soframe import building, gradients, solving, state
 from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
+from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
-from soframe.fisher import Fisher
+from soframe.fisher import Fisher, heads_of
 from soframe.follow import Watch, carry_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
-from soframe.lr import LearningRates
+from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
@@ -36,7 +37,7 @@ from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
-from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.damping import DampingChoice
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -55,11 +56,15 @@ class Preconditioner:
         strategy: The distribution strategy: a name, class or instance.
         backend: The communication backend; None for torch.distributed where it is initialised,
             else one process.
-        damping: Added to the curvature's eigenvalues.
+        damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
+            name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on the KL divergence of a step; None turns it off.
-        optimizer: The optimizer whose learning rates the KL clip reads at every step.
-        lr: The learning rate for the KL clip where there is no ``optimizer``.
+        norm_clip: Bound on the Euclidean length of a step; None turns it off.
+        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
+            rate; with ``"live"`` it has the bound's length whatever the rate.
+        optimizer: The optimizer whose learning rates the clips read at every step.
+        lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
@@ -76,10 +81,12 @@ class Preconditioner:
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
+            for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
 
     Attributes:
+        backend: How tensors travel.
         placement: Who owns, preconditions and receives what.
         counters: Updates and statistics that were skipped since something was not finite, and
             factorisations that were retried in float64 or failed.
@@ -102,9 +109,11 @@ class Preconditioner:
         strategy: str | type[Strategy] | Strategy = "comm-opt",
         backend: str | type[Backend] | Backend | None = None,
         *,
-        damping: Schedule = 1e-3,
+        damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
+        norm_clip: Schedule | None = None,
+        clip_lr: ClipLR = "live",
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
@@ -126,48 +135,56 @@ class Preconditioner:
         if isinstance(skip, str):
             raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
         self._model = unwrap(model)
-        self._damping = Scheduled("damping", damping)
+        self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
-        self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
+        building.require("clip_lr", clip_lr, ("live", "initial"))
+        self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
-        self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-        self._backend = building.choose_backend(backend)
-        self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
+        self.backend = building.choose_backend(backend)
+        self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._fisher = Fisher(
             fisher,  # type: ignore[arg-type]  # checked there
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
-        self._capture = Capture(probing=self._fisher.kind != "empirical")
+        forward_only = fisher == "forward-only"
+        self._choices = Choices(
+            method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
+        )
+        self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
         self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
-    def observe(self, outputs: Tensor) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
         It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+        The forward-only Fisher needs none, and lets it pass.
 
         Args:
-            outputs: The model's outputs, ``[N, ...]``, with their graph.
+            outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
+                is a `soframe.losses.SumLoss` over them.
 
         Raises:
+            TypeError: If the outputs are no tensors, or several without such a loss.
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        if self._capture.enabled:
-            self._capture.probe(outputs, self._fisher.vectors(outputs))
+        heads = heads_of(outputs)
+        if self._capture.enabled and self._fisher.probed:
+            self._capture.probe(heads, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -180,20 +197,44 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
-        damping = self._damping.at(self._steps)
+        work = (self.placement, self.backend, self._damping.at(self._steps))
         finite, weights = self._agree()
         if weights is not None:
-            self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
+            self._statistics.fold(self.backend, weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        due = [block for block in self._blocks if block.running and (every or not block.solved)]
-        if due:
-            solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
+        if due := [b for b in self._blocks if b.running and (every or not b.solved)]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        pairs = solving.precondition(self._blocks, *work)
         if finite:
-            self._write(pairs)
+            clip(pairs, self._bounds, self._lrs, self._steps)
+            for block, (result, _) in pairs.items():
+                block.write(result)
         else:
             gradients.discard(self._model)
         self._next_step()
+
+    @torch.no_grad()
+    def precondition_again(self, damping: float) -> None:
+        """After `step`, precondition what `.grad` holds now, with another damping.
+
+        Args:
+            damping: The damping. Solvers that damp when they solve stay with it until they solve.
+        """
+        work = (self.placement, self.backend, damping)
+        if due := [b for b in self._blocks if b.running and b.solver.damps_factors]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        for block, (result, _) in solving.precondition(self._blocks, *work).items():
+            block.write(result)
+
+    @property
+    def second_order(self) -> list[dict[str, Any]]:
+        """The second-order data of each block; it can be set to what it was before."""
+        return [dict(block.second_order) for block in self._blocks]
+
+    @second_order.setter
+    def second_order(self, before: list[dict[str, Any]]) -> None:
+        for block, data in zip(self._blocks, before, strict=True):
+            block.second_order = data
 
     def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.
@@ -209,9 +250,9 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
+        changes, bad_gradients, bad, *weights = add_over_ranks(self.backend, own)
         if changes:
-            require_all_ranks(self._backend, changes)
+            require_all_ranks(self.backend, changes)
             self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
@@ -221,29 +262,10 @@ class Preconditioner:
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
-    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
-        """Clip and write the preconditioned gradients."""
-        if not pairs:
-            return
-        results, raw = zip(*pairs.values(), strict=True)
-        if self._kl_clip is not None:
-            lrs = self._lrs.of(list(pairs), self._steps)
-            kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, raw, lrs, kappa)
-            for result in results:
-                result.mul_(factor.to(result.device))
-        for block, result in zip(pairs, results, strict=True):
-            block.write(result)
-
     def _next_step(self) -> None:
         self._steps += 1
         self._owed_statistics = max(0, self._owed_statistics - 1)
-        self._new_window()
-
-    def _new_window(self) -> None:
-        self._statistics.clear()
-        self._capture.reset()
-        self._capture.enabled = self._takes_statistics()
+        self.reset_batch()
 
     def _takes_statistics(self) -> bool:
         return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
@@ -255,17 +277,15 @@ class Preconditioner:
         try:
             registration = building.register(self._model, self._choices)
             self._lrs.check(registration.blocks)
-            placement = building.place(
-                self._strategy, registration.blocks, self._backend.world_size
-            )
+            placement = building.place(self._strategy, registration.blocks, self.backend.world_size)
         except Exception:  # whatever it is: the other ranks wait, and must be told
-            say_failed(self._backend)
+            say_failed(self.backend)
             raise
-        numbers = (self._damping, self._decay, self._kl_clip)
+        numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
-        compare_ranks(self._backend, placement, own)
+        compare_ranks(self.backend, placement, own)
         self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
         if carry_over(old, self._blocks) and old:
@@ -273,12 +293,12 @@ class Preconditioner:
             self._owed_statistics = 2
         self._report = registration.report
         self._watch = Watch(self._model)
-        self._backend.prepare(self.placement.groups())
+        self.backend.prepare(self.placement.groups())
         scale = Scale(
             self._scaling,
             self._loss_average,
-            self._backend.world_size,
-            own_gradients=self._fisher.kind != "empirical",
+            self.backend.world_size,
+            own_gradients=self._fisher.probed,
         )
         statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:
@@ -322,21 +342,11 @@ class Preconditioner:
             Phase -> ``{"bytes", "calls"}``, and ``"total"``. Bytes are those of the tensors that
             this rank gives or receives, not what an engine's algorithm makes of them.
         """
-        return self._backend.traffic()
+        return self.backend.traffic()
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
-
-    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the mean of a small tensor over the ranks.
-
-        Args:
-            tensor: The tensor of this rank.
-        """
-        total = tensor.clone().to(self._backend.wire_device(tensor.device))
-        self._backend.all_reduce(total, "agree").wait()
-        return total.to(tensor.device) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:
@@ -352,15 +362,9 @@ class Preconditioner:
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        return state.save(
-            self._blocks,
-            self.placement,
-            self._backend,
-            self.counters,
-            self._steps,
-            self._owed_statistics,
-            self._scaling,
-        )
+        now = (self.counters, self._steps, self._owed_statistics, self._scaling)
+        saved = state.save(self._blocks, self.placement, self.backend, *now)
+        return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state, perhaps of another world size, strategy or solver.
@@ -373,10 +377,11 @@ class Preconditioner:
                 then.
         """
         state.check(saved, self._blocks, self._scaling)
-        state.load_blocks(saved, self._blocks, self.placement, self._backend.rank)
+        state.load_blocks(saved, self._blocks, self.placement, self.backend.rank)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
-        self._new_window()
+        self._lrs.load(saved.get("initial_lrs", ()))
+        self.reset_batch()
 
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
@@ -384,7 +389,9 @@ class Preconditioner:
         For a batch that is given up between ``backward`` and ``step``; call it where the gradients
         are zeroed, on every rank.
         """
-        self._new_window()
+        self._statistics.clear()
+        self._capture.reset()
+        self._capture.enabled = self._takes_statistics()
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""

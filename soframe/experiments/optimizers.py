@@ -114,7 +114,7 @@ def build_preconditioner(
 
     Args:
         model: The model, unwrapped: names in reports are then the model's own.
-        optimizer: The base optimizer, whose learning rate the KL clip reads.
+        optimizer: The base optimizer, whose learning rate the clips read.
         config: The run.
 
     Returns:
@@ -124,22 +124,9 @@ def build_preconditioner(
         return optimizer.preconditioner
     if config.optimizer != "kfac":
         return None
-    options: dict[str, Any] = dict(config.preconditioner)
-    kl_clip = options.get("kl_clip")
-    if isinstance(kl_clip, float | int) and config.schedule != "constant":
-        # Where the clip acts, the update has a fixed length in the metric of the Fisher matrix,
-        # whatever the learning rate. Only a bound that falls with its square lets the schedule
-        # through.
-        options["kl_clip"] = _scaled(float(kl_clip), config)
+    # The schedule is to shorten the steps that the clip has cut, too.
+    options: dict[str, Any] = {"clip_lr": "initial", **config.preconditioner}
     return soframe.Preconditioner(model, optimizer=optimizer, strategy=config.strategy, **options)
-
-
-def _scaled(kl_clip: float, config: RunConfig) -> Callable[[int], float]:
-    def clip(step: int) -> float:
-        # Never zero: the last step of a cosine would otherwise divide by it.
-        return kl_clip * max(schedule_factor(config, step), 1e-3) ** 2
-
-    return clip
 
 
 def schedule_factor(config: RunConfig, step: int) -> float:
