@@ -23,7 +23,7 @@ from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
 from soframe.fisher import Fisher
-from soframe.follow import Watch, carry_over
+from soframe.follow import Watch, carry_over, redistribute
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
@@ -32,6 +32,7 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
+from soframe.running import settle
 from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
@@ -183,9 +184,9 @@ class Preconditioner:
         damping = self._damping.at(self._steps)
         finite, weights = self._agree()
         if weights is not None:
-            self._statistics.fold(self._backend, weights, self._decay.at(self._steps))
+            self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        due = [block for block in self._blocks if block.running and (every or not block.solved)]
+        due = [block for block in self._blocks if block.mass > 0 and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
         pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
@@ -216,7 +217,7 @@ class Preconditioner:
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
-        if bad and not any(block.running for block in self._blocks):
+        if bad and not any(block.mass > 0 for block in self._blocks):
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
@@ -266,28 +267,36 @@ class Preconditioner:
         words = (self._scaling, self._loss_average, self._fisher.kind)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
-        self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
-        if carry_over(old, self._blocks) and old:
-            # They do not wait for the next interval; this window may not have captured them.
-            self._owed_statistics = 2
+        self._backend.prepare(placement.groups())
+        if old:
+            before = self.placement.blocks
+            settle(self._backend, list(zip(old, before, strict=True)))
+            anew = carry_over(old, self._blocks)
+            places = {place.block: place for place in before}
+            dropped = redistribute(self._backend, self._blocks, places, placement)
+            if anew or dropped:
+                # They do not wait for the next interval; this window may not have captured them.
+                self._owed_statistics = 2
+        self.placement = placement
         self._report = registration.report
         self._watch = Watch(self._model)
-        self._backend.prepare(self.placement.groups())
         scale = Scale(
             self._scaling,
             self._loss_average,
             self._backend.world_size,
             own_gradients=self._fisher.kind != "empirical",
         )
-        statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
+        statistics = Statistics(
+            self._blocks, placement, self._backend, scale, self._samples, self._loss_scale.now
+        )
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
         self._capture.sink = self._statistics.add
-        self._capture.attach(
-            {helper: block.name for block in self._blocks for helper in block.helpers}
-        )
+        names = {helper: block.name for block in self._blocks for helper in block.helpers}
+        counting = [helper for helper in names if not statistics.wants_inputs(helper)]
+        self._capture.attach(names, counting)
 
     def _require_ready(self) -> None:
         if self._closed:
@@ -303,15 +312,15 @@ class Preconditioner:
             The report; print it, or iterate over its rows.
         """
         seen = self._steps > 0
-        idle = {block.name for block in self._blocks if seen and not block.running}
+        idle = {block.name for block in self._blocks if seen and block.mass == 0}
         return self._report.with_note("no statistics so far: not used in training", idle)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank holds.
 
         Returns:
-            ``"factors"``, ``"second_order"``, ``"statistics"`` (of the window under way) and their
-            ``"total"``.
+            ``"factors"``, ``"accumulators"`` (of statistics whose reduction is deferred),
+            ``"second_order"``, ``"statistics"`` (of the window under way) and their ``"total"``.
         """
         return state.memory_usage(self._blocks)
 
@@ -346,8 +355,9 @@ class Preconditioner:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
-        Where the strategy leaves second-order data on some ranks only (all but ``comm-opt``), call
-        it on every rank. What a window under way has gathered is not part of the state.
+        Where the strategy leaves running factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. What a window under way has gathered is not part of
+        the state.
 
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.

@@ -9,8 +9,9 @@ import torch
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.fusion import Parcel, deliver, own_memory
 from soframe.factors import FactorSpec, TensorSpec
+from soframe.running import settle
 from soframe.solvers.base import SolveFailedError, mean_trace, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
 
@@ -39,6 +40,8 @@ def solve(
         counters: ``retried_solves`` and ``failed_solves`` are raised.
     """
     where = dict(zip(blocks, placement.blocks, strict=True))
+    settle(backend, [(block, where[block]) for block in due])
+    traces = _mean_traces(due, where, backend)
     jobs = [(block, i, factor) for block in due for i, factor in enumerate(block.factors)]
     fresh: dict[tuple[Block, str], dict[str, torch.Tensor]] = {}
     outcome = torch.zeros(2, len(jobs))  # failed, retried
@@ -46,7 +49,7 @@ def solve(
         if where[block].owners[index] != backend.rank:
             continue
         try:
-            data, retried = _solve_factor(block, index, factor, damping)
+            data, retried = _solve_factor(block, index, factor, traces[block], damping)
         except SolveFailedError as error:
             outcome[0, number] = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
@@ -62,12 +65,41 @@ def solve(
         block.solved_factors.update(f.name for b, _, f in solved if b is block)
 
 
+def _mean_traces(
+    due: Sequence[Block], where: dict[Block, BlockPlacement], backend: Backend
+) -> dict[Block, list[torch.Tensor]]:
+    """Return the mean traces of the factors of the blocks that this rank solves for.
+
+    Owners that do not hold all factors of a block are told the traces of the others.
+    """
+    told = [block for block in due if where[block].traces_travel]
+    sizes = [factor.groups for block in told for factor in block.factors]
+    numbers = torch.zeros(sum(sizes), dtype=torch.float64)
+    for (block, index, factor), part in zip(
+        [(b, i, f) for b in told for i, f in enumerate(b.factors)],
+        numbers.split(sizes),
+        strict=True,
+    ):
+        if where[block].owners[index] == backend.rank:
+            part.copy_(mean_trace(block.matrix(factor)))
+    if told:
+        numbers = numbers.to(backend.wire_device(numbers.device))
+        backend.all_reduce(numbers, "agree").wait()
+    parts = iter(numbers.split(sizes))
+    traces = {}
+    for block in due:
+        if block in told:
+            traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.factors]
+        elif backend.rank in where[block].owners:
+            traces[block] = [mean_trace(block.matrix(factor)) for factor in block.factors]
+    return traces
+
+
 def _solve_factor(
-    block: Block, index: int, factor: FactorSpec, damping: float
+    block: Block, index: int, factor: FactorSpec, traces: list[torch.Tensor], damping: float
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    traces = [mean_trace(block.running[other.name]) for other in block.factors]
     shares = block.solver.shares(traces, damping)
-    return solve_safely(block.solver, block.running[factor.name], shares[index])
+    return solve_safely(block.solver, block.matrix(factor), shares[index])
 
 
 def _agree(outcome: torch.Tensor, backend: Backend) -> tuple[list[int], list[int]]:
@@ -105,7 +137,8 @@ def _share(
         if backend.rank in where[block].gradient_workers:
             assert parcel.tensors is not None
             names = block.tensors[factor.name]
-            block.second_order[factor.name] = dict(zip(names, parcel.tensors, strict=True))
+            kept = map(own_memory, parcel.tensors)
+            block.second_order[factor.name] = dict(zip(names, kept, strict=True))
 
 
 def precondition(

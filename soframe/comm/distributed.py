@@ -89,6 +89,26 @@ class TorchDistributed(Backend):
     def _all_reduce(self, tensor: Tensor) -> Handle:
         return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
 
+    def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
+        target = self._global_ranks[destination]
+        if group in self._groups:
+            return _handle(dist.reduce(tensor, target, group=self._groups[group], async_op=True))
+        if self.rank != destination:
+            return _handle(dist.isend(tensor, target, self._group))
+        others = [self._global_ranks[rank] for rank in group if rank != destination]
+        parts = [torch.empty_like(tensor) for _ in others]
+        receipts = [
+            _handle(dist.irecv(part, origin, self._group))
+            for part, origin in zip(parts, others, strict=True)
+        ]
+
+        def wait() -> None:
+            for receipt, part in zip(receipts, parts, strict=True):
+                receipt.wait()
+                tensor.add_(part)
+
+        return Handle(wait)
+
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         origin = self._global_ranks[source]
         if group in self._groups:
