@@ -4,6 +4,7 @@ from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement
+from soframe.strategies.sharded import OwnerLocal, Sharded
 
 __all__ = [
     "BlockPlacement",
@@ -11,7 +12,9 @@ __all__ = [
     "CommOpt",
     "HybridOpt",
     "MemOpt",
+    "OwnerLocal",
     "Placement",
+    "Sharded",
     "Strategy",
     "assign",
     "compute_cost",
