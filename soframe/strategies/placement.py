@@ -238,7 +238,7 @@ class Placement:
                 found.update(g for g in (way.group, way.spread) if g != block.everyone)
         return sorted(group for group in found if len(group) > 1)
 
-    def memory(self, rank: int) -> dict[str, int]:
+    def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
         """Return the bytes that a rank holds after a solve, from shapes alone.
 
         That is what `Preconditioner.memory_usage` then says, to the byte. While a backward pass
@@ -246,6 +246,7 @@ class Placement:
 
         Args:
             rank: The rank.
+            used: The blocks that are used; None for all.
 
         Returns:
             ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` (none) and
@@ -253,7 +254,7 @@ class Placement:
         """
         from soframe.strategies import plan
 
-        return plan.memory(self, rank)
+        return plan.memory(self, rank, used=used)
 
     def traffic(
         self,

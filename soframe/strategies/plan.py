@@ -27,18 +27,23 @@ _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried
 
 
-def memory(placement: Placement, rank: int) -> dict[str, int]:
+def memory(
+    placement: Placement, rank: int, *, used: Collection[str] | None = None
+) -> dict[str, int]:
     """See `Placement.memory`.
 
     Args:
         placement: The placement.
         rank: The rank.
+        used: The blocks in use; None for all.
 
     Returns:
         Bytes by category.
     """
     usage = {"factors": 0, "accumulators": 0, "second_order": 0, "statistics": 0}
     for work, place in zip(placement.work, placement.blocks, strict=True):
+        if used is not None and work.name not in used:
+            continue
         item = ITEM_BYTES[work.dtype]
         for index, factor in enumerate(work.factors):
             if rank in place.holding(index):
