@@ -1,5 +1,9 @@
 """Who holds what where curvature is sharded, against tables written by hand."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 
 from soframe.strategies import OwnerLocal, Sharded
@@ -75,3 +79,28 @@ def test_a_group_has_ranks(group):
 def test_the_wire_is_a_dtype(wire):
     with pytest.raises(ValueError, match="Sharded: wire must be one of float64, float32, bfloat16"):
         Sharded(wire=wire)
+
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "distribution.py"
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "held"), [("BERT-Large", 144, 40), ("ResNet-50", 54, 8)]
+)
+def test_the_default_sends_and_holds_less_by_an_order_than_mem_opt(model, blocks, held):
+    spec = importlib.util.spec_from_file_location("distribution", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules["distribution"] = benchmark  # where dataclasses look up annotations
+    spec.loader.exec_module(benchmark)
+    work = benchmark.MODELS[model]
+    assert len(work) == blocks
+    # D and W of the literature: elements of all factors, elements of all gradients.
+    square = sum(f.groups * f.size**2 for block in work for f in block.factors)
+    gradient = sum(block.shape[1] * block.shape[2] for block in work)
+    expected = {"BERT-Large": (1057.4e6, 302.2e6), "ResNet-50": (153.85e6, 25.5e6)}[model]
+    assert (square, gradient) == pytest.approx(expected, rel=1e-3)
+    costs = benchmark.compare(work, 64, 10, 100, ["mem-opt", "sharded"])
+    assert costs["sharded"]["less_sent"] >= 40
+    assert costs["sharded"]["less_held"] >= held
