@@ -126,7 +126,7 @@ def _move_factor(
         own = None if stored is None else [pack(stored)]
         spec = TensorSpec((factor.groups, packed_size(factor.size)))
         (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
-    if backend.rank in place.holding(index):
+    if place.holds(backend.rank, index):
         assert stored is not None
         block.running[factor.name] = store(stored, factor.size, place)
 

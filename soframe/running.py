@@ -75,7 +75,7 @@ def _gather(
     """Add this rank's contributions to its accumulators."""
     block.pending = decay * block.pending + (1 - decay)
     for index, factor in enumerate(block.factors):
-        if rank not in place.contributing(index):
+        if not place.contributes(rank, index):
             continue
         if factor.name not in block.local:
             numel = packed_size(factor.size)
@@ -147,9 +147,9 @@ def _sums(
         wire = getattr(torch, place.wire) if place.wire else block.dtype
         for index, factor in enumerate(block.factors):
             own = parts[block].pop(factor.name, None)
-            way = place.reduction(index)
+            way = place.reductions[index]
             sums.append(Sum(way, factor.shape, block.dtype, wire, block.device, own))
-            jobs.append((block, place, factor, backend.rank in place.holding(index)))
+            jobs.append((block, place, factor, place.holds(backend.rank, index)))
     add_up(backend, sums, phase)
     found: list[_Total] = []
     for (block, place, factor, held), one in zip(jobs, sums, strict=True):
@@ -191,7 +191,7 @@ def store(factor: Tensor, size: int, place: BlockPlacement) -> Tensor:
 
 def _start_from_identity(block: Block, place: BlockPlacement, rank: int) -> None:
     for index, factor in enumerate(block.factors):
-        if rank in place.holding(index):
+        if place.holds(rank, index):
             eye = torch.eye(factor.size, dtype=block.dtype, device=block.device)
             whole = eye.repeat(factor.groups, 1, 1)
             block.running[factor.name] = pack_triangle(whole) if place.packed else whole

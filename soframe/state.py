@@ -274,7 +274,7 @@ def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, 
     block.running = {
         factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
         for index, factor in enumerate(block.factors)
-        if block.mass > 0 and rank in place.holding(index)
+        if block.mass > 0 and place.holds(rank, index)
     }
 
 

@@ -59,7 +59,7 @@ class Statistics:
             block: [
                 factor
                 for index, factor in enumerate(block.factors)
-                if backend.rank in place.contributing(index)
+                if place.contributes(backend.rank, index)
             ]
             for block, place in self._placed
         }

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape
@@ -96,7 +97,7 @@ class BlockPlacement:
     packed: bool = False
     wire: str | None = None
 
-    @property
+    @cached_property
     def everyone(self) -> tuple[int, ...]:
         """All ranks."""
         return tuple(range(len(self.sources)))
@@ -117,12 +118,30 @@ class BlockPlacement:
         """
         return self.holders[factor] if self.holders else self.everyone
 
-    def reduction(self, factor: int) -> Reduction:
-        """Return how the statistics of a factor get from those that have them to its holders.
+    def contributes(self, rank: int, factor: int) -> bool:
+        """Return whether a rank contributes statistics to a factor.
 
         Args:
-            factor: Its index.
+            rank: The rank.
+            factor: The factor's index.
         """
+        return not self.contributors or rank in self.contributors[factor]
+
+    def holds(self, rank: int, factor: int) -> bool:
+        """Return whether a rank holds a running factor.
+
+        Args:
+            rank: The rank.
+            factor: The factor's index.
+        """
+        return not self.holders or rank in self.holders[factor]
+
+    @cached_property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """How the statistics of each factor get from those that have them to its holders."""
+        return tuple(map(self._reduction, range(len(self.owners))))
+
+    def _reduction(self, factor: int) -> Reduction:
         holders = self.holding(factor)
         group = tuple(sorted({*self.contributing(factor), *holders}))
         if holders == self.everyone:
@@ -132,11 +151,8 @@ class BlockPlacement:
     @property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, and so its trace, which solvers ask for."""
-        return any(
-            owner not in self.holding(factor)
-            for owner in self.owners
-            for factor in range(len(self.owners))
-        )
+        factors = range(len(self.owners))
+        return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
 
 
 @dataclass(frozen=True)
@@ -205,7 +221,7 @@ class Placement:
                 ordered = list(members) == sorted(set(members))
                 require(ordered, work.name, f"{name} must be sorted, each named once")
         for index, owner in enumerate(block.owners):
-            held = owner in block.holding(index)
+            held = block.holds(owner, index)
             require(held, work.name, f"owner {owner} does not hold what it solves")
         known = block.wire is None or block.wire in ITEM_BYTES
         require(known, work.name, f"wire must be one of {', '.join(ITEM_BYTES)}, not {block.wire}")
@@ -232,8 +248,7 @@ class Placement:
                 found.add(share_group(owner, block.gradient_workers))
             for worker in block.gradient_workers:
                 found.add(exchange_group(worker, block.sources))
-            for factor in range(len(block.owners)):
-                way = block.reduction(factor)
+            for way in block.reductions:
                 # All ranks together are a group that is always there.
                 found.update(g for g in (way.group, way.spread) if g != block.everyone)
         return sorted(group for group in found if len(group) > 1)

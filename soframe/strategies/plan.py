@@ -46,10 +46,10 @@ def memory(
             continue
         item = ITEM_BYTES[work.dtype]
         for index, factor in enumerate(work.factors):
-            if rank in place.holding(index):
+            if place.holds(rank, index):
                 numel = factor.packed_numel if place.packed else prod(factor.shape)
                 usage["factors"] += item * numel
-            if place.deferred and rank in place.contributing(index):
+            if place.deferred and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
         if rank in place.gradient_workers:
             tensors = [spec for specs in work.second_order for spec in specs]
@@ -68,7 +68,7 @@ def window(placement: Placement, rank: int) -> int:
         ITEM_BYTES[work.dtype] * prod(factor.shape)
         for work, place in zip(placement.work, placement.blocks, strict=True)
         for index, factor in enumerate(work.factors)
-        if rank in place.contributing(index)
+        if place.contributes(rank, index)
     )
 
 
@@ -135,7 +135,7 @@ def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) 
     for work, place in pairs:
         wire = place.wire or work.dtype
         for index, factor in enumerate(work.factors):
-            way = place.reduction(index)
+            way = place.reductions[index]
             size = factor.packed_numel * ITEM_BYTES[wire]
             if rank in way.group and len(way.group) > 1:
                 sums.append(((way.group, way.destination, wire, work.device), size))

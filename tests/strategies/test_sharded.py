@@ -85,7 +85,8 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "distribution.p
 
 
 @pytest.mark.parametrize(
-    ("model", "blocks", "held"), [("BERT-Large", 144, 40), ("ResNet-50", 54, 8)]
+    ("model", "blocks", "held"),
+    [pytest.param("BERT-Large", 144, 40, marks=pytest.mark.slow), ("ResNet-50", 54, 8)],
 )
 def test_the_default_sends_and_holds_less_by_an_order_than_mem_opt(model, blocks, held):
     spec = importlib.util.spec_from_file_location("distribution", BENCHMARK)
