@@ -151,8 +151,8 @@ class Statistics:
 
         Returns:
             For each block two numbers: the weights of its inputs and output gradients. Where not
-            all ranks contribute: one number for each factor, zero unless this rank contributes,
-            and the weight of the inputs of all ranks.
+            all ranks contribute: its weight in each factor, zero unless it contributes to it; that
+            of its output gradients, zero unless it contributes at all; and that of its inputs.
         """
         numbers = []
         for block, place in self._placed:
@@ -163,7 +163,7 @@ class Statistics:
             # On paper this rank speaks for those that contribute.
             mine = block.factors if self._backend.on_paper else self._mine[block]
             numbers += [_weight(own, f) if f in mine else 0.0 for f in block.factors]
-            numbers.append(own.input_weight)
+            numbers += [own.output_weight if mine else 0.0, own.input_weight]
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float) -> None:
@@ -179,12 +179,12 @@ class Statistics:
         for block, place in self._placed:
             if place.contributors:
                 divisors = [next(numbers) for _ in block.factors]
-                everybodys = next(numbers)
+                outputs, everybodys = next(numbers), next(numbers)
             else:
                 everybodys, outputs = next(numbers), next(numbers)
                 both = Contribution(input_weight=everybodys, output_weight=outputs)
                 divisors = [_weight(both, factor) for factor in block.factors]
-            if not all(divisor > 0 for divisor in divisors):
+            if not (outputs > 0 and all(divisor > 0 for divisor in divisors)):
                 # Nobody used the block, it keeps its factors; all ranks know.
                 continue
             used.append((block, place))

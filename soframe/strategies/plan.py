@@ -118,7 +118,7 @@ def _count(phases: Traffic, phase: str, calls: Iterable[int]) -> None:
 
 def _weights(work: BlockWork, place: BlockPlacement) -> int:
     """Numbers that say what a block's statistics weigh."""
-    return len(work.factors) + 1 if place.contributors else 2
+    return len(work.factors) + 2 if place.contributors else 2
 
 
 def _solve_agreements(active: Collection[tuple[BlockWork, BlockPlacement]]) -> list[int]:

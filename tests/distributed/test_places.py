@@ -237,6 +237,37 @@ def unpacked(packed: Tensor) -> Tensor:
     return unpack_triangle(packed, int((8 * numel + 1) ** 0.5 / 2))
 
 
+def used_by_one(rank: int, ranks: int) -> list[tuple[bool, bool, Tensor]]:
+    """Per user of a layer: whether it contributes, whether the layer is known then, the weights."""
+    found = []
+    for user in range(ranks):
+        case = Case({"strategy": Sharded(group=2), "solve_every": 1})
+        run = Run(case, rank, ranks, average=mean_over())
+
+        def use(run: Run, user: int = user) -> None:
+            if rank == user:
+                run.model.unused(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+            run.model.unused.zero_grad()
+
+        for step in range(2):
+            run.step(step, use)
+        names = [block.name for block in run.preconditioner._blocks]
+        place = run.preconditioner.placement.blocks[names.index("unused")]
+        known = bool(state_of(run.preconditioner)["unused"])
+        found.append((place.contributes(user, 0), known, run.weights()))
+    return found
+
+
+@pytest.mark.slow
+def test_a_layer_that_contributors_do_not_use_stays_unknown():
+    results = run_ranks(used_by_one, 4, timeout=60)
+    for own in results:
+        assert sorted(contributes for contributes, _, _ in own) == [False, False, True, True]
+        for (contributes, known, weights), (_, _, others) in zip(own, results[0], strict=True):
+            assert known == contributes
+            assert torch.equal(weights, others)
+
+
 # -- what is not needed --------------------------------------------------------------------------
 
 
