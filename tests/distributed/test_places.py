@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
+from soframe.running import pack
 from soframe.solvers import Inverse
 from soframe.strategies import (
     BlockPlacement,
@@ -116,6 +117,9 @@ def history(
         for step in range(5):
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
+            for block in run.preconditioner._blocks:
+                for factor, stored in block.running.items() if not block.pending else ():
+                    compare(pack(stored), found[name][-1][block.name][factor], "every holder's")
         assert run.preconditioner.counters["skipped_statistics"] == 1
     return found
 
