@@ -12,7 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from soframe.comm.base import Backend
 from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over, redistribute
 from soframe.layers.base import LayerHelper
+from soframe.local_gradients import LocalGradients
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import LearningRates
@@ -79,6 +80,11 @@ class Preconditioner:
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
             ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
+        gradients: What ``.grad`` holds when `step` is called: ``"averaged"`` over ranks, as
+            DistributedDataParallel leaves it, or ``"local"``: this rank's own, of a model without
+            DDP, or under it with `soframe.comm.leave_gradients` for a communication hook. Then
+            `step` averages all gradients itself, those of a block with one gradient worker on
+            that rank alone.
 
     Attributes:
         placement: Who owns, preconditions and receives what.
@@ -119,9 +125,15 @@ class Preconditioner:
         dtype: torch.dtype | None = None,
         fisher: str = "empirical",
         loss: str | type[Loss] | Loss | None = None,
+        gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
         building.require("scaling", scaling, ("fisher", "kaisa"))
         building.require("loss_average", loss_average, ("local", "global", "sum"))
+        building.require("gradients", gradients, ("averaged", "local"))
+        if gradients == "local" and grad_scaler is not None:
+            raise ValueError(
+                "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+            )
         if not callable(samples):
             building.require("samples", samples, ("batch", "positions"))
         if isinstance(skip, str):
@@ -139,6 +151,7 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
+        self._averages = gradients == "local"
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -182,26 +195,28 @@ class Preconditioner:
         """
         self._require_ready()
         damping = self._damping.at(self._steps)
-        finite, weights = self._agree()
+        finite, weights, present = self._agree()
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
         due = [block for block in self._blocks if block.mass > 0 and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
+        raw = self._gradients(present)
+        results = solving.precondition(self._blocks, self.placement, self._backend, damping, raw)
         if finite:
-            self._write(pairs)
+            self._write({block: results[block] for block in raw if block in results}, raw)
         else:
             gradients.discard(self._model)
         self._next_step()
 
-    def _agree(self) -> tuple[bool, list[float] | None]:
+    def _agree(self) -> tuple[bool, list[float] | None, list[float]]:
         """Agree with all ranks on what is finite and what the statistics weigh.
 
         Returns:
-            Whether the gradients of all ranks are finite; and the added-up weights of the
-            statistics if they are to be used.
+            Whether the gradients of all ranks are finite; the added-up weights of the statistics
+            if they are to be used; and on how many ranks each gradient is present, where they
+            are still to be averaged.
         """
         with_statistics = self._takes_statistics()
         changed = self._watch.changed()
@@ -210,7 +225,10 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
+        present = self._local.present() if self._averages else []
+        sums = add_over_ranks(self._backend, own + present)
+        present = sums[len(own) :]
+        changes, bad_gradients, bad, *weights = sums[: len(own)]
         if changes:
             require_all_ranks(self._backend, changes)
             self._build()
@@ -220,21 +238,46 @@ class Preconditioner:
         if bad and not any(block.mass > 0 for block in self._blocks):
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
-        return not bad_gradients, weights if usable else None
+        return not bad_gradients, weights if usable else None, present
 
-    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
+    def _gradients(self, present: Sequence[float]) -> Mapping[Block, Tensor | None]:
+        """Return the raw gradients: of blocks that have any, on the ranks that know them."""
+        if self._averages:
+            placed = list(zip(self._blocks, self.placement.blocks, strict=True))
+            return self._local.average(self._backend, placed, present)
+        own = {block: block.gradient() for block in self._blocks if block.solved}
+        return {block: gradient for block, gradient in own.items() if gradient is not None}
+
+    def _write(self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None]) -> None:
         """Clip and write the preconditioned gradients."""
-        if not pairs:
+        if not results:
             return
-        results, raw = zip(*pairs.values(), strict=True)
         if self._kl_clip is not None:
-            lrs = self._lrs.of(list(pairs), self._steps)
-            kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, raw, lrs, kappa)
-            for result in results:
+            factor = self._kl_clip_factor(results, raw, self._kl_clip.at(self._steps))
+            for result in results.values():
                 result.mul_(factor.to(result.device))
-        for block, result in zip(pairs, results, strict=True):
+        for block, result in results.items():
             block.write(result)
+
+    def _kl_clip_factor(
+        self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None], kappa: float
+    ) -> Tensor:
+        like = next(iter(results.values()))
+        if not self._averages:
+            known, add = list(results), None
+        else:
+            # One rank knows the raw gradient of a block, or speaks for those that do.
+            workers = {place.block: place.gradient_workers for place in self.placement.blocks}
+            known = [b for b in results if workers[b.name][0] == self._backend.rank]
+            add = self._add_up
+        lrs = self._lrs.of(known, self._steps)
+        gradients = [g for b in known if (g := raw[b]) is not None]
+        return kl_clip_factor([results[b] for b in known], gradients, lrs, kappa, add, like)
+
+    def _add_up(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(self._backend.wire_device(tensor.device))
+        self._backend.all_reduce(total, "agree").wait()
+        return total.to(tensor.device)
 
     def _next_step(self) -> None:
         self._steps += 1
@@ -264,7 +307,7 @@ class Preconditioner:
             raise
         numbers = (self._damping, self._decay, self._kl_clip)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._averages)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
@@ -293,6 +336,7 @@ class Preconditioner:
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
+        self._local = LocalGradients(self._model, self._blocks)
         self._capture.sink = self._statistics.add
         names = {helper: block.name for block in self._blocks for helper in block.helpers}
         counting = [helper for helper in names if not statistics.wants_inputs(helper)]
@@ -343,9 +387,7 @@ class Preconditioner:
         Args:
             tensor: The tensor of this rank.
         """
-        total = tensor.clone().to(self._backend.wire_device(tensor.device))
-        self._backend.all_reduce(total, "agree").wait()
-        return total.to(tensor.device) / self._backend.world_size
+        return self._add_up(tensor.clone()) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:
