@@ -18,14 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from soframe import building, gradients, solving, state
-from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
+from soframe.agreement import (
+    add_over_ranks,
+    add_up,
+    compare_ranks,
+    require_all_ranks,
+    say_failed,
+)
+from soframe.averaging import AveragedGradients, LocalGradients
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
 from soframe.fisher import Fisher
 from soframe.follow import Watch, carry_over, redistribute
 from soframe.layers.base import LayerHelper
-from soframe.local_gradients import LocalGradients
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import LearningRates
@@ -151,7 +157,7 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
-        self._averages = gradients == "local"
+        self._gradients = gradients
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -202,7 +208,7 @@ class Preconditioner:
         due = [block for block in self._blocks if block.mass > 0 and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        raw = self._gradients(present)
+        raw = self._raw.raw(present)
         results = solving.precondition(self._blocks, self.placement, self._backend, damping, raw)
         if finite:
             self._write({block: results[block] for block in raw if block in results}, raw)
@@ -225,7 +231,7 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        present = self._local.present() if self._averages else []
+        present = self._raw.present()
         sums = add_over_ranks(self._backend, own + present)
         present = sums[len(own) :]
         changes, bad_gradients, bad, *weights = sums[: len(own)]
@@ -240,44 +246,24 @@ class Preconditioner:
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None, present
 
-    def _gradients(self, present: Sequence[float]) -> Mapping[Block, Tensor | None]:
-        """Return the raw gradients: of blocks that have any, on the ranks that know them."""
-        if self._averages:
-            placed = list(zip(self._blocks, self.placement.blocks, strict=True))
-            return self._local.average(self._backend, placed, present)
-        own = {block: block.gradient() for block in self._blocks if block.solved}
-        return {block: gradient for block, gradient in own.items() if gradient is not None}
-
     def _write(self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None]) -> None:
         """Clip and write the preconditioned gradients."""
         if not results:
             return
         if self._kl_clip is not None:
-            factor = self._kl_clip_factor(results, raw, self._kl_clip.at(self._steps))
+            known = self._raw.spoken_for(results)
+            factor = kl_clip_factor(
+                [results[block] for block in known],
+                [gradient for block in known if (gradient := raw[block]) is not None],
+                self._lrs.of(known, self._steps),
+                self._kl_clip.at(self._steps),
+                self._raw.total,
+                next(iter(results.values())),
+            )
             for result in results.values():
                 result.mul_(factor.to(result.device))
         for block, result in results.items():
             block.write(result)
-
-    def _kl_clip_factor(
-        self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None], kappa: float
-    ) -> Tensor:
-        like = next(iter(results.values()))
-        if not self._averages:
-            known, add = list(results), None
-        else:
-            # One rank knows the raw gradient of a block, or speaks for those that do.
-            workers = {place.block: place.gradient_workers for place in self.placement.blocks}
-            known = [b for b in results if workers[b.name][0] == self._backend.rank]
-            add = self._add_up
-        lrs = self._lrs.of(known, self._steps)
-        gradients = [g for b in known if (g := raw[b]) is not None]
-        return kl_clip_factor([results[b] for b in known], gradients, lrs, kappa, add, like)
-
-    def _add_up(self, tensor: Tensor) -> Tensor:
-        total = tensor.to(self._backend.wire_device(tensor.device))
-        self._backend.all_reduce(total, "agree").wait()
-        return total.to(tensor.device)
 
     def _next_step(self) -> None:
         self._steps += 1
@@ -307,7 +293,7 @@ class Preconditioner:
             raise
         numbers = (self._damping, self._decay, self._kl_clip)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind, self._averages)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._gradients)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
@@ -336,7 +322,8 @@ class Preconditioner:
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        self._local = LocalGradients(self._model, self._blocks)
+        kind = LocalGradients if self._gradients == "local" else AveragedGradients
+        self._raw = kind(self._model, self._blocks, placement, self._backend)
         self._capture.sink = self._statistics.add
         names = {helper: block.name for block in self._blocks for helper in block.helpers}
         counting = [helper for helper in names if not statistics.wants_inputs(helper)]
@@ -387,7 +374,7 @@ class Preconditioner:
         Args:
             tensor: The tensor of this rank.
         """
-        return self._add_up(tensor.clone()) / self._backend.world_size
+        return add_up(self._backend, tensor.clone()) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:
