@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soframe import Preconditioner
+from soframe import Preconditioner, TrustRegion
 from soframe.comm import Recording, leave_gradients
 from soframe.strategies import HybridOpt, Sharded
 from soframe.testing import compare
@@ -147,6 +147,8 @@ def test_what_does_not_go_together_is_refused():
         Preconditioner(
             model, kl_clip=None, gradients="local", grad_scaler=torch.amp.GradScaler("cpu")
         )
+    with pytest.raises(ValueError, match="TrustRegion needs gradients='averaged'"):
+        TrustRegion(model, "mse", gradients="local")
     mixed = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     own = Preconditioner(mixed, kl_clip=None, gradients="local")
     mixed(torch.tensor([1, 2])).sum().backward()
