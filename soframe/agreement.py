@@ -58,6 +58,16 @@ def say_failed(backend: Backend) -> None:
     _exchange(backend, bytes(2 * _SIZE))
 
 
+def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
+    """Return the mean of a small tensor over the ranks.
+
+    Args:
+        backend: The backend.
+        tensor: The tensor of this rank.
+    """
+    return add_up(backend, tensor.clone()) / backend.world_size
+
+
 def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
     """Add up a few numbers over the ranks, in float64.
 
