@@ -39,7 +39,7 @@ from soframe.trust_region.quadratic import (
     Quadratic,
     combine,
     curvature_along,
-    dot,
+    inner_products,
     require_only_through,
 )
 from soframe.trust_region.replay import Replay
@@ -303,11 +303,8 @@ class TrustRegion(torch.optim.Optimizer):
         own = curvature_along(self._model, forwards, self._outputs, parameters, directions)
         curvature = self._mean(own)
         damping = self.damping.at(self._steps) + self._weight_decay()
-        for i, one in enumerate(directions):
-            for j, other in enumerate(directions):
-                curvature[i, j] += damping * dot(one, other)
-        slope = torch.tensor([dot(gradients, one) for one in directions], dtype=torch.float64)
-        return Quadratic(curvature, slope)
+        products = inner_products([gradients, *directions])
+        return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
 
     def _evaluate(self, forwards: Sequence[Forward], parameters: Sequence[nn.Parameter]) -> float:
         """Return the objective on the same batch, at the parameters of now."""
@@ -320,7 +317,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _penalty(self, parameters: Sequence[nn.Parameter]) -> float:
         decay = self._weight_decay()
-        return 0.5 * decay * dot(parameters, parameters) if decay else 0.0
+        return 0.5 * decay * inner_products([parameters]).item() if decay else 0.0
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])

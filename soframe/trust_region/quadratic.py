@@ -255,10 +255,9 @@ def curvature_along(
             jacobian_product(model, forward, outputs, parameters, direction)
             for direction in directions
         ]
-        products = [forward.hessian_product(tangent) for tangent in tangents]
-        for i, product in enumerate(products):
-            for j, tangent in enumerate(tangents):
-                total[i, j] += float(torch.dot(product.flatten(), tangent.flatten()))
+        products = [forward.hessian_product(tangent).flatten() for tangent in tangents]
+        flat = torch.stack([tangent.flatten() for tangent in tangents])
+        total += (torch.stack(products) @ flat.T).double().cpu()
     return (total + total.T) / 2
 
 
@@ -294,11 +293,20 @@ def jacobian_product(
     return torch.zeros_like(primal) if tangent is None else tangent
 
 
-def dot(one: Direction, other: Direction) -> float:
-    """Return the inner product of two directions, added up in float64."""
-    pairs = zip(one, other, strict=True)
-    parts = [torch.dot(a.detach().flatten(), b.detach().flatten()) for a, b in pairs]
-    return float(torch.stack([part.double() for part in parts]).sum())
+def inner_products(directions: Sequence[Direction]) -> Tensor:
+    """Return the inner products of every two of k directions.
+
+    Args:
+        directions: The directions.
+
+    Returns:
+        ``[k, k]``, float64, on the CPU; those of each parameter are added up in float64.
+    """
+    parts = []
+    for tensors in zip(*directions, strict=True):
+        rows = torch.stack([tensor.detach().flatten() for tensor in tensors])
+        parts.append((rows @ rows.T).double())
+    return torch.stack(parts).sum(0).cpu()
 
 
 def combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
