@@ -65,9 +65,7 @@ def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
         backend: The backend.
         tensor: The tensor of this rank.
     """
-    total = tensor.clone().to(backend.wire_device(tensor.device))
-    backend.all_reduce(total, "agree").wait()
-    return total.to(tensor.device) / backend.world_size
+    return add_up(backend, tensor.clone()) / backend.world_size
 
 
 def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
@@ -85,6 +83,21 @@ def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
     backend.all_reduce(vector, "agree").wait()
     sums: list[float] = vector.tolist()
     return sums
+
+
+def add_up(backend: Backend, tensor: Tensor) -> Tensor:
+    """Add up a small tensor over the ranks.
+
+    Args:
+        backend: The backend.
+        tensor: This rank's; it may be overwritten.
+
+    Returns:
+        The sum, on the tensor's device.
+    """
+    total = tensor.to(backend.wire_device(tensor.device))
+    backend.all_reduce(total, "agree").wait()
+    return total.to(tensor.device)
 
 
 def require_all_ranks(backend: Backend, changes: float) -> None:

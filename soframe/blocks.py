@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from soframe.comm.packing import unpack_triangle
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.methods.base import Method
@@ -26,8 +27,14 @@ class Block:
         method: The curvature method.
         solver: The solver.
         dtype: The dtype of factors and second-order data.
-        running: The running factors, by name; empty before the first statistics.
-        mass: The weight that the running factors' average has gathered: 1 without start-up bias.
+        running: The running factors that this rank holds, by name: ``[groups, n, n]``, or packed
+            ``[groups, n (n + 1) / 2]`` where its placement says so; empty before the first
+            statistics.
+        mass: The weight that the running factors' average has gathered: 1 without start-up bias,
+            0 before the first statistics. The same on every rank.
+        pending: The part of ``mass`` that is in the ranks' accumulators still.
+        local: This rank's accumulators, by factor, ``[groups, n (n + 1) / 2]``; empty unless the
+            placement defers the reduction of statistics to the solves.
         second_order: Factor name -> tensor name -> tensor; empty where this rank has none.
         solved_factors: The factors that their owners have ever solved: the same on every rank.
         sums: The statistics of the window, by factor.
@@ -41,6 +48,8 @@ class Block:
     dtype: torch.dtype
     running: dict[str, Tensor] = field(default_factory=dict)
     mass: float = 0.0
+    pending: float = 0.0
+    local: dict[str, Tensor] = field(default_factory=dict)
     second_order: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     solved_factors: set[str] = field(default_factory=set)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -72,7 +81,9 @@ class Block:
     @property
     def work(self) -> BlockWork:
         """What has to be placed."""
-        return BlockWork(self.name, self.shape, self.factors)
+        second_order = tuple(tuple(specs.values()) for specs in self.tensors.values())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return BlockWork(self.name, self.shape, self.factors, second_order, dtype, str(self.device))
 
     def gradient(self) -> Tensor | None:
         """Return the gradient as a matrix in the factors' dtype.
@@ -103,9 +114,17 @@ class Block:
             if value is not None and parameter is not None and parameter.grad is not None:
                 parameter.grad.copy_(value)
 
-    def empty_factor(self, factor: FactorSpec) -> Tensor:
-        """Return zeros in the shape of a factor."""
-        return torch.zeros(factor.shape, dtype=self.dtype, device=self.device)
+    def matrix(self, factor: FactorSpec) -> Tensor:
+        """Return a running factor that this rank holds, as whole matrices.
+
+        Args:
+            factor: The factor.
+
+        Returns:
+            ``[groups, n, n]``; the running factor itself unless it is packed.
+        """
+        stored = self.running[factor.name]
+        return stored if stored.dim() == 3 else unpack_triangle(stored, factor.size)
 
     def forget_window(self) -> None:
         """Drop the statistics of the window."""

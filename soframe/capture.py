@@ -133,6 +133,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._counting: frozenset[LayerHelper] = frozenset()
         self._passes = _Passes()
         self._edges: list[GradientEdge] = []
         self._probe: Probe | None = None
@@ -143,14 +144,18 @@ class Capture:
         """Backward passes since `reset`."""
         return self._passes.count
 
-    def attach(self, names: Mapping[LayerHelper, str]) -> None:
+    def attach(
+        self, names: Mapping[LayerHelper, str], counting: Iterable[LayerHelper] = ()
+    ) -> None:
         """Hook the helpers' modules, instead of those that were hooked before.
 
         Args:
             names: The qualified name of each helper's module.
+            counting: Those whose inputs nobody needs on this rank; none are kept.
         """
         _remove(self._handles)
         self.names = dict(names)
+        self._counting = frozenset(counting)
         for helper in names:
             hook = _Hook(self, helper)
             # First of all: another hook may replace the output (adapters do).
@@ -238,7 +243,8 @@ class Capture:
         if not output.requires_grad:
             return
         inputs = tuple(helper.inputs(args, kwargs))
-        needed = inputs if helper.weight is not None else ()
+        keeps = helper.weight is not None and helper not in self._counting
+        needed = inputs if keeps else ()
         # One that was frozen since is no reason to lose what the others need.
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:

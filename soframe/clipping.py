@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.averaging import AveragedGradients
 from soframe.blocks import Block
 from soframe.lr import LearningRates
 from soframe.schedules import Schedule, Scheduled
@@ -45,25 +46,41 @@ class Bounds:
 
 
 def clip(
-    pairs: Mapping[Block, tuple[Tensor, Tensor]], bounds: Bounds, rates: LearningRates, step: int
+    results: Mapping[Block, Tensor],
+    raw: Mapping[Block, Tensor | None],
+    gradients: AveragedGradients,
+    bounds: Bounds,
+    rates: LearningRates,
+    step: int,
 ) -> None:
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
     Args:
-        pairs: The preconditioned and the raw gradient of each block.
+        results: The preconditioned gradient of each block.
+        raw: The raw one, on the ranks that know it.
+        gradients: Who knows which.
         bounds: The bounds.
         rates: The learning rates.
         step: Completed steps.
     """
-    if not pairs or not bounds.any:
+    if not results or not bounds.any:
         return
-    results, raw = zip(*pairs.values(), strict=True)
-    lrs = rates.of(list(pairs), step)
+    every = list(results.values())
     factors: list[Tensor] = []
     if bounds.kl is not None:
-        factors.append(kl_clip_factor(results, raw, lrs, bounds.kl.at(step)))
+        known = gradients.spoken_for(results)
+        factors.append(
+            kl_clip_factor(
+                [results[block] for block in known],
+                [own for block in known if (own := raw[block]) is not None],
+                rates.of(known, step),
+                bounds.kl.at(step),
+                gradients.total,
+                every[0],
+            )
+        )
     if bounds.norm is not None:
-        factors.append(norm_clip_factor(results, lrs, bounds.norm.at(step)))
+        factors.append(norm_clip_factor(every, rates.of(list(results), step), bounds.norm.at(step)))
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    for result in results:
+    for result in every:
         result.mul_(factor.to(result.device))

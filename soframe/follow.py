@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from soframe.blocks import Block
+from soframe.comm.base import Backend
+from soframe.comm.fusion import Parcel, deliver, own_memory
+from soframe.comm.packing import packed_size
+from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import LayerHelper
 from soframe.registry import describe
+from soframe.running import pack, settle, store, unpack
+from soframe.strategies.placement import BlockPlacement, Placement
 
 
 class Watch:
@@ -43,7 +49,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
     the remaining rows and columns; it is solved again. A block that gained a parameter starts anew.
 
     Args:
-        old: The blocks so far; they are left empty.
+        old: The blocks so far, with nothing deferred; they are left empty.
         new: The blocks from now on.
 
     Returns:
@@ -66,10 +72,133 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
                 if factor.name in source:
                     tensor = source[factor.name]
                     keep = same or factor.side == "left"
-                    target[factor.name] = tensor if keep else _cut(tensor, columns)
+                    target[factor.name] = tensor if keep else _cut(tensor, factor.size, columns)
         if same:
             block.second_order, block.solved_factors = before.second_order, before.solved_factors
     return anew
+
+
+def hand_over(
+    backend: Backend,
+    old: Sequence[Block],
+    before: Placement,
+    new: Sequence[Block],
+    after: Placement,
+) -> bool:
+    """Hand what is known to the blocks of a model that has changed; every rank must call.
+
+    Args:
+        backend: The backend, prepared for both placements.
+        old: The blocks so far; they are left empty.
+        before: Where they were.
+        new: The blocks from now on.
+        after: Where they are.
+
+    Returns:
+        Whether some of them lack statistics now, the same on every rank.
+    """
+    settle(backend, list(zip(old, before.blocks, strict=True)))
+    anew = carry_over(old, new)
+    places = {place.block: place for place in before.blocks}
+    dropped = redistribute(backend, new, places, after)
+    return bool(anew) or dropped
+
+
+def redistribute(
+    backend: Backend,
+    blocks: Sequence[Block],
+    before: Mapping[str, BlockPlacement],
+    after: Placement,
+) -> bool:
+    """Bring what blocks remember to the ranks that are to remember it; every rank must call.
+
+    Where other ranks contribute from now on, the statistics of the window under way are dropped.
+
+    Args:
+        backend: The backend.
+        blocks: The blocks, in the placement's order.
+        before: Where the blocks were, by name.
+        after: Where they are now.
+
+    Returns:
+        Whether statistics were dropped, the same on every rank.
+    """
+    dropped = False
+    for block, place in zip(blocks, after.blocks, strict=True):
+        if (was := before.get(block.name)) is None:
+            continue
+        if was.contributors != place.contributors:
+            block.forget_window()
+            dropped = True
+        if block.mass > 0:
+            for index, factor in enumerate(block.factors):
+                _move_factor(backend, block, index, factor, was, place)
+        for factor in block.factors:
+            if factor.name in block.solved_factors:
+                _move_second_order(backend, block, factor.name, was, place)
+    return dropped
+
+
+def _move_factor(
+    backend: Backend,
+    block: Block,
+    index: int,
+    factor: FactorSpec,
+    was: BlockPlacement,
+    place: BlockPlacement,
+) -> None:
+    stored = block.running.pop(factor.name, None)
+    if not set(place.holding(index)) <= set(was.holding(index)):
+        own = None if stored is None else [pack(stored)]
+        spec = TensorSpec((factor.groups, packed_size(factor.size)))
+        (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
+    if place.holds(backend.rank, index):
+        assert stored is not None
+        block.running[factor.name] = store(stored, factor.size, place)
+
+
+def _move_second_order(
+    backend: Backend, block: Block, name: str, was: BlockPlacement, place: BlockPlacement
+) -> None:
+    data = block.second_order.pop(name, None)
+    if not set(place.gradient_workers) <= set(was.gradient_workers):
+        specs = block.tensors[name]
+        own = None if data is None else [data[key] for key in specs]
+        source = was.gradient_workers[0]
+        tensors = to_everyone(backend, block, source, tuple(specs.values()), own, "move")
+        data = dict(zip(specs, map(own_memory, tensors), strict=True))
+    if backend.rank in place.gradient_workers:
+        assert data is not None
+        block.second_order[name] = data
+
+
+def to_everyone(
+    backend: Backend,
+    block: Block,
+    source: int,
+    specs: tuple[TensorSpec, ...],
+    own: list[Tensor] | None,
+    phase: str,
+) -> list[Tensor]:
+    """Bring tensors of a block from one rank to all; every rank must call.
+
+    Args:
+        backend: The backend.
+        block: The block.
+        source: The rank that has them.
+        specs: What they are.
+        own: The tensors, on that rank.
+        phase: The phase that the traffic is counted under.
+
+    Returns:
+        The tensors, on every rank.
+    """
+    everyone = tuple(range(backend.world_size))
+    own = own if backend.rank == source else None
+    parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+    deliver(backend, [parcel], phase)
+    assert parcel.tensors is not None
+    return parcel.tensors
 
 
 def _is_continued(before: Block, after: Block) -> bool:
@@ -90,5 +219,6 @@ def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:
     return slice(-1) if has[0] else slice(-1, None)
 
 
-def _cut(tensor: Tensor, columns: slice) -> Tensor:
-    return tensor[:, columns, columns].contiguous()
+def _cut(factor: Tensor, size: int, columns: slice) -> Tensor:
+    cut = unpack(factor, size)[:, columns, columns].contiguous()
+    return cut if factor.dim() == 3 else pack(cut)

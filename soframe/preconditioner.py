@@ -12,19 +12,19 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from soframe import building, gradients, solving, state
+from soframe import averaging, building, gradients, solving, state
 from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
 from soframe.fisher import Fisher, heads_of
-from soframe.follow import Watch, carry_over
+from soframe.follow import Watch, hand_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
@@ -84,6 +84,8 @@ class Preconditioner:
             ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
             for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
+        gradients: What ``.grad`` holds before `step`: ``"averaged"`` over ranks, as DDP does, or
+            ``"local"``, this rank's own, which `step` averages (`soframe.comm.leave_gradients`).
 
     Attributes:
         backend: How tensors travel.
@@ -127,17 +129,14 @@ class Preconditioner:
         dtype: torch.dtype | None = None,
         fisher: str = "empirical",
         loss: str | type[Loss] | Loss | None = None,
+        gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
-        building.require("scaling", scaling, ("fisher", "kaisa"))
-        building.require("loss_average", loss_average, ("local", "global", "sum"))
-        if not callable(samples):
-            building.require("samples", samples, ("batch", "positions"))
-        if isinstance(skip, str):
-            raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
+        building.check_words(scaling, loss_average, samples, clip_lr)
+        building.check_gradients(gradients, scaled=grad_scaler is not None)
+        building.check_patterns(skip)
         self._model = unwrap(model)
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
-        building.require("clip_lr", clip_lr, ("live", "initial"))
         self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
@@ -147,6 +146,7 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self.backend = building.choose_backend(backend)
+        self._gradients = gradients
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -197,17 +197,18 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
-        work = (self.placement, self.backend, self._damping.at(self._steps))
         finite, weights = self._agree()
+        work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
-            self._statistics.fold(self.backend, weights, self._decay.at(self._steps))
+            self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        if due := [b for b in self._blocks if b.running and (every or not b.solved)]:
+        if due := [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]:
             solving.solve(self._blocks, due, *work, self.counters)
-        pairs = solving.precondition(self._blocks, *work)
+        raw = self._raw.raw()
+        results = solving.precondition(self._blocks, *work, raw)
         if finite:
-            clip(pairs, self._bounds, self._lrs, self._steps)
-            for block, (result, _) in pairs.items():
+            clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
+            for block, result in results.items():
                 block.write(result)
         else:
             gradients.discard(self._model)
@@ -221,9 +222,9 @@ class Preconditioner:
             damping: The damping. Solvers that damp when they solve stay with it until they solve.
         """
         work = (self.placement, self.backend, damping)
-        if due := [b for b in self._blocks if b.running and b.solver.damps_factors]:
+        if due := [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]:
             solving.solve(self._blocks, due, *work, self.counters)
-        for block, (result, _) in solving.precondition(self._blocks, *work).items():
+        for block, result in solving.precondition(self._blocks, *work, self._raw.now()).items():
             block.write(result)
 
     @property
@@ -250,14 +251,16 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        changes, bad_gradients, bad, *weights = add_over_ranks(self.backend, own)
+        sums = add_over_ranks(self.backend, own + self._raw.present())
+        changes, bad_gradients, bad, *weights = sums[: len(own)]
+        self._raw.agree(sums[len(own) :])
         if changes:
             require_all_ranks(self.backend, changes)
             self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
-        if bad and not any(block.running for block in self._blocks):
+        if bad and not any(block.mass > 0 for block in self._blocks):
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
@@ -283,31 +286,29 @@ class Preconditioner:
             raise
         numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
+        words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
+        words += (self._lrs.which, self._gradients)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self.backend, placement, own)
-        self.placement = placement
         old, self._blocks = self._blocks, registration.blocks
-        if carry_over(old, self._blocks) and old:
+        self.backend.prepare(placement.groups())
+        if old and hand_over(self.backend, old, self.placement, self._blocks, placement):
             # They do not wait for the next interval; this window may not have captured them.
             self._owed_statistics = 2
+        self.placement = placement
         self._report = registration.report
         self._watch = Watch(self._model)
-        self.backend.prepare(self.placement.groups())
-        scale = Scale(
-            self._scaling,
-            self._loss_average,
-            self.backend.world_size,
-            own_gradients=self._fisher.probed,
+        averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
+        scale = Scale(self._scaling, *averages)
+        statistics = Statistics(
+            self._blocks, placement, self.backend, scale, self._samples, self._loss_scale.now
         )
-        statistics = Statistics(self._blocks, scale, self._samples, self._loss_scale.now)
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        self._capture.sink = self._statistics.add
-        self._capture.attach(
-            {helper: block.name for block in self._blocks for helper in block.helpers}
-        )
+        kind = averaging.KINDS[self._gradients]
+        self._raw = kind(self._model, self._blocks, placement, self.backend)
+        statistics.listen(self._capture)
 
     def _require_ready(self) -> None:
         if self._closed:
@@ -323,15 +324,15 @@ class Preconditioner:
             The report; print it, or iterate over its rows.
         """
         seen = self._steps > 0
-        idle = {block.name for block in self._blocks if seen and not block.running}
+        idle = {block.name for block in self._blocks if seen and block.mass == 0}
         return self._report.with_note("no statistics so far: not used in training", idle)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank holds.
 
         Returns:
-            ``"factors"``, ``"second_order"``, ``"statistics"`` (of the window under way) and their
-            ``"total"``.
+            ``"factors"``, ``"accumulators"`` (of statistics whose reduction is deferred),
+            ``"second_order"``, ``"statistics"`` (of the window under way) and their ``"total"``.
         """
         return state.memory_usage(self._blocks)
 
@@ -356,8 +357,8 @@ class Preconditioner:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
-        Where the strategy leaves second-order data on some ranks only (all but ``comm-opt``), call
-        it on every rank. What a window under way has gathered is not part of the state.
+        Where the strategy leaves factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
 
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.

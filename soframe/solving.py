@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.fusion import Parcel, deliver, own_memory
 from soframe.factors import FactorSpec, TensorSpec
+from soframe.running import settle
 from soframe.solvers.base import SolveFailedError, mean_trace, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
 
@@ -39,6 +40,8 @@ def solve(
         counters: ``retried_solves`` and ``failed_solves`` are raised.
     """
     where = dict(zip(blocks, placement.blocks, strict=True))
+    settle(backend, [(block, where[block]) for block in due])
+    traces = _mean_traces(due, where, backend)
     jobs = [(block, i, factor) for block in due for i, factor in enumerate(block.factors)]
     fresh: dict[tuple[Block, str], dict[str, torch.Tensor]] = {}
     outcome = torch.zeros(2, len(jobs))  # failed, retried
@@ -46,7 +49,7 @@ def solve(
         if where[block].owners[index] != backend.rank:
             continue
         try:
-            data, retried = _solve_factor(block, index, factor, damping)
+            data, retried = _solve_factor(block, index, factor, traces[block], damping)
         except SolveFailedError as error:
             outcome[0, number] = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
@@ -62,12 +65,41 @@ def solve(
         block.solved_factors.update(f.name for b, _, f in solved if b is block)
 
 
+def _mean_traces(
+    due: Sequence[Block], where: dict[Block, BlockPlacement], backend: Backend
+) -> dict[Block, list[torch.Tensor]]:
+    """Return the mean traces of the factors of the blocks that this rank solves for.
+
+    Owners that do not hold all factors of a block are told the traces of the others.
+    """
+    told = [block for block in due if where[block].traces_travel]
+    sizes = [factor.groups for block in told for factor in block.factors]
+    numbers = torch.zeros(sum(sizes), dtype=torch.float64)
+    for (block, index, factor), part in zip(
+        [(b, i, f) for b in told for i, f in enumerate(b.factors)],
+        numbers.split(sizes),
+        strict=True,
+    ):
+        if where[block].owners[index] == backend.rank:
+            part.copy_(mean_trace(block.matrix(factor)))
+    if told:
+        numbers = numbers.to(backend.wire_device(numbers.device))
+        backend.all_reduce(numbers, "agree").wait()
+    parts = iter(numbers.split(sizes))
+    traces = {}
+    for block in due:
+        if block in told:
+            traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.factors]
+        elif backend.rank in where[block].owners:
+            traces[block] = [mean_trace(block.matrix(factor)) for factor in block.factors]
+    return traces
+
+
 def _solve_factor(
-    block: Block, index: int, factor: FactorSpec, damping: float
+    block: Block, index: int, factor: FactorSpec, traces: list[torch.Tensor], damping: float
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    traces = [mean_trace(block.running[other.name]) for other in block.factors]
     shares = block.solver.shares(traces, damping)
-    return solve_safely(block.solver, block.running[factor.name], shares[index])
+    return solve_safely(block.solver, block.matrix(factor), shares[index])
 
 
 def _agree(outcome: torch.Tensor, backend: Backend) -> tuple[list[int], list[int]]:
@@ -105,12 +137,17 @@ def _share(
         if backend.rank in where[block].gradient_workers:
             assert parcel.tensors is not None
             names = block.tensors[factor.name]
-            block.second_order[factor.name] = dict(zip(names, parcel.tensors, strict=True))
+            kept = map(own_memory, parcel.tensors)
+            block.second_order[factor.name] = dict(zip(names, kept, strict=True))
 
 
 def precondition(
-    blocks: Sequence[Block], placement: Placement, backend: Backend, damping: float
-) -> dict[Block, tuple[torch.Tensor, torch.Tensor]]:
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    damping: float,
+    gradients: Mapping[Block, torch.Tensor | None],
+) -> dict[Block, torch.Tensor]:
     """Precondition on the gradient workers and send the result to the receivers.
 
     Every rank enters the same collectives whatever gradients it has: a worker without a gradient
@@ -121,17 +158,17 @@ def precondition(
         placement: Who preconditions and who receives.
         backend: The backend.
         damping: The damping of this step.
+        gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
+            this rank is no gradient worker.
 
     Returns:
-        For every block that has second-order data and a gradient on this rank: the preconditioned
-        and the raw gradient, ``[groups, out, in]``.
+        The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
     """
     ready = [(b, p) for b, p in zip(blocks, placement.blocks, strict=True) if b.solved]
-    gradients = {block: block.gradient() for block, _ in ready}
     results: dict[Block, torch.Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
     for block, place in ready:
-        gradient = gradients[block]
+        gradient = gradients.get(block)
         if backend.rank in place.gradient_workers:
             if gradient is None:
                 results[block] = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
@@ -148,4 +185,4 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
-    return {b: (results[b], g) for b, g in gradients.items() if g is not None}
+    return {block: results[block] for block in gradients}

@@ -17,9 +17,12 @@ from torch import Tensor
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
-from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.comm.packing import packed_size
+from soframe.factors import TensorSpec
+from soframe.follow import to_everyone
 from soframe.registry import describe
-from soframe.strategies.placement import Placement
+from soframe.running import settled, store
+from soframe.strategies.placement import BlockPlacement, Placement
 
 FORMAT = "soframe.Preconditioner"
 VERSION = 1
@@ -48,6 +51,9 @@ def save(
     Returns:
         The state, the same on every rank.
     """
+    if any(map(_is_spread, placement.blocks)):
+        backend.meet("Preconditioner.state_dict()")
+    factors = _gather_factors(blocks, placement, backend)
     data = _gather_second_order(blocks, placement, backend)
     return {
         "format": FORMAT,
@@ -62,12 +68,46 @@ def save(
                 "method": describe(block.method),
                 "solver": describe(block.solver),
                 "mass": block.mass,
-                "factors": {name: pack_triangle(f) for name, f in block.running.items()},
+                "factors": factors[block],
                 "second_order": data[block],
             }
             for block in blocks
         },
     }
+
+
+def _is_spread(place: BlockPlacement) -> bool:
+    """Return whether some rank lacks what another has."""
+    everyone = place.everyone
+    factors = range(len(place.owners))
+    return (
+        len(place.gradient_workers) < len(everyone)
+        or place.deferred
+        or any(place.holding(factor) != everyone for factor in factors)
+    )
+
+
+def _gather_factors(
+    blocks: Sequence[Block], placement: Placement, backend: Backend
+) -> dict[Block, dict[str, Tensor]]:
+    """Bring the running factors of every block to every rank, packed and settled."""
+    found: dict[Block, dict[str, Tensor]] = {}
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        found[block] = {}
+        if block.mass == 0:
+            continue
+        held = settled(backend, block, place, "state")
+        for index, factor in enumerate(block.factors):
+            own = held.get(factor.name)
+            if place.holding(index) != place.everyone:
+                spec = TensorSpec((factor.groups, packed_size(factor.size)))
+                tensors = None if own is None else [own]
+                source = place.owners[index]
+                (own,) = to_everyone(backend, block, source, (spec,), tensors, "state")
+            assert own is not None
+            # What is packed already is the running factor itself, which will change.
+            found[block][factor.name] = own.clone() if place.packed else own
+    return found
 
 
 def _gather_second_order(
@@ -86,7 +126,6 @@ def _gather_second_order(
         parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
         parcels.append((block, parcel))
     if parcels:
-        backend.meet("Preconditioner.state_dict()")
         deliver(backend, [parcel for _, parcel in parcels], "state")
     # A block that is not solved altogether is solved anew at the next step.
     data = {
@@ -210,7 +249,7 @@ def load_blocks(
     """
     for block, place in zip(blocks, placement.blocks, strict=True):
         saved = state["blocks"][block.name]
-        load_factors(block, saved)
+        load_factors(block, saved, place, rank)
         data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
         # Without data of this solver the block is solved at the next step.
         block.solved_factors = set(data)
@@ -222,18 +261,20 @@ def load_blocks(
         }
 
 
-def load_factors(block: Block, saved: Mapping[str, Any]) -> None:
+def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, rank: int) -> None:
     """Load the running factors of one block.
 
     Args:
         block: The block.
         saved: Its part of the state.
+        place: Who holds them.
+        rank: This rank.
     """
-    sizes = {factor.name: factor.size for factor in block.factors}
-    block.mass = float(saved["mass"])
+    block.mass, block.pending, block.local = float(saved["mass"]), 0.0, {}
     block.running = {
-        name: unpack_triangle(_own(packed, block), sizes[name])
-        for name, packed in saved["factors"].items()
+        factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
+        for index, factor in enumerate(block.factors)
+        if block.mass > 0 and place.holds(rank, index)
     }
 
 
@@ -248,10 +289,12 @@ def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
         blocks: The blocks.
 
     Returns:
-        ``"factors"``, ``"second_order"``, ``"statistics"`` and their ``"total"``.
+        ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` and their
+        ``"total"``.
     """
     held = {
         "factors": [t for b in blocks for t in b.running.values()],
+        "accumulators": [t for b in blocks for t in b.local.values()],
         "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
         "statistics": [t for b in blocks for t in b.sums.values()],
     }

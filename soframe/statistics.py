@@ -3,7 +3,9 @@
 A window is everything since the last step. Each call adds its moments to the block's sums as soon
 as its output gradient arrives; nothing else is kept of it. At the step, every rank says how much
 its sums weigh; once the weights of all ranks are known, the sums are added up and enter the
-running average. Sums that are not finite, on any rank, are dropped on all.
+running average (`soframe.running`). Sums that are not finite, on any rank, are dropped on all.
+
+A rank that does not contribute to a factor only counts samples, which N is made of.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import torch
 from torch import Tensor
 
 from soframe.blocks import Block
-from soframe.capture import Probe
+from soframe.capture import Capture, Probe
 from soframe.comm.base import Backend
-from soframe.comm.fusion import add_up
+from soframe.factors import FactorSpec
 from soframe.layers.base import LayerHelper
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
+from soframe.running import enter
+from soframe.strategies.placement import Placement
 
 Samples = Literal["batch", "positions"] | Callable[[], int]
 
@@ -30,7 +34,9 @@ class Statistics:
     """The sums of a window on this rank.
 
     Args:
-        blocks: The blocks.
+        blocks: The blocks, in the placement's order.
+        placement: Who contributes to which factor.
+        backend: The backend.
         scale: The scaling convention.
         samples: What the loss averages over: ``"batch"`` (the leading dimension), ``"positions"``
             (every position has a loss of its own), or a callable that returns the number of
@@ -41,10 +47,22 @@ class Statistics:
     def __init__(
         self,
         blocks: Sequence[Block],
+        placement: Placement,
+        backend: Backend,
         scale: Scale,
         samples: Samples,
         grad_scale: Callable[[], float],
     ) -> None:
+        self._placed = list(zip(blocks, placement.blocks, strict=True))
+        self._backend = backend
+        self._mine = {
+            block: [
+                factor
+                for index, factor in enumerate(block.factors)
+                if place.contributes(backend.rank, index)
+            ]
+            for block, place in self._placed
+        }
         self._blocks = blocks
         self._block_of = {helper: block for block in blocks for helper in block.helpers}
         self._scale = scale
@@ -52,6 +70,20 @@ class Statistics:
         self._grad_scale = grad_scale
         self._passes: dict[int, int] = {}
         self._loss_scale: float | None = None
+
+    def listen(self, capture: Capture) -> None:
+        """Take the calls that a capture sees from now on.
+
+        Args:
+            capture: The capture.
+        """
+        names = {helper: block.name for helper, block in self._block_of.items()}
+        capture.sink = self.add
+        capture.attach(names, [helper for helper in names if not self._wants_inputs(helper)])
+
+    def _wants_inputs(self, helper: LayerHelper) -> bool:
+        """Return whether a layer's inputs are needed on this rank."""
+        return any(factor.side == "right" for factor in self._mine[self._block_of[helper]])
 
     def add(
         self,
@@ -71,7 +103,7 @@ class Statistics:
             probe: The probe that the gradient comes from, if it is not the loss's.
         """
         block = self._block_of[helper]
-        rows = helper.output_rows(gradient).to(block.dtype)
+        rows = helper.output_rows(gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             return
@@ -83,10 +115,15 @@ class Statistics:
         self._passes[number] = max(samples, self._passes.get(number, 0))
         if self._loss_scale is None:
             self._loss_scale = self._grad_scale()  # a host sync with GradScaler: once a window
+        mine = self._mine[block]
+        if not mine:
+            return
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
-        added = block.method.statistics(Call(helper, None if again else inputs, rows))
+        counted = again or not self._wants_inputs(helper)
+        call = Call(helper, None if counted else inputs, rows.to(block.dtype))
+        added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight
-        for factor in block.factors:
+        for factor in mine:
             if factor.name not in added:
                 continue
             multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
@@ -116,50 +153,58 @@ class Statistics:
         return not traces or bool(torch.stack(traces).isfinite().all())
 
     def weights(self) -> list[float]:
-        """Return this rank's weights: two numbers per block, to be added up over ranks."""
-        own = [self._contribution(block) for block in self._blocks]
-        return [weight for c in own for weight in (c.input_weight, c.output_weight)]
+        """Return this rank's weights, to be added up over ranks.
 
-    def fold(self, backend: Backend, weights: Sequence[float], decay: float) -> None:
+        Returns:
+            For each block two numbers: the weights of its inputs and output gradients. Where not
+            all ranks contribute: its weight in each factor, zero unless it contributes to it; that
+            of its output gradients, zero unless it contributes at all; and that of its inputs.
+        """
+        numbers = []
+        for block, place in self._placed:
+            own = self._contribution(block)
+            if not place.contributors:
+                numbers += [own.input_weight, own.output_weight]
+                continue
+            # On paper this rank speaks for those that contribute.
+            mine = block.factors if self._backend.on_paper else self._mine[block]
+            numbers += [_weight(own, f) if f in mine else 0.0 for f in block.factors]
+            numbers += [own.output_weight if mine else 0.0, own.input_weight]
+        return numbers
+
+    def fold(self, weights: Sequence[float], decay: float) -> None:
         """Add up the sums of all ranks and let them enter the running factors.
 
         Args:
-            backend: The backend.
             weights: The added-up `weights` of all ranks.
             decay: What the running average keeps of its past.
         """
-        pairs = dict(zip(self._blocks, zip(weights[::2], weights[1::2], strict=True), strict=True))
-        # A block that no rank used keeps its factors; all ranks know, for the weights are shared.
-        used = [block for block in self._blocks if pairs[block][1] > 0]
-        contributions: list[Tensor] = []
-        for block in used:
-            own, (input_weight, output_weight) = self._contribution(block), pairs[block]
-            left = own.outputs * self._scale.gradient_scale(input_weight) / output_weight
-            right = own.inputs / input_weight
-            for factor in block.factors:
-                total = block.sums.get(factor.name)
-                if total is None:
-                    contributions.append(block.empty_factor(factor))
+        numbers = iter(weights)
+        used = []
+        contributions: dict[Block, dict[str, Tensor]] = {}
+        for block, place in self._placed:
+            if place.contributors:
+                divisors = [next(numbers) for _ in block.factors]
+                outputs, everybodys = next(numbers), next(numbers)
+            else:
+                everybodys, outputs = next(numbers), next(numbers)
+                both = Contribution(input_weight=everybodys, output_weight=outputs)
+                divisors = [_weight(both, factor) for factor in block.factors]
+            if not (outputs > 0 and all(divisor > 0 for divisor in divisors)):
+                # Nobody used the block, it keeps its factors; all ranks know.
+                continue
+            used.append((block, place))
+            own = self._contribution(block)
+            contributions[block] = {}
+            for factor, divisor in zip(block.factors, divisors, strict=True):
+                if (total := block.sums.pop(factor.name, None)) is None:
+                    continue
+                if factor.side == "right":
+                    multiplier = own.inputs / divisor
                 else:
-                    contributions.append(total.mul_(right if factor.side == "right" else left))
-        reduced = iter(add_up(backend, contributions, "reduce"))
-        for block in used:
-            self._average(block, {factor.name: next(reduced) for factor in block.factors}, decay)
-
-    def _average(self, block: Block, new: dict[str, Tensor], decay: float) -> None:
-        if not block.running and self._scale.scaling == "kaisa":
-            block.mass = 1.0
-            for factor in block.factors:
-                eye = torch.eye(factor.size, dtype=block.dtype, device=block.device)
-                block.running[factor.name] = eye.repeat(factor.groups, 1, 1)
-        # Dividing by the gathered mass frees the average of its start (Adam's bias correction).
-        block.mass = decay * block.mass + (1 - decay)
-        if not block.running:
-            block.running = new
-            return
-        rate = (1 - decay) / block.mass
-        for name, tensor in new.items():
-            block.running[name].lerp_(tensor, rate)
+                    multiplier = own.outputs * self._scale.gradient_scale(everybodys) / divisor
+                contributions[block][factor.name] = total.mul_(multiplier)
+        enter(self._backend, used, contributions, decay, self._scale.scaling == "kaisa")
 
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.counts, self._passes)
@@ -178,3 +223,7 @@ class Statistics:
         self._loss_scale = None
         for block in self._blocks:
             block.forget_window()
+
+
+def _weight(own: Contribution, factor: FactorSpec) -> float:
+    return own.input_weight if factor.side == "right" else own.output_weight

@@ -37,10 +37,12 @@ class Backend(ABC):
     Attributes:
         rank: This process's rank in the group.
         world_size: The number of ranks.
+        on_paper: Whether the other ranks exist on paper only; this one then speaks for all.
     """
 
     rank: int = 0
     world_size: int = 1
+    on_paper: bool = False
 
     def __init__(self) -> None:
         self._traffic: dict[str, dict[str, int]] = {}
@@ -66,6 +68,25 @@ class Backend(ABC):
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's contiguous tensor."""
+
+    def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
+        """Add up a contiguous tensor over a group; the destination has the sum in its tensor.
+
+        The others' tensors hold nothing of meaning afterwards. Only strategies that keep running
+        factors on some ranks alone need it.
+
+        Returns:
+            The handle.
+
+        Raises:
+            NotImplementedError: If the backend has none, and the group is not all ranks.
+        """
+        if len(group) == self.world_size:
+            return self._all_reduce(tensor)
+        raise NotImplementedError(
+            f"{type(self).__name__} has no _reduce within a group of ranks, which this strategy "
+            f"needs; implement it, or choose 'comm-opt', 'mem-opt' or 'hybrid-opt'"
+        )
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
         """Wait until every rank is here, where the engine can name those that are missing.
@@ -101,6 +122,25 @@ class Backend(ABC):
             return Handle()
         self._count(phase, tensor)
         return self._all_reduce(tensor)
+
+    def reduce(
+        self, tensor: Tensor, destination: int, group: tuple[int, ...], phase: str
+    ) -> Handle:
+        """Add up a contiguous tensor over the ranks of a group, in place on one of them.
+
+        Args:
+            tensor: The tensor; on the other ranks it holds nothing of meaning afterwards.
+            destination: The rank of the group that has the sum.
+            group: Sorted ranks, this one among them.
+            phase: The phase that it is counted under.
+
+        Returns:
+            The handle.
+        """
+        if len(group) == 1:
+            return Handle()
+        self._count(phase, tensor)
+        return self._reduce(tensor, destination, group)
 
     def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
         """Copy a contiguous tensor from a rank to the others of its group, in place.

@@ -89,6 +89,26 @@ class TorchDistributed(Backend):
     def _all_reduce(self, tensor: Tensor) -> Handle:
         return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
 
+    def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
+        target = self._global_ranks[destination]
+        if group in self._groups:
+            return _handle(dist.reduce(tensor, target, group=self._groups[group], async_op=True))
+        if self.rank != destination:
+            return _handle(dist.isend(tensor, target, self._group))
+        others = [self._global_ranks[rank] for rank in group if rank != destination]
+        parts = [torch.empty_like(tensor) for _ in others]
+        receipts = [
+            _handle(dist.irecv(part, origin, self._group))
+            for part, origin in zip(parts, others, strict=True)
+        ]
+
+        def wait() -> None:
+            for receipt, part in zip(receipts, parts, strict=True):
+                receipt.wait()
+                tensor.add_(part)
+
+        return Handle(wait)
+
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         origin = self._global_ranks[source]
         if group in self._groups:
@@ -112,3 +132,29 @@ class TorchDistributed(Backend):
 
 def _handle(work: dist.Work | None) -> Handle:
     return Handle(work.wait if work is not None else None)
+
+
+def leave_gradients(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs leave it out
+) -> torch.futures.Future[Tensor]:
+    """A communication hook of DistributedDataParallel that leaves every rank its own gradients.
+
+    For ``Preconditioner(gradients="local")``, which averages them itself::
+
+        model.register_comm_hook(None, soframe.comm.leave_gradients)
+
+    Args:
+        state: Not used.
+        bucket: The gradients of a bucket.
+
+    Returns:
+        The same gradients.
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# NOTE: DistributedDataParallel compares annotations with classes, and these are strings.
+leave_gradients.__annotations__.clear()

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.buckets import fill
 from soframe.comm.base import Backend, Handle
-from soframe.comm.packing import pack_triangle, unpack_triangle
+from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.factors import TensorSpec
-
-BUCKET_BYTES = 2**27
-"""A flat buffer is closed once it is this large: it bounds the memory that packing takes."""
+from soframe.strategies.placement import Reduction
 
 
 @dataclass
@@ -72,51 +71,117 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
             parcel.tensors = _unflatten(part.to(parcel.device), parcel.specs)
 
 
-def add_up(backend: Backend, tensors: Sequence[Tensor], phase: str) -> list[Tensor]:
-    """Add up symmetric matrices over all ranks, as packed triangles in fused buffers.
+@dataclass
+class Sum:
+    """Symmetric matrices of one factor, on the ranks that contribute to it.
+
+    Attributes:
+        way: Who takes part, and who has the sum.
+        shape: ``(groups, n, n)``.
+        dtype: The matrices' dtype.
+        wire: The dtype in which they travel and are added up.
+        device: Their device.
+        tensor: This rank's part: ``[groups, n, n]``, or packed ``[groups, n (n + 1) / 2]``; None
+            for zeros. After `add_up`, on every rank that is to have it, the sum: packed if it
+            travelled, else the part itself.
+    """
+
+    way: Reduction
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    wire: torch.dtype
+    device: torch.device
+    tensor: Tensor | None = None
+
+    def packed(self) -> Tensor:
+        """Return this rank's part, packed: ``[groups, n (n + 1) / 2]``."""
+        if self.tensor is None:
+            groups, n, _ = self.shape
+            return torch.zeros(groups, packed_size(n), dtype=self.dtype, device=self.device)
+        return pack_triangle(self.tensor) if self.tensor.dim() == 3 else self.tensor
+
+
+def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
+    """Add up symmetric matrices over ranks, as packed triangles in fused buffers.
+
+    Every rank must pass the same sums in the same order; each joins those that concern it.
 
     Args:
         backend: The backend.
-        tensors: ``[groups, n, n]`` each; the same shapes in the same order on every rank.
+        sums: The sums; their ``tensor`` becomes the sum where it is to be, and None elsewhere.
         phase: The phase that the traffic is counted under.
+    """
+    mine = [s for s in sums if backend.rank in s.way.group and len(s.way.group) > 1]
+    under_way: list[tuple[Handle, Tensor, list[Sum]]] = []
+    for bucket in fill([(_route(s, s.way.group), _wire_bytes(s)) for s in mine]):
+        parts = [mine[index] for index in bucket]
+        way, wire = parts[0].way, parts[0].wire
+        flat = torch.cat([part.packed().flatten().to(wire) for part in parts])
+        flat = flat.to(backend.wire_device(flat.device))
+        if way.destination is None:
+            handle = backend.all_reduce(flat, phase)
+        else:
+            handle = backend.reduce(flat, way.destination, way.group, phase)
+        under_way.append((handle, flat, parts))
+    for handle, flat, parts in under_way:
+        handle.wait()
+        for part, own in zip(parts, _split(flat, parts), strict=True):
+            kept = part.way.destination in (None, backend.rank)
+            part.tensor = own if kept else None
+    _spread(backend, sums, phase)
+
+
+def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
+    """Send sums from where they are to the other ranks that hold them."""
+    mine = [s for s in sums if backend.rank in s.way.spread and len(s.way.spread) > 1]
+    under_way = []
+    for bucket in fill([(_route(s, s.way.spread), _wire_bytes(s)) for s in mine]):
+        parts = [mine[index] for index in bucket]
+        source, group = parts[0].way.destination, parts[0].way.spread
+        assert source is not None
+        flat = torch.cat([part.packed().flatten().to(part.wire) for part in parts])
+        flat = flat.to(backend.wire_device(flat.device))
+        under_way.append((backend.broadcast(flat, source, group, phase), flat, parts))
+    for handle, flat, parts in under_way:
+        handle.wait()
+        for part, own in zip(parts, _split(flat, parts), strict=True):
+            part.tensor = own
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that is to stay: a view would keep all of a flat buffer alive.
+
+    Args:
+        tensor: What came out of a buffer, or was made here.
 
     Returns:
-        The sums; on one rank the tensors themselves.
+        The tensor itself if its memory has nothing else in it, otherwise a copy.
     """
-    if backend.world_size == 1:
-        return list(tensors)
-    everyone = tuple(range(backend.world_size))
-    parcels = [
-        Parcel(-1, everyone, (TensorSpec(tuple(t.shape), True),), t.dtype, t.device, [t])
-        for t in tensors
+    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if exact else tensor.clone()
+
+
+def _route(part: Sum, group: tuple[int, ...]) -> tuple[object, ...]:
+    return (group, part.way.destination, part.wire, part.device)
+
+
+def _wire_bytes(part: Sum) -> int:
+    return part.shape[0] * packed_size(part.shape[1]) * part.wire.itemsize
+
+
+def _split(flat: Tensor, parts: Sequence[Sum]) -> list[Tensor]:
+    """Undo the fusion of sums, into tensors ``[groups, n (n + 1) / 2]``."""
+    sizes = [part.shape[0] * packed_size(part.shape[1]) for part in parts]
+    return [
+        own.view(part.shape[0], -1).to(part.device, part.dtype)
+        for part, own in zip(parts, flat.split(sizes), strict=True)
     ]
-    under_way = []
-    for bucket in _buckets(parcels):
-        flat = torch.cat([_flatten(parcel) for parcel in bucket])
-        flat = flat.to(backend.wire_device(flat.device))
-        under_way.append((backend.all_reduce(flat, phase), flat, bucket))
-    for handle, flat, bucket in under_way:
-        handle.wait()
-        sizes = [parcel.numel for parcel in bucket]
-        for parcel, part in zip(bucket, flat.split(sizes), strict=True):
-            parcel.tensors = _unflatten(part.to(parcel.device), parcel.specs)
-    return [tensor for parcel in parcels for tensor in parcel.tensors or ()]
 
 
 def _buckets(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
     """Group parcels that can share a buffer, in the order of their first parcel."""
-    routes: dict[object, list[list[Parcel]]] = {}
-    sizes: dict[int, int] = {}
-    for parcel in parcels:
-        route = (parcel.source, parcel.group, parcel.dtype, parcel.device)
-        buckets = routes.setdefault(route, [])
-        size = parcel.numel * parcel.dtype.itemsize
-        if not buckets or sizes[id(buckets[-1])] + size > BUCKET_BYTES:
-            buckets.append([])
-            sizes[id(buckets[-1])] = 0
-        buckets[-1].append(parcel)
-        sizes[id(buckets[-1])] += size
-    return [bucket for buckets in routes.values() for bucket in buckets]
+    items = [((p.source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize) for p in parcels]
+    return [[parcels[index] for index in bucket] for bucket in fill(items)]
 
 
 def _flatten(parcel: Parcel) -> Tensor:

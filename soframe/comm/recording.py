@@ -17,10 +17,10 @@ class Event:
     """One collective.
 
     Attributes:
-        operation: ``"all_reduce"``, ``"broadcast"`` or ``"all_gather"``.
+        operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"`` or ``"all_gather"``.
         numel: Elements of the tensor.
         dtype: Its dtype.
-        source: The source of a broadcast.
+        source: The source of a broadcast, the destination of a reduction.
         group: The ranks that took part.
     """
 
@@ -51,6 +51,7 @@ class Recording(Backend):
         self._inner = inner
         self.rank = inner.rank if inner is not None else rank
         self.world_size = inner.world_size if inner is not None else world_size
+        self.on_paper = inner is None
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
 
@@ -72,6 +73,10 @@ class Recording(Backend):
     def _all_reduce(self, tensor: Tensor) -> Handle:
         self._record("all_reduce", tensor)
         return Handle() if self._inner is None else self._inner._all_reduce(tensor)
+
+    def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
+        self._record("reduce", tensor, destination, group)
+        return Handle() if self._inner is None else self._inner._reduce(tensor, destination, group)
 
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         self._record("broadcast", tensor, source, group)

@@ -38,3 +38,25 @@ def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
         bins[job] = min(range(len(loads)), key=lambda b: (loads[b], b))
         loads[bins[job]] += costs[job]
     return bins
+
+
+def assign_to_groups(costs: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Assign jobs to groups of ranks by LPT, where loads count per rank: a smaller group gets less.
+
+    Args:
+        costs: The cost of each job.
+        sizes: The ranks of each group.
+
+    Returns:
+        The group of each job.
+    """
+    shares = [1.0 / size for size in sizes]
+    loads = [0.0] * len(shares)
+    chosen = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        group = min(
+            range(len(loads)), key=lambda g: (loads[g] + costs[job] * shares[g], loads[g], g)
+        )
+        loads[group] += costs[job] * shares[group]
+        chosen[job] = group
+    return chosen

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soframe.registry import register
-from soframe.strategies.balance import Cost, assign, compute_cost
+from soframe.strategies.balance import Cost, assign, assign_to_groups, compute_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement
 
@@ -34,9 +34,7 @@ class _Grid(Strategy):
     ) -> Placement:
         members = [tuple(range(column, ranks, columns)) for column in range(columns)]
         totals = [sum(self.cost(factor) for factor in block.factors) for block in work]
-        # Loads are per rank of a column, so that a shorter column is given less.
-        shares = [1.0 / len(ranks_) for ranks_ in members]
-        column_of = _assign_columns(totals, shares)
+        column_of = assign_to_groups(totals, [len(ranks_) for ranks_ in members])
         owners = [[0] * len(block.factors) for block in work]
         for column, ranks_ in enumerate(members):
             mine = [index for index, chosen in enumerate(column_of) if chosen == column]
@@ -59,19 +57,6 @@ class _Grid(Strategy):
             for i, block in enumerate(work)
         )
         return Placement(name, ranks, tuple(work), blocks, notes)
-
-
-def _assign_columns(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
-    """LPT over columns whose load counts per rank."""
-    loads = [0.0] * len(shares)
-    columns = [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        column = min(
-            range(len(loads)), key=lambda c: (loads[c] + costs[job] * shares[c], loads[c], c)
-        )
-        loads[column] += costs[job] * shares[column]
-        columns[job] = column
-    return columns
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:

@@ -4,18 +4,29 @@ It is computed from shapes and a number of ranks alone, so the same object is ex
 preconditioner, priced for thousands of ranks on a laptop, printed, and tested. Ranks are numbers
 within the process group that the preconditioner was given. Its digest is compared across ranks
 before the first collective.
+
+Statistics have places too: some ranks *contribute* those of their own data to a factor, and some
+*hold* the running factor, which is what the contributions are added up for. In between, they are
+reduced at every statistics step, or gathered where they arise and reduced when a solve needs them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
-from soframe.factors import FactorSpec
+from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape
 from soframe.text import format_table
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes that factors can have and statistics can travel in, and their bytes per element."""
+
+Traffic = dict[str, dict[str, int]]
+"""Phase -> ``{"bytes", "calls"}``."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +37,33 @@ class BlockWork:
         name: The block's name.
         shape: The shape of its gradient matrix.
         factors: Its factors.
+        second_order: The tensors that the solver makes of each factor; only plans of memory and
+            traffic need them, so they are no part of the placement's identity.
+        dtype: The dtype of factors and second-order data, by its name; likewise.
+        device: Where they live; likewise.
     """
 
     name: str
     shape: BlockShape
     factors: tuple[FactorSpec, ...]
+    second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
+    dtype: str = field(default="float32", compare=False)
+    device: str = field(default="cpu", compare=False)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How statistics are added up.
+
+    Attributes:
+        group: The ranks that take part; those that do not contribute add zeros.
+        destination: The rank that has the sum; None for all, which are all ranks.
+        spread: The ranks that the destination sends the sum to, itself among them.
+    """
+
+    group: tuple[int, ...]
+    destination: int | None
+    spread: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,12 +76,83 @@ class BlockPlacement:
         gradient_workers: The ranks that hold the second-order data and precondition.
         sources: For each rank the gradient worker that it has the preconditioned gradient from;
             a gradient worker's source is itself.
+        contributors: For each factor the sorted ranks whose data make its statistics; empty for
+            all ranks. The others neither compute nor send any.
+        holders: For each factor the sorted ranks that keep the running factor, the owner among
+            them; empty for all ranks.
+        deferred: Whether contributors gather their statistics, in an accumulator of their own,
+            until a solve needs them; otherwise they are reduced at every statistics step.
+        packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and are
+            whole only while they are solved.
+        wire: The dtype in which statistics travel, by its name; None for the factors' own.
     """
 
     block: str
     owners: tuple[int, ...]
     gradient_workers: tuple[int, ...]
     sources: tuple[int, ...]
+    contributors: tuple[tuple[int, ...], ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
+    deferred: bool = False
+    packed: bool = False
+    wire: str | None = None
+
+    @cached_property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(len(self.sources)))
+
+    def contributing(self, factor: int) -> tuple[int, ...]:
+        """Return the ranks that contribute statistics to a factor.
+
+        Args:
+            factor: Its index.
+        """
+        return self.contributors[factor] if self.contributors else self.everyone
+
+    def holding(self, factor: int) -> tuple[int, ...]:
+        """Return the ranks that hold a running factor.
+
+        Args:
+            factor: Its index.
+        """
+        return self.holders[factor] if self.holders else self.everyone
+
+    def contributes(self, rank: int, factor: int) -> bool:
+        """Return whether a rank contributes statistics to a factor.
+
+        Args:
+            rank: The rank.
+            factor: The factor's index.
+        """
+        return not self.contributors or rank in self.contributors[factor]
+
+    def holds(self, rank: int, factor: int) -> bool:
+        """Return whether a rank holds a running factor.
+
+        Args:
+            rank: The rank.
+            factor: The factor's index.
+        """
+        return not self.holders or rank in self.holders[factor]
+
+    @cached_property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """How the statistics of each factor get from those that have them to its holders."""
+        return tuple(map(self._reduction, range(len(self.owners))))
+
+    def _reduction(self, factor: int) -> Reduction:
+        holders = self.holding(factor)
+        group = tuple(sorted({*self.contributing(factor), *holders}))
+        if holders == self.everyone:
+            return Reduction(group, None, ())
+        return Reduction(group, self.owners[factor], holders)
+
+    @property
+    def traces_travel(self) -> bool:
+        """Whether an owner lacks a factor of the block, and so its trace, which solvers ask for."""
+        factors = range(len(self.owners))
+        return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
 
 
 @dataclass(frozen=True)
@@ -102,11 +206,34 @@ class Placement:
                     work.name,
                     f"gradient worker {rank} must be its own source, not {source}",
                 )
+            self._validate_statistics(work, block, require)
+
+    def _validate_statistics(
+        self, work: BlockWork, block: BlockPlacement, require: Callable[[bool, str, str], None]
+    ) -> None:
+        ranks = range(self.world_size)
+        for name, sets in (("contributors", block.contributors), ("holders", block.holders)):
+            one_each = len(sets) in (0, len(work.factors))
+            require(one_each, work.name, f"{name} of every factor or of none")
+            for members in sets:
+                require(bool(members), work.name, f"a factor without {name}")
+                require(all(r in ranks for r in members), work.name, f"{name}: not all are ranks")
+                ordered = list(members) == sorted(set(members))
+                require(ordered, work.name, f"{name} must be sorted, each named once")
+        for index, owner in enumerate(block.owners):
+            held = block.holds(owner, index)
+            require(held, work.name, f"owner {owner} does not hold what it solves")
+        known = block.wire is None or block.wire in ITEM_BYTES
+        require(known, work.name, f"wire must be one of {', '.join(ITEM_BYTES)}, not {block.wire}")
 
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; equal on all ranks, or they must not start."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        everything = asdict(self)
+        for work in everything["work"]:
+            for name in ("second_order", "dtype", "device"):
+                del work[name]
+        text = json.dumps(everything, sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -121,9 +248,56 @@ class Placement:
                 found.add(share_group(owner, block.gradient_workers))
             for worker in block.gradient_workers:
                 found.add(exchange_group(worker, block.sources))
+            for way in block.reductions:
+                # All ranks together are a group that is always there.
+                found.update(g for g in (way.group, way.spread) if g != block.everyone)
         return sorted(group for group in found if len(group) > 1)
 
+    def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
+        """Return the bytes that a rank holds after a solve, from shapes alone.
+
+        That is what `Preconditioner.memory_usage` then says, to the byte. While a backward pass
+        gathers statistics there are, besides, the sums of the blocks that the rank contributes to.
+
+        Args:
+            rank: The rank.
+            used: The blocks that are used; None for all.
+
+        Returns:
+            ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` (none) and
+            their ``"total"``.
+        """
+        from soframe.strategies import plan
+
+        return plan.memory(self, rank, used=used)
+
+    def traffic(
+        self,
+        rank: int,
+        *,
+        statistics: bool = False,
+        solve: bool = False,
+        used: Collection[str] | None = None,
+    ) -> Traffic:
+        """Return what a rank's collectives carry in one step, from shapes alone.
+
+        That is what `Preconditioner.traffic` grows by, to the byte.
+
+        Args:
+            rank: The rank.
+            statistics: Whether it is a statistics step.
+            solve: Whether it is a solve step, after there were statistics.
+            used: The blocks that are used and have been solved; None for all.
+
+        Returns:
+            Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
+        """
+        from soframe.strategies import plan
+
+        return plan.traffic(self, rank, statistics=statistics, solve=solve, used=used)
+
     def __str__(self) -> str:
+        told = any(_statistics(w, b) for w, b in zip(self.work, self.blocks, strict=True))
         rows = [
             (
                 work.name,
@@ -143,10 +317,12 @@ class Placement:
                     )
                 )
                 or "-",
+                *((_statistics(work, block),) if told else ()),
             )
             for work, block in zip(self.work, self.blocks, strict=True)
         ]
-        header = ("block", "groups x out x in", "owners", "gradient workers", "exchange")
+        header: tuple[str, ...] = ("block", "groups x out x in", "owners")
+        header += ("gradient workers", "exchange", *(("statistics",) if told else ()))
         title = (
             f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
         )
@@ -177,6 +353,22 @@ def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
         The sorted ranks, the worker among them.
     """
     return tuple(sorted({worker, *(rank for rank, s in enumerate(sources) if s == worker)}))
+
+
+def _statistics(work: BlockWork, block: BlockPlacement) -> str:
+    """Say where statistics come from and go to; nothing where it is from and to all ranks."""
+    ways: dict[str, list[str]] = {}
+    for index, factor in enumerate(work.factors):
+        way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"
+        ways.setdefault(way, []).append(factor.name)
+    everyone = _ranks(block.everyone)
+    words = [
+        *(w if len(ways) == 1 else f"{'+'.join(names)}:{w}" for w, names in ways.items()),
+        *(["deferred"] if block.deferred else []),
+        *(["packed"] if block.packed else []),
+        *([block.wire] if block.wire else []),
+    ]
+    return "" if words == [f"{everyone}=>{everyone}"] else " ".join(words)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -227,7 +227,8 @@ def check_strategy(strategy: Strategy, *, world_sizes: Sequence[int] = (1, 2, 3,
 
     For every world size a placement of several models is validated, found again by a second call,
     and executed by every rank of a world on paper; then the ranks of every group must have entered
-    the same collectives in the same order.
+    the same collectives in the same order, and each must have sent and must hold what the placement
+    plans.
 
     Args:
         strategy: The strategy.
@@ -278,6 +279,7 @@ def _check_traces(strategy: Strategy, ranks: int, name: str) -> None:
             model(torch.ones(3, 4)).square().mean().backward()
             preconditioner.step()
         preconditioner.close()
+        _check_plan(preconditioner, backend.rank, name)
     traces: dict[tuple[int, ...], dict[int, list[Event]]] = {}
     for backend in backends:
         for event in backend.events:
@@ -288,6 +290,18 @@ def _check_traces(strategy: Strategy, ranks: int, name: str) -> None:
             assert by_rank.get(rank) == expected, (
                 f"{name}: ranks {group[0]} and {rank} enter other collectives in group {group}"
             )
+
+
+def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
+    placement = preconditioner.placement
+    step = placement.traffic(rank, statistics=True, solve=True)
+    expected = {phase: {key: 2 * n for key, n in count.items()} for phase, count in step.items()}
+    traffic = preconditioner.traffic()
+    start = traffic.pop("start", {"bytes": 0, "calls": 0})
+    traffic["total"] = {key: n - start[key] for key, n in traffic["total"].items()}
+    assert traffic == expected, f"{name}: rank {rank} sends {traffic}, its plan is {expected}"
+    held, planned = preconditioner.memory_usage(), placement.memory(rank)
+    assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"
 
 
 def _generator() -> torch.Generator:

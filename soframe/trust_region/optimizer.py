@@ -105,6 +105,8 @@ class TrustRegion(torch.optim.Optimizer):
             raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
         if fisher == "empirical":
             raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
+        if preconditioner.get("gradients", "averaged") != "averaged":
+            raise ValueError("TrustRegion needs gradients='averaged': slopes are made of them")
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})

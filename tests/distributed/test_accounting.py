@@ -95,7 +95,8 @@ def expected_memory(placement: Placement, solver: str, rank: int) -> dict[str, i
         if block.block in SHAPES and rank in block.gradient_workers:
             groups, out, into = SHAPES[block.block]
             held += second_order(solver, groups, out) + second_order(solver, groups, into)
-    usage = {"factors": DOUBLE * factors, "second_order": DOUBLE * held, "statistics": 0}
+    usage = {"factors": DOUBLE * factors, "accumulators": 0}
+    usage |= {"second_order": DOUBLE * held, "statistics": 0}
     return {**usage, "total": sum(usage.values())}
 
 

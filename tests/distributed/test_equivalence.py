@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from soframe.comm import Recording, TorchDistributed
 from soframe.comm.recording import Event
 from soframe.solvers import Inverse
-from soframe.strategies import CommOpt, HybridOpt, MemOpt
+from soframe.strategies import CommOpt, HybridOpt, MemOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     SAMPLES,
@@ -36,6 +36,9 @@ STRATEGIES: dict[str, Any] = {
     "two-thirds": HybridOpt(gradient_workers=0.67),
     "comm-spread": CommOpt(colocate=False),
     "hybrid-spread": HybridOpt(colocate=False),
+    "sharded": Sharded(group=None),
+    "sharded-together": Sharded(group=None, colocate=True),
+    "deferred": Sharded(group=None, deferred=True),
 }
 SHARDED = (2, 3)
 INTERVALS = {"1/1": (1, 1), "1/2": (1, 2), "2/3": (2, 3)}
@@ -85,9 +88,10 @@ def sharded_cases(ranks: int) -> dict[str, tuple[Case, Case]]:
     """Name -> the case for the ranks, and the case for one process that must come to the same."""
     plain = Case(options("mem", "eigen", "1/2"))
     hybrid = Case(options("hybrid", "inverse", "2/3"))
+    deferred = Case(options("deferred", "inverse", "1/2"))
     whole: Shards = ((SAMPLES,),)
     pairs = {}
-    for name, case in {"mem": plain, "hybrid": hybrid}.items():
+    for name, case in {"mem": plain, "hybrid": hybrid, "deferred": deferred}.items():
         local, everywhere = case, replace(case, loss_average="global")
 
         def one(case: Case, shards: Shards) -> Case:

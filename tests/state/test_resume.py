@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
-from soframe.strategies import HybridOpt
+from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     LR,
@@ -99,6 +99,8 @@ LAYOUTS = {
     "hybrid": CASE.with_options(strategy="hybrid-opt"),
     "spread": CASE.with_options(strategy=HybridOpt(colocate=False), solver="inverse"),
     "comm": CASE.with_options(strategy="comm-opt"),
+    "sharded": CASE.with_options(strategy=Sharded(group=2)),
+    "owner-local": CASE.with_options(strategy="owner-local", solver="inverse"),
 }
 
 
@@ -147,9 +149,11 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-MEM, COMM, HALF = (
-    CASE.with_options(strategy=strategy) for strategy in ("mem-opt", "comm-opt", "hybrid-opt")
+MEM, COMM, HALF, SHARDED = (
+    CASE.with_options(strategy=strategy)
+    for strategy in ("mem-opt", "comm-opt", "hybrid-opt", "sharded")
 )
+DEFERRED = CASE.with_options(strategy=Sharded(group=None, deferred=True))
 
 
 @pytest.mark.distributed
@@ -157,10 +161,16 @@ MEM, COMM, HALF = (
     "legs",
     [
         [(2, MEM, 0, 1), (3, COMM, 1, 5), (1, COMM, 5, STEPS)],
+        # Statistics at steps 0, 2, 4 and 6, solves at 0, 3 and 6: at 5 some are pending.
+        pytest.param([(2, DEFERRED, 0, 5), (3, SHARDED, 5, STEPS)], marks=pytest.mark.slow),
         pytest.param([(3, HALF, 0, 4), (2, MEM, 4, STEPS)], marks=pytest.mark.slow),
+        pytest.param(
+            [(1, DEFERRED, 0, 3), (3, DEFERRED, 3, 5), (4, DEFERRED, 5, 7), (2, COMM, 7, STEPS)],
+            marks=pytest.mark.slow,
+        ),
         pytest.param([(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)], marks=pytest.mark.slow),
     ],
-    ids=["mem-comm-one", "hybrid-mem", "one-hybrid-one"],
+    ids=["mem-comm-one", "deferred-sharded", "hybrid-mem", "deferred", "one-hybrid-one"],
 )
 def test_another_world_goes_on_within_rounding(legs):
     whole = train(Run(CASE), 0, STEPS).weights()
@@ -173,6 +183,17 @@ def test_each_rank_keeps_what_its_placement_says():
     memory = [result[2] for result in run_ranks(train_on_rank, 2, MEM, saved, 4, 4, timeout=60)]
     assert sum(m["second_order"] for m in memory) == alone["second_order"]
     assert all(m["factors"] == alone["factors"] for m in memory)
+    memory = [m for *_, m in run_ranks(train_on_rank, 2, SHARDED, saved, 4, 4, timeout=60)]
+    triangles = [
+        f.numel() for b in load_state(saved)["blocks"].values() for f in b["factors"].values()
+    ]
+    assert sum(m["factors"] for m in memory) == 8 * sum(triangles)
+    assert sum(m["second_order"] for m in memory) == alone["second_order"]
+    assert all(m["factors"] for m in memory)
+
+
+def load_state(saved: Saved) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=True)["preconditioner"]
 
 
 # -- other choices ---------------------------------------------------------------------------
@@ -253,8 +274,9 @@ def ask_between(rank: int, ranks: int, case: Case) -> bool:
 
 
 @pytest.mark.distributed
-def test_a_state_between_backward_and_step_disturbs_no_rank():
-    assert run_ranks(ask_between, 2, MEM, timeout=60) == [True, True]
+@pytest.mark.parametrize("case", [MEM, DEFERRED], ids=["mem", "deferred"])
+def test_a_state_between_backward_and_step_disturbs_no_rank(case):
+    assert run_ranks(ask_between, 2, case, timeout=60) == [True, True]
 
 
 def load_wrapped(rank: int, ranks: int, saved: Saved) -> tuple[Saved, list[str]]:

@@ -1,6 +1,7 @@
 """A placement is data: pure, checked, hashed and printed."""
 
 import ast
+import importlib
 import inspect
 import random
 import re
@@ -16,8 +17,16 @@ from hypothesis import strategies as st
 
 from soframe import strategies as package
 from soframe.factors import FactorSpec
-from soframe.strategies import BlockPlacement, CommOpt, HybridOpt, MemOpt, Placement
-from soframe.strategies.balance import memory_cost
+from soframe.strategies import (
+    BlockPlacement,
+    CommOpt,
+    HybridOpt,
+    MemOpt,
+    OwnerLocal,
+    Placement,
+    Sharded,
+)
+from soframe.strategies.balance import compute_cost, memory_cost
 from tests.strategies.test_balance import work_of
 
 SHAPES = st.lists(
@@ -30,6 +39,14 @@ CHOICES = st.one_of(
         HybridOpt, colocate=st.booleans(), gradient_workers=st.floats(0, 1, exclude_min=True)
     ),
     st.builds(HybridOpt, gradient_workers=st.just(1)),
+    st.builds(
+        Sharded,
+        colocate=st.booleans(),
+        group=st.one_of(st.none(), st.integers(1, 70)),
+        deferred=st.booleans(),
+        wire=st.sampled_from([None, "bfloat16"]),
+    ),
+    st.builds(OwnerLocal, cost=st.sampled_from([compute_cost, memory_cost])),
 )
 
 
@@ -43,7 +60,12 @@ def test_every_placement_can_be_executed(shapes, ranks, strategy):
     assert placement.work == tuple(work)
     for block in placement.blocks:
         assert all(source in block.gradient_workers for source in block.sources)
-        assert set(block.owners) <= set(block.gradient_workers)
+        if isinstance(strategy, CommOpt | MemOpt | HybridOpt):
+            assert set(block.owners) <= set(block.gradient_workers)
+            assert not (block.contributors)
+            assert not (block.holders)
+            assert not (block.deferred)
+            assert not (block.packed)
         assert list(block.gradient_workers) == sorted(block.gradient_workers)
 
 
@@ -76,7 +98,8 @@ def test_a_placement_is_the_same_in_another_process():
 
 
 def test_no_strategy_knows_of_processes():
-    for module in (package.kaisa, package.balance, package.base, package.placement):
+    for name in ("kaisa", "sharded", "balance", "base", "placement", "plan"):
+        module = importlib.import_module(f"{package.__name__}.{name}")
         names = {
             alias.name
             for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -107,6 +130,16 @@ CHANGES = {
         BASE, blocks=(replace(BASE.blocks[0], gradient_workers=(0,)), BASE.blocks[1])
     ),
     "sources": replace(BASE, blocks=(replace(BASE.blocks[0], sources=(0,) * 4), BASE.blocks[1])),
+    **{
+        name: replace(BASE, blocks=(replace(BASE.blocks[0], **{name: value}), BASE.blocks[1]))
+        for name, value in {
+            "contributors": ((0,), (0, 1)),
+            "holders": ((0,), (0,)),
+            "deferred": True,
+            "packed": True,
+            "wire": "bfloat16",
+        }.items()
+    },
 }
 
 
@@ -140,6 +173,16 @@ BROKEN = {
     "one source per rank ": replace(GOOD, sources=(0, 1, 0, 1)),
     "source of rank 2 is no worker": replace(GOOD, sources=(0, 1, 2)),
     "gradient worker 1 must be its own source, not 0": replace(GOOD, sources=(0, 0, 0)),
+    "contributors of every factor or of none": replace(GOOD, contributors=((0,),)),
+    "a factor without contributors": replace(GOOD, contributors=((0,), ())),
+    "contributors: not all are ranks": replace(GOOD, contributors=((0,), (3,))),
+    "contributors must be sorted, each named once": replace(GOOD, contributors=((1, 0), (0,))),
+    "holders of every factor or of none": replace(GOOD, holders=((0,), (1,), (2,))),
+    "a factor without holders": replace(GOOD, holders=((), (1,))),
+    "holders: not all are ranks": replace(GOOD, holders=((0, -1), (1,))),
+    "holders must be sorted, each named once": replace(GOOD, holders=((0, 0), (1,))),
+    "owner 1 does not hold what it solves": replace(GOOD, holders=((0,), (0, 2))),
+    "wire must be one of float64, float32, bfloat16, float16, not int8": replace(GOOD, wire="int8"),
 }
 
 
@@ -209,6 +252,16 @@ def test_the_printed_table():
         b2     1x1x1              A:3 G:3  1,3               1->0,4 3->2
         note: 2 gradient workers do not divide 5 ranks: 2 column(s) of 2 or 3 ranks instead"""
     )
+
+
+def test_the_printed_table_says_where_statistics_go():
+    placement = Sharded(group=2, deferred=True, wire="bfloat16").place(work_of((1, 3, 4)), 4)
+    header, _, row = str(placement).splitlines()[1:]
+    assert header.endswith("exchange  statistics")
+    assert row.endswith("0->1-3    0-1=>1 deferred packed bfloat16")
+    apart = replace(GOOD, contributors=((0, 1), (2,)), holders=((0, 1, 2), (1,)))
+    row = str(place(apart)).splitlines()[-1]
+    assert row.endswith("A:0-1=>0-2 G:2=>1")
 
 
 def test_the_printed_table_where_nothing_is_exchanged():

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from soframe.layers import Conv2dHelper, LinearHelper
 from soframe.registry import describe
 from soframe.solvers import Eigen, Inverse, Solver
-from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement, Strategy
+from soframe.strategies import (
+    BlockWork,
+    CommOpt,
+    HybridOpt,
+    MemOpt,
+    OwnerLocal,
+    Placement,
+    Sharded,
+    Strategy,
+)
 from soframe.testing import check_layer_helper, check_solver, check_strategy
 
 LAYERS = {
@@ -154,6 +163,10 @@ def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
         HybridOpt(gradient_workers=1),
         HybridOpt(gradient_workers=0.75, colocate=False),
         CommOpt(colocate=False),
+        Sharded(),
+        Sharded(group=2, deferred=True, wire="bfloat16"),
+        Sharded(group=None, deferred=True, colocate=True),
+        OwnerLocal(),
     ],
     ids=describe,  # the repr of a cost function has an address, which differs between workers
 )

@@ -1,0 +1,203 @@
+"""What each strategy sends and holds, counted by its placement: nothing is trained, nothing runs.
+
+    python benchmarks/distribution.py                     # BERT-Large and ResNet-50 on 64 ranks
+    python benchmarks/distribution.py --ranks 256 --solve-every 500
+    python benchmarks/distribution.py --json
+
+Bytes are those of the tensors that a rank gives to or receives from a collective, as
+`Preconditioner.traffic` counts them; memory is what is held between steps, as
+`Preconditioner.memory_usage` counts it. Float32, K-FAC, the eigen solver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from soframe.layers import BlockShape
+from soframe.methods import KFAC
+from soframe.solvers import Eigen
+from soframe.strategies import (
+    BlockWork,
+    CommOpt,
+    HybridOpt,
+    MemOpt,
+    OwnerLocal,
+    Placement,
+    Sharded,
+    Strategy,
+)
+from soframe.strategies.plan import window
+
+STRATEGIES: dict[str, Strategy] = {
+    "comm-opt": CommOpt(),
+    "hybrid-opt": HybridOpt(),
+    "mem-opt": MemOpt(),
+    "sharded": Sharded(),
+    "sharded, wire bf16": Sharded(wire="bfloat16"),
+    "sharded, group 8": Sharded(group=8),
+    "sharded, group 8, wire bf16": Sharded(group=8, wire="bfloat16"),
+    "sharded, group 8, deferred": Sharded(group=8, deferred=True),
+    "sharded, all ranks": Sharded(group=None),
+    "sharded, all ranks, deferred": Sharded(group=None, deferred=True),
+    "owner-local": OwnerLocal(),
+}
+BASELINE = "mem-opt"
+
+
+def block(name: str, out: int, into: int) -> BlockWork:
+    shape = BlockShape(1, out, into)
+    factors = KFAC().factors(shape)
+    second_order = tuple(tuple(Eigen().tensors(factor).values()) for factor in factors)
+    return BlockWork(name, shape, factors, second_order)
+
+
+def resnet50() -> list[BlockWork]:
+    """53 convolutions without bias, and the last layer with one."""
+    layers = [(64, 3 * 7 * 7)]
+    channels = 64
+    for width, number in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for index in range(number):
+            layers += [(width, channels), (width, width * 9), (4 * width, width)]
+            if index == 0:
+                layers.append((4 * width, channels))
+            channels = 4 * width
+    return [block(f"layer{i}", *shape) for i, shape in enumerate([*layers, (1000, channels + 1)])]
+
+
+def bert_large() -> list[BlockWork]:
+    """The 144 linear layers of the encoder, with their biases."""
+    shapes = [(1024, 1024 + 1)] * 4 + [(4096, 1024 + 1), (1024, 4096 + 1)]
+    return [
+        block(f"{i}.{name}", *shape)
+        for i in range(24)
+        for name, shape in zip(("q", "k", "v", "o", "up", "down"), shapes, strict=True)
+    ]
+
+
+MODELS: dict[str, list[BlockWork]] = {"BERT-Large": bert_large(), "ResNet-50": resnet50()}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one rank; those of traffic a mean over steps."""
+
+    statistics: float  # to the holders of running factors, and what is agreed
+    second_order: float  # to the gradient workers
+    exchange: float  # preconditioned gradients
+    memory: float  # between steps
+    window: float  # besides, while a backward pass gathers statistics
+
+    @property
+    def curvature(self) -> float:
+        return self.statistics + self.second_order
+
+
+def cost(placement: Placement, rank: int, statistics_every: int, solve_every: int) -> Cost:
+    # The first step of each kind; the intervals divide one another.
+    plain = placement.traffic(rank)
+    kinds = {
+        statistics_every: placement.traffic(rank, statistics=True),
+        solve_every: placement.traffic(rank, solve=True),
+    }
+
+    def mean(*phases: str) -> float:
+        def size(traffic: Mapping[str, Mapping[str, int]]) -> int:
+            return sum(traffic.get(phase, {"bytes": 0})["bytes"] for phase in phases)
+
+        extra = {every: size(traffic) - size(plain) for every, traffic in kinds.items()}
+        return size(plain) + sum(more / every for every, more in extra.items())
+
+    return Cost(
+        mean("agree", "reduce"),
+        mean("share"),
+        mean("exchange"),
+        placement.memory(rank)["total"],
+        window(placement, rank),
+    )
+
+
+def compare(
+    work: Sequence[BlockWork],
+    ranks: int,
+    statistics_every: int,
+    solve_every: int,
+    names: Sequence[str] = tuple(STRATEGIES),
+) -> dict[str, dict[str, Any]]:
+    """Strategy -> the costs of the mean rank and the most that any rank has."""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        if name not in names:
+            continue
+        placement = strategy.place(work, ranks)
+        placement.validate()
+        costs = [cost(placement, rank, statistics_every, solve_every) for rank in range(ranks)]
+        keys = [*(field.name for field in fields(Cost)), "curvature"]
+        values = {key: [getattr(one, key) for one in costs] for key in keys}
+        found[name] = {
+            "mean": {key: sum(column) / ranks for key, column in values.items()},
+            "most": {key: max(column) for key, column in values.items()},
+        }
+    base = found[BASELINE]["mean"]
+    whole = base["curvature"] + base["exchange"]
+    for one in found.values():
+        sent = one["mean"]["curvature"]
+        one["less_sent"] = (whole / sent) if sent else None
+        one["less_held"] = found[BASELINE]["most"]["memory"] / one["most"]["memory"]
+    return found
+
+
+def show(title: str, costs: Mapping[str, Mapping[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("strategy", no_wrap=True)
+    for header in ("statistics", "second\norder", "exchange", "busiest\nrank", "less\nsent"):
+        table.add_column(header, justify="right")
+    for header in ("memory,\nmost", "memory,\nmean", "less\nheld", "window,\nmost"):
+        table.add_column(header, justify="right")
+    for name, one in costs.items():
+        mean, most = one["mean"], one["most"]
+        sizes = (mean["statistics"], mean["second_order"], mean["exchange"], most["curvature"])
+        less = one["less_sent"]
+        table.add_row(
+            name,
+            *(f"{size / 1e6:.2f}" for size in sizes),
+            "all" if less is None or less > 1e4 else f"{less:.1f}x",
+            f"{most['memory'] / 1e6:.0f}",
+            f"{mean['memory'] / 1e6:.0f}",
+            f"{one['less_held']:.1f}x",
+            f"{most['window'] / 1e6:.0f}",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What each strategy sends and holds.")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--statistics-every", type=int, default=10)
+    parser.add_argument("--solve-every", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    every = (options.statistics_every, options.solve_every)
+    found = {model: compare(work, options.ranks, *every) for model, work in MODELS.items()}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    for model, costs in found.items():
+        show(f"{model}, {options.ranks} ranks, MB per rank; traffic per step", costs)
+    print(
+        f"less sent: statistics and second-order data of the mean rank against all that\n"
+        f"{BASELINE} sends, exchange included. less held: what the rank with most holds between\n"
+        f"steps, against {BASELINE}'s. window: sums besides, during the backward passes of\n"
+        f"statistics steps."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a placement costs, counted from shapes: bytes that a rank holds, bytes that it sends.
+
+Everything here is what the step does, in the step's order and with its buffers, but on numbers.
+Bytes of traffic are those of the tensors that a rank gives to or receives from a collective, as
+`Backend.traffic` counts them, not what an engine's algorithm makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from math import prod
+
+from soframe.buckets import fill
+from soframe.strategies.placement import (
+    ITEM_BYTES,
+    BlockPlacement,
+    BlockWork,
+    Placement,
+    Traffic,
+    exchange_group,
+    share_group,
+)
+
+_FLAGS = 3  # of every step: changed, gradients and statistics not finite
+_AGREED_BYTES = 8  # what is agreed travels in float64,
+_OUTCOME_BYTES = 4  # the outcomes of solves in float32
+_OUTCOMES = 2  # failed, retried
+
+
+def memory(
+    placement: Placement, rank: int, *, used: Collection[str] | None = None
+) -> dict[str, int]:
+    """See `Placement.memory`.
+
+    Args:
+        placement: The placement.
+        rank: The rank.
+        used: The blocks in use; None for all.
+
+    Returns:
+        Bytes by category.
+    """
+    usage = {"factors": 0, "accumulators": 0, "second_order": 0, "statistics": 0}
+    for work, place in zip(placement.work, placement.blocks, strict=True):
+        if used is not None and work.name not in used:
+            continue
+        item = ITEM_BYTES[work.dtype]
+        for index, factor in enumerate(work.factors):
+            if place.holds(rank, index):
+                numel = factor.packed_numel if place.packed else prod(factor.shape)
+                usage["factors"] += item * numel
+            if place.deferred and place.contributes(rank, index):
+                usage["accumulators"] += item * factor.packed_numel
+        if rank in place.gradient_workers:
+            tensors = [spec for specs in work.second_order for spec in specs]
+            usage["second_order"] += item * sum(prod(spec.shape) for spec in tensors)
+    return {**usage, "total": sum(usage.values())}
+
+
+def window(placement: Placement, rank: int) -> int:
+    """Return the bytes of the sums that a rank gathers while a window is under way.
+
+    Args:
+        placement: The placement.
+        rank: The rank.
+    """
+    return sum(
+        ITEM_BYTES[work.dtype] * prod(factor.shape)
+        for work, place in zip(placement.work, placement.blocks, strict=True)
+        for index, factor in enumerate(work.factors)
+        if place.contributes(rank, index)
+    )
+
+
+def traffic(
+    placement: Placement,
+    rank: int,
+    *,
+    statistics: bool = False,
+    solve: bool = False,
+    used: Collection[str] | None = None,
+) -> Traffic:
+    """See `Placement.traffic`.
+
+    Args:
+        placement: The placement.
+        rank: The rank.
+        statistics: Whether it is a statistics step.
+        solve: Whether it is a solve step.
+        used: The blocks in use; None for all.
+
+    Returns:
+        Phase -> bytes and calls.
+    """
+    pairs = list(zip(placement.work, placement.blocks, strict=True))
+    active = [(w, p) for w, p in pairs if used is None or w.name in used]
+    phases: Traffic = {}
+    if placement.world_size > 1:
+        weights = sum(_weights(w, p) for w, p in pairs) if statistics else 0
+        _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights)])
+        _count(phases, "agree", _solve_agreements(active) if solve else [])
+        reduced = [(w, p) for w, p in active if (solve if p.deferred else statistics)]
+        for eager in (True, False):
+            own = [(w, p) for w, p in reduced if p.deferred != eager]
+            _count(phases, "reduce", _reductions(own, rank))
+        _count(phases, "share", _shares(active, rank) if solve else [])
+        _count(phases, "exchange", _exchanges(active, rank))
+    total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
+    return {**phases, "total": total}
+
+
+def _count(phases: Traffic, phase: str, calls: Iterable[int]) -> None:
+    for size in calls:
+        count = phases.setdefault(phase, {"bytes": 0, "calls": 0})
+        count["bytes"] += size
+        count["calls"] += 1
+
+
+def _weights(work: BlockWork, place: BlockPlacement) -> int:
+    """Numbers that say what a block's statistics weigh."""
+    return len(work.factors) + 2 if place.contributors else 2
+
+
+def _solve_agreements(active: Collection[tuple[BlockWork, BlockPlacement]]) -> list[int]:
+    traces = [
+        factor.groups for work, place in active if place.traces_travel for factor in work.factors
+    ]
+    jobs = sum(len(work.factors) for work, _ in active)
+    return [_AGREED_BYTES * sum(traces)] * bool(traces) + [_OUTCOME_BYTES * _OUTCOMES * jobs]
+
+
+def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+    sums: list[tuple[Hashable, int]] = []
+    copies: list[tuple[Hashable, int]] = []
+    for work, place in pairs:
+        wire = place.wire or work.dtype
+        for index, factor in enumerate(work.factors):
+            way = place.reductions[index]
+            size = factor.packed_numel * ITEM_BYTES[wire]
+            if rank in way.group and len(way.group) > 1:
+                sums.append(((way.group, way.destination, wire, work.device), size))
+            if rank in way.spread and len(way.spread) > 1:
+                copies.append(((way.spread, way.destination, wire, work.device), size))
+    return _calls(sums) + _calls(copies)
+
+
+def _shares(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+    parcels: list[tuple[Hashable, int]] = []
+    for work, place in pairs:
+        for owner, specs in zip(place.owners, work.second_order, strict=True):
+            group = share_group(owner, place.gradient_workers)
+            size = ITEM_BYTES[work.dtype] * sum(spec.packed_numel for spec in specs)
+            if rank in group and len(group) > 1:
+                parcels.append(((owner, group, work.dtype, work.device), size))
+    return _calls(parcels)
+
+
+def _exchanges(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+    parcels: list[tuple[Hashable, int]] = []
+    for work, place in pairs:
+        for worker in place.gradient_workers:
+            group = exchange_group(worker, place.sources)
+            if rank in group and len(group) > 1:
+                size = ITEM_BYTES[work.dtype] * prod(work.shape)
+                parcels.append(((worker, group, work.dtype, work.device), size))
+    return _calls(parcels)
+
+
+def _calls(items: list[tuple[Hashable, int]]) -> list[int]:
+    """The bytes of each collective."""
+    return [sum(items[index][1] for index in bucket) for bucket in fill(items)]

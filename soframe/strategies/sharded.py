@@ -1,0 +1,154 @@
+"""Sharded curvature: a running factor is held by one rank, and statistics come from a few or all.
+
+KAISA keeps every running factor on every rank and reduces statistics to all of them. Here the rank
+that solves a factor is the only one that holds it, as a packed triangle, so statistics are reduced
+to that rank alone. Three choices are left, and no combination of them is best in everything (T: the
+elements of all triangles, P ranks, statistics every F and solves every K steps):
+
+=====================================  =====================  ==================================
+statistics                             sent per rank, step    kept per rank, besides what it owns
+=====================================  =====================  ==================================
+of all ranks, reduced eagerly          T / F                  nothing
+of all ranks, deferred to the solves   T / K                  T: an accumulator for every factor
+of ``group`` ranks, eagerly            T group / (P F)        nothing
+of ``group`` ranks, deferred           T group / (P K)        T group / P
+of the owner (``group=1``)             nothing                nothing
+=====================================  =====================  ==================================
+
+Deferred and eager reduction give the same factors (`soframe.running`). Statistics of a group are
+those of fewer samples: a group of m of P ranks that draw their data alike estimates the same
+factors from m/P of the batch, which averages over time make up for. With the owner's data alone
+that is DP-KFAC (Zhang et al., 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from soframe.registry import register
+from soframe.strategies.balance import Cost, assign, assign_to_groups, memory_cost
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import ITEM_BYTES, BlockPlacement, BlockWork, Placement
+
+
+@dataclass(frozen=True)
+class _Sharded(Strategy):
+    """One gradient worker and one holder for each block, both in the group that contributes."""
+
+    cost: Cost = memory_cost
+    colocate: bool = False
+
+    def _place(
+        self,
+        name: str,
+        work: Sequence[BlockWork],
+        ranks: int,
+        group: int | None,
+        deferred: bool = False,
+        wire: str | None = None,
+    ) -> Placement:
+        groups, notes = _groups(ranks, ranks if group is None else group)
+        totals = [sum(self.cost(factor) for factor in block.factors) for block in work]
+        chosen = assign_to_groups(totals, [len(members) for members in groups])
+        workers, owners = [0] * len(work), [0] * len(work)
+        for number, members in enumerate(groups):
+            mine = [index for index, other in enumerate(chosen) if other == number]
+            loads = [0.0] * len(members)
+            # Second-order data first: it is what the step waits for. Running factors, half as
+            # large, then go where there is least.
+            for place, index in zip(assign([totals[i] for i in mine], loads), mine, strict=True):
+                workers[index] = members[place]
+            for index in sorted(mine, key=lambda index: (-totals[index], index)):
+                at = members.index(workers[index])
+                least = min(range(len(members)), key=lambda rank: (loads[rank], rank != at, rank))
+                highest = max(loads)
+                # Apart only where together would be more than any rank has anyway.
+                if self.colocate or loads[at] + totals[index] / 2 <= highest:
+                    least = at
+                loads[least] += totals[index] / 2
+                owners[index] = members[least]
+        blocks = tuple(
+            BlockPlacement(
+                block.name,
+                owners=(owners[index],) * len(block.factors),
+                gradient_workers=(workers[index],),
+                sources=(workers[index],) * ranks,
+                contributors=(
+                    ()
+                    if len(groups[chosen[index]]) == ranks
+                    else (groups[chosen[index]],) * len(block.factors)
+                ),
+                holders=((owners[index],),) * len(block.factors),
+                deferred=deferred,
+                packed=True,
+                wire=wire,
+            )
+            for index, block in enumerate(work)
+        )
+        return Placement(name, ranks, tuple(work), blocks, tuple(notes))
+
+
+def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Cut the ranks into neighbours, at most ``size`` of them, as evenly as can be."""
+    number = -(-ranks // size)
+    ends = [ranks * (index + 1) // number for index in range(number)]
+    groups = [tuple(range(*pair)) for pair in zip([0, *ends], ends, strict=False)]
+    lengths = sorted({len(members) for members in groups})
+    if lengths == [min(size, ranks)]:
+        return groups, []
+    found = " or ".join(map(str, lengths))
+    note = f"groups of {size} do not divide {ranks} ranks: {number} group(s) of {found} ranks"
+    return groups, [f"{note} instead"]
+
+
+@register("strategy", "sharded")
+@dataclass(frozen=True)
+class Sharded(_Sharded):
+    """Running factors on one rank each, statistics reduced to it.
+
+    Attributes:
+        cost: What a factor costs its rank.
+        colocate: Hold and solve the factors of a block where its gradient is preconditioned, which
+            saves sending second-order data; otherwise on another rank of the group where that
+            lowers the most that a rank holds.
+        group: How many neighbouring ranks contribute to a block's statistics, those of a node for
+            example; None for all.
+        deferred: Reduce statistics when a solve needs them instead of at every statistics step:
+            less traffic, but an accumulator on every contributor.
+        wire: The dtype in which statistics travel, for example ``"bfloat16"``; None for that of
+            the factors.
+    """
+
+    group: int | None = 4
+    deferred: bool = False
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is not None and (isinstance(self.group, bool) or self.group < 1):
+            raise ValueError(f"Sharded: group must be a number of ranks or None, not {self.group}")
+        if self.wire is not None and self.wire not in ITEM_BYTES:
+            known = ", ".join(ITEM_BYTES)
+            raise ValueError(f"Sharded: wire must be one of {known} or None, not {self.wire!r}")
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """See `Strategy.place`."""
+        return self._place("sharded", work, ranks, self.group, self.deferred, self.wire)
+
+
+@register("strategy", "owner-local")
+@dataclass(frozen=True)
+class OwnerLocal(_Sharded):
+    """The owner's own data alone make a block's statistics: no statistics are sent at all.
+
+    The data-parallel K-FAC of Zhang et al. (2022). Its factors depend on which rank owns a block,
+    so runs on other numbers of ranks are other runs.
+
+    Attributes:
+        cost: What a factor costs its rank.
+        colocate: Kept for symmetry; a single rank does everything for a block.
+    """
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """See `Strategy.place`."""
+        return self._place("owner-local", work, ranks, 1)

@@ -1,0 +1,129 @@
+"""When a model changes, work is placed anew: what ranks remember moves to who is to remember it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soframe.comm import TorchDistributed
+from soframe.strategies import HybridOpt, Sharded
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_places import Apart, Deferring, state_of
+from tests.distributed.training import Case, Run, mean_over, train_alone
+from tests.state.test_resume import equal
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STRATEGIES: dict[str, Any] = {
+    "mem": "mem-opt",
+    "hybrid": HybridOpt(colocate=False),
+    "sharded": "sharded",
+    "deferred": Sharded(group=None, deferred=True),
+    "deferred everywhere": Deferring(),
+    "apart, deferred": Apart(deferred=True),
+}
+# Statistics at even steps, solves at 0, 3 and 6; at step 4 something is pending.
+KEPT = ("factors", "second_order", "statistics")
+INTERVALS = {"statistics_every": 2, "solve_every": 3}
+
+
+def change(run: Run, step: int) -> None:
+    """Freeze a whole layer, a bias (its factor loses a row), then thaw the layer."""
+    if step == 3:
+        run.model.hidden.requires_grad_(False)
+    if step == 5:
+        run.model.conv.bias.requires_grad_(False)
+    if step == 6:
+        run.model.hidden.requires_grad_(True)
+    run.model.zero_grad()
+
+
+def train_changing(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Tensor, set[Any]]]:
+    found = []
+    for case in cases:
+        run = Run(case, rank, ranks, average=mean_over() if ranks > 1 else None)
+        seen = set()
+        for step in range(8):
+            change(run, step)
+            run.step(step)
+            places = run.preconditioner.placement.blocks
+            seen |= {(b.block, b.owners, b.gradient_workers) for b in places}
+            held = run.preconditioner.memory_usage()
+            used = [b.block for b in places if b.block != "unused"]
+            planned = run.preconditioner.placement.memory(rank, used=used)
+            if step in (0, 3):  # what is gathered anew comes with the next statistics
+                assert {k: held[k] for k in KEPT} == {k: planned[k] for k in KEPT}
+        found.append((run.weights(), seen))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_continues_moves_to_its_new_ranks(ranks):
+    cases = [Case({"strategy": strategy, **INTERVALS}) for strategy in STRATEGIES.values()]
+    expected = train_changing(0, 1, [Case(INTERVALS)])[0][0]
+    for rank, results in enumerate(run_ranks(train_changing, ranks, cases, timeout=60)):
+        for name, (weights, seen) in zip(STRATEGIES, results, strict=True):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10, msg=f"{name} {rank}")
+            # The test means nothing unless some block did change its rank.
+            assert len(seen) > len({block for block, *_ in seen}), name
+
+
+def train_in_groups(rank: int, ranks: int) -> tuple[Tensor, list[tuple[int, bool]]]:
+    """Per block and step where a block's group changed: whether its factors are what they were."""
+    run = Run(Case({"strategy": Sharded(group=2), **INTERVALS}), rank, ranks, average=mean_over())
+    groups: dict[str, Any] = {}
+    regrouped = []
+    for step in range(8):
+        before = state_of(run.preconditioner)
+        change(run, step)
+        run.step(step)
+        after = state_of(run.preconditioner)
+        for place in run.preconditioner.placement.blocks:
+            known = groups.get(place.block)
+            if known not in (None, place.contributors) and before[place.block]:
+                regrouped.append((step, equal(before[place.block], after[place.block])))
+            groups[place.block] = place.contributors
+    return run.weights(), regrouped
+
+
+def test_other_contributors_begin_with_a_window_of_their_own():
+    """They have not captured what the window under way has seen, so it is dropped."""
+    results = run_ranks(train_in_groups, 4, timeout=60)
+    for weights, regrouped in results:
+        assert (6, True) in regrouped  # a statistics step
+        assert all(unchanged for _, unchanged in regrouped)
+        assert torch.equal(weights, results[0][0])
+
+
+# -- groups in a part of the world ------------------------------------------------------------
+
+
+def in_a_part(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
+    members = [0, 2, 3]
+    group = dist.new_group(members)
+    if rank not in members:
+        return []
+    found = []
+    for case in cases:
+        backend = TorchDistributed(group)
+        run = Run(case, members.index(rank), 3, backend, mean_over(group))
+        for step in range(case.steps):
+            run.step(step)
+        found.append(run.weights())
+    return found
+
+
+def test_a_part_of_the_world_reduces_without_the_rest():
+    strategies = [Sharded(deferred=True), Apart(), Apart(deferred=True)]
+    # The inverse solver shares the damping by the traces of both factors.
+    options = {"solve_every": 2, "solver": "inverse"}
+    cases = [Case({"strategy": strategy, **options}) for strategy in strategies]
+    expected = train_alone(Case(options))
+    for rank, found in enumerate(run_ranks(in_a_part, 4, cases, timeout=60)):
+        assert len(found) == (0 if rank == 1 else 3)
+        for weights in found:
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
