@@ -18,8 +18,8 @@ from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 1500
-WARM_UP = 100
+STEPS = 1600
+WARM_UP = 600  # allocators and engines grow to their size
 RESIDENT = Path("/proc/self/statm")
 
 
@@ -33,6 +33,11 @@ def live_tensors() -> int:
     return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
 
 
+def measure(preconditioner: Preconditioner) -> tuple[int, int, dict[str, int]]:
+    tensors = live_tensors()  # first: the list of all objects is large itself
+    return resident_bytes(), tensors, preconditioner.memory_usage()
+
+
 def soak(rank: int, ranks: int, strategy: Any) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -43,7 +48,7 @@ def soak(rank: int, ranks: int, strategy: Any) -> dict[str, Any]:
     seen = {}
     for step in range(STEPS):
         if step == WARM_UP:
-            seen["before"] = (resident_bytes(), live_tensors(), preconditioner.memory_usage())
+            seen["before"] = measure(preconditioner)
         optimizer.zero_grad()
         x = torch.randn(6, 4, generator=draws)
         (model(x) - x[:, :3].tanh()).square().sum(1).mean().backward()
@@ -52,9 +57,9 @@ def soak(rank: int, ranks: int, strategy: Any) -> dict[str, Any]:
             parameter.grad /= ranks
         preconditioner.step()
         optimizer.step()
-        if step % 500 == 499:
+        if step % 400 == 399:
             preconditioner.state_dict()
-    seen["after"] = (resident_bytes(), live_tensors(), preconditioner.memory_usage())
+    seen["after"] = measure(preconditioner)
     seen["weights"] = nn.utils.parameters_to_vector(model.parameters()).detach()
     seen["counters"] = preconditioner.counters
     return seen
@@ -74,5 +79,5 @@ def test_memory_is_flat_and_ranks_do_not_drift(strategy):
         )
         assert tensors_after == tensors_before
         assert usage_after == usage_before
-        # A tensor of 5 x 5 that is kept at each step comes to a megabyte; allocators breathe.
-        assert bytes_after - bytes_before < 1 << 20
+        # What is kept at each step, if only half a kilobyte, comes to this.
+        assert bytes_after - bytes_before < (STEPS - WARM_UP) * 512
