@@ -79,5 +79,5 @@ def test_memory_is_flat_and_ranks_do_not_drift(strategy):
         )
         assert tensors_after == tensors_before
         assert usage_after == usage_before
-        # What is kept at each step, if only half a kilobyte, comes to this.
-        assert bytes_after - bytes_before < (STEPS - WARM_UP) * 512
+        # Two kilobytes at each step would come to this; tensors are counted one by one.
+        assert bytes_after - bytes_before < (STEPS - WARM_UP) * 2048
