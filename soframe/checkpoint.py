@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -100,13 +101,15 @@ def load(
 
     def read(wanted: dict[str, Any]) -> None:
         try:
-            dcp_load(
-                {key: wanted},
-                checkpoint_id=checkpoint_id,
-                storage_reader=storage_reader,
-                process_group=process_group,
-                no_dist=not dist.is_initialized(),
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*to load in a single process")
+                dcp_load(
+                    {key: wanted},
+                    checkpoint_id=checkpoint_id,
+                    storage_reader=storage_reader,
+                    process_group=process_group,
+                    no_dist=not dist.is_initialized(),
+                )
         except (CheckpointException, Exception) as error:  # the former is no Exception
             raise ValueError(
                 f"no complete checkpoint of a preconditioner can be read from {checkpoint_id}, "
