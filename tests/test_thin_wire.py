@@ -41,9 +41,8 @@ def test_where_it_may_not_it_says_so():
     assert errors.startswith("thin_wire: skipped, ")
 
 
-allowed = pytest.mark.skipif(
-    thin_wire.why_not() is not None, reason=f"not permitted: {thin_wire.why_not()}"
-)
+REASON = thin_wire.why_not()
+allowed = pytest.mark.skipif(REASON is not None, reason=f"thin wire: {REASON}")
 
 
 @allowed

@@ -177,10 +177,13 @@ def names_of(run: Run) -> set[str]:
 def who(rank: int, ranks: int, folder: Path, strategy: Any, other: Any) -> tuple[Any, ...]:
     run = train(make(strategy, rank, ranks), 0, AT)
     writer, reader = Writer(folder), Reader(folder)
-    dcp.save({"preconditioner": checkpoint.part(run.preconditioner)}, storage_writer=writer)
+    part = checkpoint.part(run.preconditioner)
+    dcp.save({"preconditioner": part}, storage_writer=writer)
     again = make(other, rank, ranks)
     checkpoint.load(again.preconditioner, storage_reader=reader)
-    return names_of(run), writer.written, reader.read, names_of(again)
+    given = [f"preconditioner.{name}" for name in part]
+    assert set(writer.written) - {HEADER} == set(given) - {HEADER}  # DCP moves nothing about
+    return names_of(run), given, reader.read, names_of(again)
 
 
 HEADER = "preconditioner.header"
