@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from soframe.comm.base import Backend
 from soframe.strategies.placement import Placement
@@ -102,6 +103,21 @@ def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
     backend.all_reduce(vector, "agree").wait()
     sums: list[float] = vector.tolist()
     return sums
+
+
+def add_up(backend: Backend, tensor: Tensor) -> Tensor:
+    """Add up a small tensor over the ranks.
+
+    Args:
+        backend: The backend.
+        tensor: This rank's; it may be overwritten.
+
+    Returns:
+        The sum, on the tensor's device.
+    """
+    total = tensor.to(backend.wire_device(tensor.device))
+    backend.all_reduce(total, "agree").wait()
+    return total.to(tensor.device)
 
 
 def require_all_ranks(backend: Backend, changes: float) -> None:

@@ -12,13 +12,20 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from soframe import building, gradients, solving, state
-from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
+from soframe.agreement import (
+    add_over_ranks,
+    add_up,
+    compare_ranks,
+    require_all_ranks,
+    say_failed,
+)
+from soframe.averaging import AveragedGradients, LocalGradients
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.comm.base import Backend
@@ -79,6 +86,11 @@ class Preconditioner:
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
             ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
+        gradients: What ``.grad`` holds when `step` is called: ``"averaged"`` over ranks, as
+            DistributedDataParallel leaves it, or ``"local"``: this rank's own, of a model without
+            DDP, or under it with `soframe.comm.leave_gradients` for a communication hook. Then
+            `step` averages all gradients itself, those of a block with one gradient worker on
+            that rank alone.
 
     Attributes:
         placement: Who owns, preconditions and receives what.
@@ -119,9 +131,15 @@ class Preconditioner:
         dtype: torch.dtype | None = None,
         fisher: str = "empirical",
         loss: str | type[Loss] | Loss | None = None,
+        gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
         building.require("scaling", scaling, ("fisher", "kaisa"))
         building.require("loss_average", loss_average, ("local", "global", "sum"))
+        building.require("gradients", gradients, ("averaged", "local"))
+        if gradients == "local" and grad_scaler is not None:
+            raise ValueError(
+                "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+            )
         if not callable(samples):
             building.require("samples", samples, ("batch", "positions"))
         if isinstance(skip, str):
@@ -139,6 +157,7 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self._backend = building.choose_backend(backend)
+        self._gradients = gradients
         self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -182,26 +201,28 @@ class Preconditioner:
         """
         self._require_ready()
         damping = self._damping.at(self._steps)
-        finite, weights = self._agree()
+        finite, weights, present = self._agree()
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
         due = [block for block in self._blocks if block.mass > 0 and (every or not block.solved)]
         if due:
             solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        pairs = solving.precondition(self._blocks, self.placement, self._backend, damping)
+        raw = self._raw.raw(present)
+        results = solving.precondition(self._blocks, self.placement, self._backend, damping, raw)
         if finite:
-            self._write(pairs)
+            self._write({block: results[block] for block in raw if block in results}, raw)
         else:
             gradients.discard(self._model)
         self._next_step()
 
-    def _agree(self) -> tuple[bool, list[float] | None]:
+    def _agree(self) -> tuple[bool, list[float] | None, list[float]]:
         """Agree with all ranks on what is finite and what the statistics weigh.
 
         Returns:
-            Whether the gradients of all ranks are finite; and the added-up weights of the
-            statistics if they are to be used.
+            Whether the gradients of all ranks are finite; the added-up weights of the statistics
+            if they are to be used; and on how many ranks each gradient is present, where they
+            are still to be averaged.
         """
         with_statistics = self._takes_statistics()
         changed = self._watch.changed()
@@ -210,7 +231,10 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        changes, bad_gradients, bad, *weights = add_over_ranks(self._backend, own)
+        present = self._raw.present()
+        sums = add_over_ranks(self._backend, own + present)
+        present = sums[len(own) :]
+        changes, bad_gradients, bad, *weights = sums[: len(own)]
         if changes:
             require_all_ranks(self._backend, changes)
             self._build()
@@ -220,20 +244,25 @@ class Preconditioner:
         if bad and not any(block.mass > 0 for block in self._blocks):
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
-        return not bad_gradients, weights if usable else None
+        return not bad_gradients, weights if usable else None, present
 
-    def _write(self, pairs: Mapping[Block, tuple[Tensor, Tensor]]) -> None:
+    def _write(self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None]) -> None:
         """Clip and write the preconditioned gradients."""
-        if not pairs:
+        if not results:
             return
-        results, raw = zip(*pairs.values(), strict=True)
         if self._kl_clip is not None:
-            lrs = self._lrs.of(list(pairs), self._steps)
-            kappa = self._kl_clip.at(self._steps)
-            factor = kl_clip_factor(results, raw, lrs, kappa)
-            for result in results:
+            known = self._raw.spoken_for(results)
+            factor = kl_clip_factor(
+                [results[block] for block in known],
+                [gradient for block in known if (gradient := raw[block]) is not None],
+                self._lrs.of(known, self._steps),
+                self._kl_clip.at(self._steps),
+                self._raw.total,
+                next(iter(results.values())),
+            )
+            for result in results.values():
                 result.mul_(factor.to(result.device))
-        for block, result in zip(pairs, results, strict=True):
+        for block, result in results.items():
             block.write(result)
 
     def _next_step(self) -> None:
@@ -264,7 +293,7 @@ class Preconditioner:
             raise
         numbers = (self._damping, self._decay, self._kl_clip)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._gradients)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self._backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
@@ -293,6 +322,8 @@ class Preconditioner:
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
+        kind = LocalGradients if self._gradients == "local" else AveragedGradients
+        self._raw = kind(self._model, self._blocks, placement, self._backend)
         self._capture.sink = self._statistics.add
         names = {helper: block.name for block in self._blocks for helper in block.helpers}
         counting = [helper for helper in names if not statistics.wants_inputs(helper)]
@@ -343,9 +374,7 @@ class Preconditioner:
         Args:
             tensor: The tensor of this rank.
         """
-        total = tensor.clone().to(self._backend.wire_device(tensor.device))
-        self._backend.all_reduce(total, "agree").wait()
-        return total.to(tensor.device) / self._backend.world_size
+        return add_up(self._backend, tensor.clone()) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:

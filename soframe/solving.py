@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -142,8 +142,12 @@ def _share(
 
 
 def precondition(
-    blocks: Sequence[Block], placement: Placement, backend: Backend, damping: float
-) -> dict[Block, tuple[torch.Tensor, torch.Tensor]]:
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    damping: float,
+    gradients: Mapping[Block, torch.Tensor | None],
+) -> dict[Block, torch.Tensor]:
     """Precondition on the gradient workers and send the result to the receivers.
 
     Every rank enters the same collectives whatever gradients it has: a worker without a gradient
@@ -154,17 +158,16 @@ def precondition(
         placement: Who preconditions and who receives.
         backend: The backend.
         damping: The damping of this step.
+        gradients: The raw gradients, ``[groups, out, in]``, at least on their gradient workers.
 
     Returns:
-        For every block that has second-order data and a gradient on this rank: the preconditioned
-        and the raw gradient, ``[groups, out, in]``.
+        The preconditioned gradient of every block that is solved, ``[groups, out, in]``.
     """
     ready = [(b, p) for b, p in zip(blocks, placement.blocks, strict=True) if b.solved]
-    gradients = {block: block.gradient() for block, _ in ready}
     results: dict[Block, torch.Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
     for block, place in ready:
-        gradient = gradients[block]
+        gradient = gradients.get(block)
         if backend.rank in place.gradient_workers:
             if gradient is None:
                 results[block] = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
@@ -181,4 +184,4 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
-    return {b: (results[b], g) for b, g in gradients.items() if g is not None}
+    return results

@@ -1,7 +1,7 @@
 """Communication: backends, packing and fusion. Transport is torch.distributed's."""
 
 from soframe.comm.base import Backend, Handle
-from soframe.comm.distributed import TorchDistributed
+from soframe.comm.distributed import TorchDistributed, leave_gradients
 from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.recording import Recording
 from soframe.comm.single import SingleProcess
@@ -12,6 +12,7 @@ __all__ = [
     "Recording",
     "SingleProcess",
     "TorchDistributed",
+    "leave_gradients",
     "pack_triangle",
     "unpack_triangle",
 ]

@@ -132,3 +132,29 @@ class TorchDistributed(Backend):
 
 def _handle(work: dist.Work | None) -> Handle:
     return Handle(work.wait if work is not None else None)
+
+
+def leave_gradients(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs leave it out
+) -> torch.futures.Future[Tensor]:
+    """A communication hook of DistributedDataParallel that leaves every rank its own gradients.
+
+    For ``Preconditioner(gradients="local")``, which averages them itself::
+
+        model.register_comm_hook(None, soframe.comm.leave_gradients)
+
+    Args:
+        state: Not used.
+        bucket: The gradients of a bucket.
+
+    Returns:
+        The same gradients.
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# NOTE: DistributedDataParallel compares annotations with classes, and these are strings.
+leave_gradients.__annotations__.clear()

@@ -7,7 +7,7 @@ estimated by ``<p, g>``. The preconditioned gradients are scaled by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ def kl_clip_factor(
     gradients: Sequence[Tensor],
     lrs: Sequence[float | Tensor],
     kappa: float,
+    add: Callable[[Tensor], Tensor] | None = None,
+    like: Tensor | None = None,
 ) -> Tensor:
     """Return the factor for all preconditioned gradients, without a host sync.
 
@@ -26,16 +28,19 @@ def kl_clip_factor(
         gradients: The raw gradients, in the same order.
         lrs: The learning rate of each block, or a row of rates that fits its matrix.
         kappa: The bound.
+        add: Adds up the inner products of several ranks, where each has some of the blocks.
+        like: A tensor of the dtype and device to add up in; by default the first block's.
 
     Returns:
-        A scalar in (0, 1], in the dtype and on the device of the first block. On a network spread
+        A scalar in (0, 1], in the dtype and on the device of ``like``. On a network spread
         over several devices the terms are brought to that device.
     """
-    first = preconditioned[0]
+    like = preconditioned[0] if like is None else like
     terms = [
-        _term(p, g, lr).to(first) for p, g, lr in zip(preconditioned, gradients, lrs, strict=True)
+        _term(p, g, lr).to(like) for p, g, lr in zip(preconditioned, gradients, lrs, strict=True)
     ]
-    total = torch.stack(terms).sum().abs()
+    total = torch.stack(terms).sum() if terms else like.new_zeros(())
+    total = (total if add is None else add(total)).abs()
     # kappa / 0 is infinite, and clamped like everything above one.
     return (kappa / total).sqrt().clamp(max=1.0)
 

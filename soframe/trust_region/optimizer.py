@@ -90,6 +90,10 @@ class TrustRegion(torch.optim.Optimizer):
             raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
         if fisher == "empirical":
             raise ValueError("TrustRegion needs fisher='monte-carlo' or 'type-2'")
+        if preconditioner.get("gradients", "averaged") != "averaged":
+            raise ValueError(
+                "TrustRegion needs gradients='averaged': its model has a slope in them"
+            )
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})

@@ -105,13 +105,14 @@ def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solve
 
 @pytest.mark.parametrize("name", ["mem", "apart", "apart, deferred"])
 def test_buffers_are_cut_where_the_plan_cuts_them(name, monkeypatch):
-    monkeypatch.setattr("soframe.buckets.BUCKET_BYTES", 200)
+    limit = 160  # no item is larger, all of a phase together are
+    monkeypatch.setattr("soframe.buckets.BUCKET_BYTES", limit)
     own, _, backend = train_on_paper(
         EVERY[name], [3, 5, 2, 4, 4], 1, 3, Eigen(), statistics_every=1, solve_every=2
     )
     calls = planned(own.placement, 1, 5, (1, 2), [work.name for work in own.placement.work])
     assert own.traffic() == calls
-    assert max(event.numel * event.dtype.itemsize for event in backend.events) <= 400
+    assert max(event.numel * event.dtype.itemsize for event in backend.events) <= limit
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ def test_nothing_is_held_that_is_not_counted(name, solver, rank):
     found = {s.data_ptr(): s.nbytes() for s in _storages(gc.get_objects())}
     held = sum(size for where, size in found.items() if where not in known)
     counted = own.memory_usage()["total"]
+    assert counted == own.placement.memory(rank)["total"]
     assert counted <= held <= 1.05 * counted, (held, counted)
 
 

@@ -1,0 +1,160 @@
+"""The raw gradients of a step: averaged over ranks already, or still each rank's own.
+
+Where DistributedDataParallel averages gradients on every rank and one rank then preconditions and
+sends its result, the average has travelled for nothing. With *local* gradients each rank comes with
+those of its own samples. Those of a block with one gradient worker are added up on that rank alone
+(together a reduce-scatter by ownership); what it sends after preconditioning (together an
+all-gather) is all that the others get. The two carry what DDP's all-reduce carries. All other
+gradients, of parameters without a block, of blocks with several gradient workers and of blocks that
+are not solved yet, are averaged on all ranks, in fused buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from soframe.agreement import add_up
+from soframe.blocks import Block
+from soframe.buckets import fill
+from soframe.comm.base import Backend, Handle
+from soframe.strategies.placement import Placement
+
+
+class AveragedGradients:
+    """Gradients that are the same on every rank: each of them knows all.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        placement: Where they are.
+        backend: The backend.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], placement: Placement, backend: Backend
+    ) -> None:
+        self._backend = backend
+        self._placed = dict(zip(blocks, placement.blocks, strict=True))
+        self._of_block = {block: list(block.parameters.values()) for block in blocks}
+        covered = {p for own in self._of_block.values() for p in own}
+        self._rest = [p for p in model.parameters() if p not in covered]
+
+    def present(self) -> list[float]:
+        """Return what the ranks have to add up before they call `raw`."""
+        return []
+
+    def raw(self, present: Sequence[float]) -> dict[Block, Tensor | None]:
+        """Return the raw gradients of the blocks that are solved and have any.
+
+        Args:
+            present: The added-up `present` of all ranks.
+
+        Returns:
+            ``[groups, out, in]``, at least on the gradient workers; None where it is not known.
+        """
+        own = {block: block.gradient() for block in self._placed if block.solved}
+        return {block: gradient for block, gradient in own.items() if gradient is not None}
+
+    def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
+        """Return the blocks whose gradients this rank counts in what `total` adds up.
+
+        Args:
+            blocks: Blocks with a raw gradient.
+        """
+        return list(blocks)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a scalar over ranks, each of which speaks for its blocks.
+
+        Args:
+            tensor: This rank's.
+        """
+        return tensor
+
+
+class LocalGradients(AveragedGradients):
+    """Gradients that are each rank's own: averaged here, each where it is needed."""
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*(p for own in self._of_block.values() for p in own), *self._rest]
+
+    def present(self) -> list[float]:
+        """Return for every parameter whether this rank has its gradient.
+
+        Raises:
+            TypeError: If a gradient is sparse.
+        """
+        own = self._parameters
+        if any(p.grad is not None and p.grad.is_sparse for p in own):
+            raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
+        return [float(p.grad is not None) for p in own]
+
+    def raw(self, present: Sequence[float]) -> dict[Block, Tensor | None]:
+        """Average every gradient that any rank has; on ranks without it counts as zero.
+
+        Args:
+            present: On how many ranks each is present.
+
+        Returns:
+            See `AveragedGradients.raw`: the means, on the gradient workers. All gradients of other
+            parameters and of blocks that are not solved yet are averaged in place.
+        """
+        known = set()
+        for parameter, ranks in zip(self._parameters, present, strict=True):
+            if ranks > 0:
+                known.add(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        everywhere = [p for p in self._rest if p in known]
+        found: dict[Block, Tensor | None] = {}
+        sums: list[tuple[int | None, Tensor]] = []
+        for block, place in self._placed.items():
+            own = [p for p in self._of_block[block] if p in known]
+            if not block.solved:
+                everywhere += own
+            elif own:
+                matrix = block.gradient()
+                assert matrix is not None
+                workers = place.gradient_workers
+                sums.append((workers[0] if len(workers) == 1 else None, matrix))
+                found[block] = matrix if self._backend.rank in workers else None
+        sums += [(None, p.grad) for p in everywhere if p.grad is not None]
+        _average(self._backend, sums)
+        return found
+
+    def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
+        """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
+        rank = self._backend.rank
+        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total`."""
+        return add_up(self._backend, tensor)
+
+
+def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
+    """Replace tensors by their means over ranks, on one rank each or on all (None)."""
+    if backend.world_size == 1:
+        return
+    everyone = tuple(range(backend.world_size))
+    routes = [((to, t.dtype, t.device), t.numel() * t.element_size()) for to, t in sums]
+    under_way: list[tuple[Handle, Tensor, list[Tensor]]] = []
+    for bucket in fill(routes):
+        destination = sums[bucket[0]][0]
+        tensors = [sums[index][1] for index in bucket]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        flat = flat.to(backend.wire_device(flat.device))
+        if destination is None:
+            handle = backend.all_reduce(flat, "gradients")
+        else:
+            handle = backend.reduce(flat, destination, everyone, "gradients")
+        under_way.append((handle, flat, tensors if destination in (None, backend.rank) else []))
+    for handle, flat, tensors in under_way:
+        handle.wait()
+        sizes = [tensor.numel() for tensor in tensors]
+        for tensor, mean in zip(tensors, flat.split(sizes) if sizes else (), strict=True):
+            tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
