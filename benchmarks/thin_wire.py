@@ -8,7 +8,8 @@ at both ends) leads to a bridge in another namespace. Nothing of the host's netw
 deleting the namespaces removes everything. It needs root, `ip` and `tc`, and says so where it
 lacks them.
 
-A step is forward, backward with DistributedDataParallel, the preconditioner and SGD. `median` is
+A step is forward, backward with DistributedDataParallel, the preconditioner and SGD. Where it says
+`local`, there is no DistributedDataParallel, and the preconditioner averages gradients. `median` is
 that of a step that takes statistics and does not solve; `mean` is over whole cycles, solves
 included. Bytes are those of one rank in one step, a mean over cycles: `curvature` those that
 soframe's collectives carry, `sent` what really left the rank's link, gradients and TCP included.
@@ -39,8 +40,10 @@ STRATEGIES = (
     "sharded",
     "sharded, deferred",
     "owner-local",
+    "sharded, local",
+    "sharded, deferred, local",
 )
-DDP_ALONE, DEFERRED = STRATEGIES[0], STRATEGIES[5]
+DDP_ALONE = STRATEGIES[0]
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -182,13 +185,18 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
 
     torch.manual_seed(0)
     layers = [m for _ in range(options.layers) for m in (_linear(options.width), nn.Tanh())]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    strategy, *how = name.split(", ")
+    local = "local" in how
+    model: nn.Module = nn.Sequential(*layers)
+    if not local:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     own = None
     if name != DDP_ALONE:
         own = soframe.Preconditioner(
             model,
-            strategy=Sharded(deferred=True) if name == DEFERRED else name,
+            strategy=Sharded(deferred=True) if "deferred" in how else strategy,
+            gradients="local" if local else "averaged",
             optimizer=optimizer,
             statistics_every=options.statistics_every,
             solve_every=options.solve_every,
