@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: demo
 demo: $(VENV)/.stamp-demo ## train side by side with and without soframe, and show what it brings
@@ -48,6 +49,10 @@ docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnin
 .PHONY: bench
 bench: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 	$(PYTEST) benchmarks --benchmark-only $(PYTEST_ARGS)
+
+.PHONY: time-to-target
+time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned peers, about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
 
 .PHONY: mutants
 mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail

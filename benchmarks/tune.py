@@ -1,6 +1,6 @@
 """Tunes the optimizers of the experiments, or checks that what tuning chose still holds.
 
-    python benchmarks/tune.py                               # every optimizer on every workload
+    python benchmarks/tune.py                               # every optimizer, the demo's workloads
     python benchmarks/tune.py digits-autoencoder kfac       # one
     python benchmarks/tune.py digits-autoencoder kfac --check
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from soframe.experiments import tuning
-from soframe.experiments.workloads import names, workload
+from soframe.experiments.workloads import workload
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1.5)
     options = parser.parse_args()
     failures = 0
-    for name in [workload(options.workload).name] if options.workload else names():
+    for name in [workload(options.workload).name] if options.workload else tuning.WORKLOADS:
         for optimizer in tuning.optimizers([options.optimizer] if options.optimizer else []):
             print(f"{name}, {optimizer}", flush=True)
             if options.check:

@@ -9,7 +9,7 @@ Two lines precondition the gradients of a model for any optimizer::
     optimizer.step()
 """
 
-from soframe import comm, layers, losses, methods, solvers, strategies, trust_region
+from soframe import comm, layers, losses, methods, schedules, solvers, strategies, trust_region
 from soframe.comm import Backend
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers import LayerHelper
@@ -44,6 +44,7 @@ __all__ = [
     "losses",
     "methods",
     "register",
+    "schedules",
     "solvers",
     "strategies",
     "trust_region",

@@ -88,6 +88,16 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
         )
 
 
+def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
+    """Return the mean of a small tensor over the ranks.
+
+    Args:
+        backend: The backend.
+        tensor: The tensor of this rank.
+    """
+    return add_up(backend, tensor.clone()) / backend.world_size
+
+
 def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
     """Add up a few numbers over the ranks, in float64.
 

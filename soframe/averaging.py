@@ -37,24 +37,34 @@ class AveragedGradients:
         self, model: nn.Module, blocks: Sequence[Block], placement: Placement, backend: Backend
     ) -> None:
         self._backend = backend
+        self._present: Sequence[float] = ()
         self._placed = dict(zip(blocks, placement.blocks, strict=True))
         self._of_block = {block: list(block.parameters.values()) for block in blocks}
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
 
     def present(self) -> list[float]:
-        """Return what the ranks have to add up before they call `raw`."""
+        """Return what the ranks have to add up, and pass to `agree`, before they call `raw`."""
         return []
 
-    def raw(self, present: Sequence[float]) -> dict[Block, Tensor | None]:
-        """Return the raw gradients of the blocks that are solved and have any.
+    def agree(self, present: Sequence[float]) -> None:
+        """Take note of what ranks have.
 
         Args:
             present: The added-up `present` of all ranks.
+        """
+        self._present = present
+
+    def raw(self) -> dict[Block, Tensor | None]:
+        """Return the raw gradients of the blocks that are solved and have any.
 
         Returns:
             ``[groups, out, in]``, at least on the gradient workers; None where it is not known.
         """
+        return self.now()
+
+    def now(self) -> dict[Block, Tensor | None]:
+        """Return what ``.grad`` holds for the blocks that are solved and have any gradient."""
         own = {block: block.gradient() for block in self._placed if block.solved}
         return {block: gradient for block, gradient in own.items() if gradient is not None}
 
@@ -93,18 +103,15 @@ class LocalGradients(AveragedGradients):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
         return [float(p.grad is not None) for p in own]
 
-    def raw(self, present: Sequence[float]) -> dict[Block, Tensor | None]:
+    def raw(self) -> dict[Block, Tensor | None]:
         """Average every gradient that any rank has; on ranks without it counts as zero.
-
-        Args:
-            present: On how many ranks each is present.
 
         Returns:
             See `AveragedGradients.raw`: the means, on the gradient workers. All gradients of other
             parameters and of blocks that are not solved yet are averaged in place.
         """
         known = set()
-        for parameter, ranks in zip(self._parameters, present, strict=True):
+        for parameter, ranks in zip(self._parameters, self._present, strict=True):
             if ranks > 0:
                 known.add(parameter)
                 if parameter.grad is None:
@@ -158,3 +165,7 @@ def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> Non
         sizes = [tensor.numel() for tensor in tensors]
         for tensor, mean in zip(tensors, flat.split(sizes) if sizes else (), strict=True):
             tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+
+
+KINDS = {"averaged": AveragedGradients, "local": LocalGradients}
+"""What ``.grad`` may hold when a step begins."""

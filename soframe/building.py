@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
+from soframe import averaging
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
@@ -15,6 +16,7 @@ from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 
 
 def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
@@ -32,6 +34,27 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
     return backend
+
+
+def choose_damping(choice: DampingChoice) -> DampingPolicy:
+    """Return the damping policy of a preconditioner.
+
+    Args:
+        choice: A number, a callable of the step, or a policy.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If it waits for reduction ratios, which nobody measures here.
+    """
+    policy = damping_policy(choice)
+    if policy.interval > 0:
+        raise ValueError(
+            f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "
+            f"Preconditioner takes a number, a callable of the step, or a policy without it"
+        )
+    return policy
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:
@@ -107,3 +130,49 @@ def require(name: str, value: object, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def check_words(scaling: object, loss_average: object, samples: object, clip_lr: object) -> None:
+    """Check settings that are words.
+
+    Args:
+        scaling: The scaling convention.
+        loss_average: What the loss is a mean of.
+        samples: What it averages over; or a callable.
+        clip_lr: Which learning rates the clips read.
+    """
+    require("scaling", scaling, ("fisher", "kaisa"))
+    require("loss_average", loss_average, ("local", "global", "sum"))
+    if not callable(samples):
+        require("samples", samples, ("batch", "positions"))
+    require("clip_lr", clip_lr, ("live", "initial"))
+
+
+def check_patterns(skip: object) -> None:
+    """Check that patterns are several.
+
+    Args:
+        skip: The patterns.
+
+    Raises:
+        TypeError: If they are one string.
+    """
+    if isinstance(skip, str):
+        raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
+
+
+def check_gradients(gradients: str, *, scaled: bool) -> None:
+    """Check what is said of the gradients that a step is given.
+
+    Args:
+        gradients: What they are.
+        scaled: Whether a ``GradScaler`` is in use.
+
+    Raises:
+        ValueError: If it is nothing that is known, or does not go with a ``GradScaler``.
+    """
+    require("gradients", gradients, tuple(averaging.KINDS))
+    if gradients == "local" and scaled:
+        raise ValueError(
+            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+        )

@@ -168,14 +168,18 @@ class Capture:
         self._passes = _Passes()
         self._edges = []
 
-    def probe(self, outputs: Tensor, vectors: Iterable[tuple[Tensor, float]]) -> None:
+    def probe(
+        self,
+        outputs: Sequence[Tensor],
+        vectors: Iterable[tuple[Sequence[Tensor | None], float]],
+    ) -> None:
         """Send vectors backward from the model's outputs, to the layers and no further.
 
         No parameter's gradient is touched, and the graph stays for the loss's own backward pass.
 
         Args:
             outputs: The outputs of the forward pass just run.
-            vectors: Gradients in the outputs, with their weights.
+            vectors: A gradient for each output (None for zeros), with their weights.
 
         Raises:
             RuntimeError: If no layer was seen since the last probe.
@@ -190,8 +194,18 @@ class Capture:
         try:
             for index, (vector, weight) in enumerate(vectors):
                 self._probe = Probe(weight, index == 0)
+                # The first one has to reach every layer, since it counts the inputs.
+                starts = [
+                    (output, torch.zeros_like(output) if own is None else own)
+                    for output, own in zip(outputs, vector, strict=True)
+                    if own is not None or index == 0
+                ]
                 reached = torch.autograd.grad(
-                    outputs, edges, grad_outputs=vector, retain_graph=True, allow_unused=True
+                    [output for output, _ in starts],
+                    edges,
+                    grad_outputs=[own for _, own in starts],
+                    retain_graph=True,
+                    allow_unused=True,
                 )
                 if index == 0:
                     # What belongs to other forward passes waits for their probes.

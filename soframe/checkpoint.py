@@ -52,10 +52,11 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
         Name -> tensor, and ``"header"`` -> text, for ``dcp.save`` or ``dcp.async_save``.
     """
     own = preconditioner
-    backend, blocks = own._backend, own._blocks
+    backend, blocks = own.backend, own._blocks
     if any(block.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = state.header(blocks, own.counters, own._steps, own._owed_statistics, own._scaling)
+    header["initial_lrs"] = [float(rate) for rate in own._lrs.state()]
     found: dict[str, Any] = {}
     for block, place in zip(blocks, own.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.
@@ -121,7 +122,7 @@ def load(
     read(first)
     saved = _parse(first[HEADER])
     state.check_header(saved, own._blocks, own._scaling)
-    wanted = _wanted(saved, own._blocks, own.placement, own._backend.rank)
+    wanted = _wanted(saved, own._blocks, own.placement, own.backend.rank)
     read({**first, **wanted})
     _arrange(saved, own._blocks, wanted)
 

@@ -13,7 +13,7 @@ from soframe.comm.packing import packed_size
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import LayerHelper
 from soframe.registry import describe
-from soframe.running import pack, store, unpack
+from soframe.running import pack, settle, store, unpack
 from soframe.strategies.placement import BlockPlacement, Placement
 
 
@@ -76,6 +76,32 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
         if same:
             block.second_order, block.solved_factors = before.second_order, before.solved_factors
     return anew
+
+
+def hand_over(
+    backend: Backend,
+    old: Sequence[Block],
+    before: Placement,
+    new: Sequence[Block],
+    after: Placement,
+) -> bool:
+    """Hand what is known to the blocks of a model that has changed; every rank must call.
+
+    Args:
+        backend: The backend, prepared for both placements.
+        old: The blocks so far; they are left empty.
+        before: Where they were.
+        new: The blocks from now on.
+        after: Where they are.
+
+    Returns:
+        Whether some of them lack statistics now, the same on every rank.
+    """
+    settle(backend, list(zip(old, before.blocks, strict=True)))
+    anew = carry_over(old, new)
+    places = {place.block: place for place in before.blocks}
+    dropped = redistribute(backend, new, places, after)
+    return bool(anew) or dropped
 
 
 def redistribute(

@@ -1,10 +1,17 @@
-"""The live learning rate of each block, for the KL clip."""
+"""The learning rate of each block, for the clips.
+
+A clip bounds the step ``lr p``, whatever the learning rate: where it acts, a schedule that lowers
+the rate raises the factor, and the step stays as long as before. With ``clip_lr="initial"`` the
+clip sees the rates that the optimizer began with. The factor then does not know the schedule, and
+the step follows it: as if the bound of the KL clip fell with the square of the schedule, and that
+of the norm clip with the schedule itself.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +23,9 @@ ASSUMED_LR = 0.1
 """What the KL clip assumes where it is told nothing, as KAISA does."""
 
 
+ClipLR = Literal["live", "initial"]
+
+
 class LearningRates:
     """Where learning rates come from: the optimizer's groups, or a schedule.
 
@@ -23,13 +33,24 @@ class LearningRates:
         optimizer: The optimizer, read at every step.
         lr: A schedule, instead of the optimizer.
         clipped: Whether anything will ask.
+        which: ``"live"``, or ``"initial"`` for those at the beginning: what torch's schedulers note
+            as a group's ``initial_lr``, else the rate at which the group was first seen; step 0's
+            of a schedule.
+
+    Attributes:
+        which: As given.
 
     Raises:
         ValueError: If both are given.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, lr: Schedule | None, *, clipped: bool
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        lr: Schedule | None,
+        *,
+        clipped: bool,
+        which: ClipLR = "live",
     ) -> None:
         if optimizer is not None and lr is not None:
             raise ValueError("pass optimizer= or lr=, not both: the KL clip needs one source")
@@ -41,8 +62,11 @@ class LearningRates:
             )
         self._optimizer = optimizer
         self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
-        self._group_of: dict[int, dict[str, Any]] = {}
+        # By index: an optimizer that loads its state has new groups in place of the old.
+        self._group_of: dict[int, int] = {}
         self._sizes: list[int] = []
+        self.which = which
+        self._initial: list[float | Tensor] = []
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Check that the optimizer has every block.
@@ -77,21 +101,44 @@ class LearningRates:
             weight and bias are in different groups a row ``[1, 1, in]`` of their rates.
         """
         if self._optimizer is None:
-            return [self._schedule.at(step)] * len(blocks)
+            return [self._schedule.at(step if self.which == "live" else 0)] * len(blocks)
         if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
             self.check(blocks)
-        return [self._rate(block) for block in blocks]
+        rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
+        return [self._rate(block, rates) for block in blocks]
 
-    def _rate(self, block: Block) -> float | Tensor:
+    def state(self) -> list[float | Tensor]:
+        """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
+        return list(self._initial) if self.which == "initial" else []
+
+    def load(self, state: Sequence[float | Tensor]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned; of as many groups, or it is left alone.
+        """
+        if self.which == "initial" and len(state) == len(self._initial):
+            self._initial = list(state)
+
+    def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
+        rate: float | Tensor = group["lr"]
+        if self.which == "initial":
+            rate = group.get("initial_lr", self._initial[index])
+        return rate
+
+    def _rate(self, block: Block, rates: Sequence[float | Tensor]) -> float | Tensor:
         groups = [self._group_of[id(p)] for p in block.parameters.values()]
-        if all(group is groups[0] for group in groups):
-            rate: float | Tensor = groups[0]["lr"]
-            return rate
+        if len(set(groups)) == 1:
+            return rates[groups[0]]
         row = torch.empty(1, 1, block.shape.in_features, dtype=block.dtype, device=block.device)
-        row[..., :-1], row[..., -1:] = (group["lr"] for group in groups)
+        row[..., :-1], row[..., -1:] = (rates[group] for group in groups)
         return row
 
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         self._sizes = [len(group["params"]) for group in groups]
-        self._group_of = {id(p): group for group in groups for p in group["params"]}
+        for group in groups[len(self._initial) :]:
+            rate = group["lr"]
+            # Schedulers fill a tensor in place.
+            self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
+        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}

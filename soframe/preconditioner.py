@@ -17,34 +17,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import building, gradients, solving, state
-from soframe.agreement import (
-    add_over_ranks,
-    add_up,
-    compare_ranks,
-    require_all_ranks,
-    say_failed,
-)
-from soframe.averaging import AveragedGradients, LocalGradients
+from soframe import averaging, building, gradients, solving, state
+from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
 from soframe.blocks import Block
 from soframe.capture import Capture
+from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
-from soframe.fisher import Fisher
-from soframe.follow import Watch, carry_over, redistribute
+from soframe.fisher import Fisher, heads_of
+from soframe.follow import Watch, hand_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
-from soframe.lr import LearningRates
+from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
-from soframe.running import settle
 from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
-from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.damping import DampingChoice
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -63,11 +56,15 @@ class Preconditioner:
         strategy: The distribution strategy: a name, class or instance.
         backend: The communication backend; None for torch.distributed where it is initialised,
             else one process.
-        damping: Added to the curvature's eigenvalues.
+        damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
+            name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on the KL divergence of a step; None turns it off.
-        optimizer: The optimizer whose learning rates the KL clip reads at every step.
-        lr: The learning rate for the KL clip where there is no ``optimizer``.
+        norm_clip: Bound on the Euclidean length of a step; None turns it off.
+        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
+            rate; with ``"live"`` it has the bound's length whatever the rate.
+        optimizer: The optimizer whose learning rates the clips read at every step.
+        lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
@@ -84,15 +81,14 @@ class Preconditioner:
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"`` or ``"type-2"``. The latter two need `observe`.
+            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
+            for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
-        gradients: What ``.grad`` holds when `step` is called: ``"averaged"`` over ranks, as
-            DistributedDataParallel leaves it, or ``"local"``: this rank's own, of a model without
-            DDP, or under it with `soframe.comm.leave_gradients` for a communication hook. Then
-            `step` averages all gradients itself, those of a block with one gradient worker on
-            that rank alone.
+        gradients: What ``.grad`` holds before `step`: ``"averaged"`` over ranks, as DDP does, or
+            ``"local"``, this rank's own, which `step` averages (`soframe.comm.leave_gradients`).
 
     Attributes:
+        backend: How tensors travel.
         placement: Who owns, preconditions and receives what.
         counters: Updates and statistics that were skipped since something was not finite, and
             factorisations that were retried in float64 or failed.
@@ -115,9 +111,11 @@ class Preconditioner:
         strategy: str | type[Strategy] | Strategy = "comm-opt",
         backend: str | type[Backend] | Backend | None = None,
         *,
-        damping: Schedule = 1e-3,
+        damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
+        norm_clip: Schedule | None = None,
+        clip_lr: ClipLR = "live",
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
@@ -133,61 +131,60 @@ class Preconditioner:
         loss: str | type[Loss] | Loss | None = None,
         gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
-        building.require("scaling", scaling, ("fisher", "kaisa"))
-        building.require("loss_average", loss_average, ("local", "global", "sum"))
-        building.require("gradients", gradients, ("averaged", "local"))
-        if gradients == "local" and grad_scaler is not None:
-            raise ValueError(
-                "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
-            )
-        if not callable(samples):
-            building.require("samples", samples, ("batch", "positions"))
-        if isinstance(skip, str):
-            raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
+        building.check_words(scaling, loss_average, samples, clip_lr)
+        building.check_gradients(gradients, scaled=grad_scaler is not None)
+        building.check_patterns(skip)
         self._model = unwrap(model)
-        self._damping = Scheduled("damping", damping)
+        self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
-        self._kl_clip = None if kl_clip is None else Scheduled("kl_clip", kl_clip, open_low=True)
+        self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
         self._solve_every = Every("solve_every", solve_every)
-        self._choices = Choices(method, solver, dict(layers or {}), tuple(skip), dtype)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-        self._backend = building.choose_backend(backend)
+        self.backend = building.choose_backend(backend)
         self._gradients = gradients
-        self._lrs = LearningRates(optimizer, lr, clipped=kl_clip is not None)
+        self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._fisher = Fisher(
             fisher,  # type: ignore[arg-type]  # checked there
             None if loss is None else KINDS["loss"].build(loss, Loss),
         )
-        self._capture = Capture(probing=self._fisher.kind != "empirical")
+        forward_only = fisher == "forward-only"
+        self._choices = Choices(
+            method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
+        )
+        self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
         self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
-    def observe(self, outputs: Tensor) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
         It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
+        The forward-only Fisher needs none, and lets it pass.
 
         Args:
-            outputs: The model's outputs, ``[N, ...]``, with their graph.
+            outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
+                is a `soframe.losses.SumLoss` over them.
 
         Raises:
+            TypeError: If the outputs are no tensors, or several without such a loss.
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
         if self._fisher.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        if self._capture.enabled:
-            self._capture.probe(outputs, self._fisher.vectors(outputs))
+        heads = heads_of(outputs)
+        if self._capture.enabled and self._fisher.probed:
+            self._capture.probe(heads, self._fisher.vectors(outputs))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -200,29 +197,52 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
-        damping = self._damping.at(self._steps)
-        finite, weights, present = self._agree()
+        finite, weights = self._agree()
+        work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        due = [block for block in self._blocks if block.mass > 0 and (every or not block.solved)]
-        if due:
-            solving.solve(self._blocks, due, self.placement, self._backend, damping, self.counters)
-        raw = self._raw.raw(present)
-        results = solving.precondition(self._blocks, self.placement, self._backend, damping, raw)
+        if due := [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        raw = self._raw.raw()
+        results = solving.precondition(self._blocks, *work, raw)
         if finite:
-            self._write({block: results[block] for block in raw if block in results}, raw)
+            clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
+            for block, result in results.items():
+                block.write(result)
         else:
             gradients.discard(self._model)
         self._next_step()
 
-    def _agree(self) -> tuple[bool, list[float] | None, list[float]]:
+    @torch.no_grad()
+    def precondition_again(self, damping: float) -> None:
+        """After `step`, precondition what `.grad` holds now, with another damping.
+
+        Args:
+            damping: The damping. Solvers that damp when they solve stay with it until they solve.
+        """
+        work = (self.placement, self.backend, damping)
+        if due := [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]:
+            solving.solve(self._blocks, due, *work, self.counters)
+        for block, result in solving.precondition(self._blocks, *work, self._raw.now()).items():
+            block.write(result)
+
+    @property
+    def second_order(self) -> list[dict[str, Any]]:
+        """The second-order data of each block; it can be set to what it was before."""
+        return [dict(block.second_order) for block in self._blocks]
+
+    @second_order.setter
+    def second_order(self, before: list[dict[str, Any]]) -> None:
+        for block, data in zip(self._blocks, before, strict=True):
+            block.second_order = data
+
+    def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.
 
         Returns:
-            Whether the gradients of all ranks are finite; the added-up weights of the statistics
-            if they are to be used; and on how many ranks each gradient is present, where they
-            are still to be averaged.
+            Whether the gradients of all ranks are finite; and the added-up weights of the
+            statistics if they are to be used.
         """
         with_statistics = self._takes_statistics()
         changed = self._watch.changed()
@@ -231,12 +251,11 @@ class Preconditioner:
         own = [float(changed), float(bad_gradient), float(bad_statistics)]
         if with_statistics:
             own += self._statistics.weights()
-        present = self._raw.present()
-        sums = add_over_ranks(self._backend, own + present)
-        present = sums[len(own) :]
+        sums = add_over_ranks(self.backend, own + self._raw.present())
         changes, bad_gradients, bad, *weights = sums[: len(own)]
+        self._raw.agree(sums[len(own) :])
         if changes:
-            require_all_ranks(self._backend, changes)
+            require_all_ranks(self.backend, changes)
             self._build()
             return self._agree()
         self.counters["skipped_updates"] += bad_gradients > 0
@@ -244,36 +263,12 @@ class Preconditioner:
         if bad and not any(block.mass > 0 for block in self._blocks):
             self._owed_statistics = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
-        return not bad_gradients, weights if usable else None, present
-
-    def _write(self, results: Mapping[Block, Tensor], raw: Mapping[Block, Tensor | None]) -> None:
-        """Clip and write the preconditioned gradients."""
-        if not results:
-            return
-        if self._kl_clip is not None:
-            known = self._raw.spoken_for(results)
-            factor = kl_clip_factor(
-                [results[block] for block in known],
-                [gradient for block in known if (gradient := raw[block]) is not None],
-                self._lrs.of(known, self._steps),
-                self._kl_clip.at(self._steps),
-                self._raw.total,
-                next(iter(results.values())),
-            )
-            for result in results.values():
-                result.mul_(factor.to(result.device))
-        for block, result in results.items():
-            block.write(result)
+        return not bad_gradients, weights if usable else None
 
     def _next_step(self) -> None:
         self._steps += 1
         self._owed_statistics = max(0, self._owed_statistics - 1)
-        self._new_window()
-
-    def _new_window(self) -> None:
-        self._statistics.clear()
-        self._capture.reset()
-        self._capture.enabled = self._takes_statistics()
+        self.reset_batch()
 
     def _takes_statistics(self) -> bool:
         return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
@@ -285,49 +280,35 @@ class Preconditioner:
         try:
             registration = building.register(self._model, self._choices)
             self._lrs.check(registration.blocks)
-            placement = building.place(
-                self._strategy, registration.blocks, self._backend.world_size
-            )
+            placement = building.place(self._strategy, registration.blocks, self.backend.world_size)
         except Exception:  # whatever it is: the other ranks wait, and must be told
-            say_failed(self._backend)
+            say_failed(self.backend)
             raise
-        numbers = (self._damping, self._decay, self._kl_clip)
+        numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._solve_every)
-        words = (self._scaling, self._loss_average, self._fisher.kind, self._gradients)
+        words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
+        words += (self._lrs.which, self._gradients)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
-        compare_ranks(self._backend, placement, own)
+        compare_ranks(self.backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
-        self._backend.prepare(placement.groups())
-        if old:
-            before = self.placement.blocks
-            settle(self._backend, list(zip(old, before, strict=True)))
-            anew = carry_over(old, self._blocks)
-            places = {place.block: place for place in before}
-            dropped = redistribute(self._backend, self._blocks, places, placement)
-            if anew or dropped:
-                # They do not wait for the next interval; this window may not have captured them.
-                self._owed_statistics = 2
+        self.backend.prepare(placement.groups())
+        if old and hand_over(self.backend, old, self.placement, self._blocks, placement):
+            # They do not wait for the next interval; this window may not have captured them.
+            self._owed_statistics = 2
         self.placement = placement
         self._report = registration.report
         self._watch = Watch(self._model)
-        scale = Scale(
-            self._scaling,
-            self._loss_average,
-            self._backend.world_size,
-            own_gradients=self._fisher.kind != "empirical",
-        )
+        averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
+        scale = Scale(self._scaling, *averages)
         statistics = Statistics(
-            self._blocks, placement, self._backend, scale, self._samples, self._loss_scale.now
+            self._blocks, placement, self.backend, scale, self._samples, self._loss_scale.now
         )
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        kind = LocalGradients if self._gradients == "local" else AveragedGradients
-        self._raw = kind(self._model, self._blocks, placement, self._backend)
-        self._capture.sink = self._statistics.add
-        names = {helper: block.name for block in self._blocks for helper in block.helpers}
-        counting = [helper for helper in names if not statistics.wants_inputs(helper)]
-        self._capture.attach(names, counting)
+        kind = averaging.KINDS[self._gradients]
+        self._raw = kind(self._model, self._blocks, placement, self.backend)
+        statistics.listen(self._capture)
 
     def _require_ready(self) -> None:
         if self._closed:
@@ -362,19 +343,11 @@ class Preconditioner:
             Phase -> ``{"bytes", "calls"}``, and ``"total"``. Bytes are those of the tensors that
             this rank gives or receives, not what an engine's algorithm makes of them.
         """
-        return self._backend.traffic()
+        return self.backend.traffic()
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
-
-    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the mean of a small tensor over the ranks.
-
-        Args:
-            tensor: The tensor of this rank.
-        """
-        return add_up(self._backend, tensor.clone()) / self._backend.world_size
 
     @property
     def loss(self) -> Loss | None:
@@ -384,22 +357,15 @@ class Preconditioner:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
-        Where the strategy leaves running factors or second-order data on some ranks only (all but
-        ``comm-opt``), call it on every rank. What a window under way has gathered is not part of
-        the state.
+        Where the strategy leaves factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
 
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        return state.save(
-            self._blocks,
-            self.placement,
-            self._backend,
-            self.counters,
-            self._steps,
-            self._owed_statistics,
-            self._scaling,
-        )
+        now = (self.counters, self._steps, self._owed_statistics, self._scaling)
+        saved = state.save(self._blocks, self.placement, self.backend, *now)
+        return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state, perhaps of another world size, strategy or solver.
@@ -416,10 +382,11 @@ class Preconditioner:
         self._load(saved, lambda: state.check(saved, self._blocks, self._scaling))
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
-        state.load(saved, self._blocks, self.placement, self._backend, check)
+        state.load(saved, self._blocks, self.placement, self.backend, check)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
-        self._new_window()
+        self._lrs.load(saved.get("initial_lrs", ()))
+        self.reset_batch()
 
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
@@ -427,7 +394,9 @@ class Preconditioner:
         For a batch that is given up between ``backward`` and ``step``; call it where the gradients
         are zeroed, on every rank.
         """
-        self._new_window()
+        self._statistics.clear()
+        self._capture.reset()
+        self._capture.enabled = self._takes_statistics()
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""

@@ -17,6 +17,8 @@ from soframe.methods.base import Method
 from soframe.registry import KINDS, first_match
 from soframe.report import Report, ReportRow
 from soframe.solvers.base import Solver
+from soframe.solvers.relative import Relative
+from soframe.trust_region.damping import DampingPolicy
 
 Choice = Any
 """A name, a class, an instance, or a mapping from patterns on module names to one of these."""
@@ -32,6 +34,8 @@ class Choices:
         layers: Helper classes by patterns on module names, before the registry is asked.
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
+        forward_only: Whether the factors of the outputs are the identity.
+        damping: The damping policy, which may put a solver around each block's.
     """
 
     method: Choice
@@ -39,6 +43,8 @@ class Choices:
     layers: Mapping[str, type[LayerHelper]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
+    forward_only: bool = False
+    damping: DampingPolicy | None = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -187,14 +193,17 @@ class Registration:
                 self._explain(other, "its weight is shared with a layer of another geometry")
             return
         parameters = list(helpers[0].parameters.values())
+        method: Method = self._methods.choose(name)
+        solver: Solver = self._solvers.choose(name)
+        damping = self._choices.damping
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
         self.blocks.append(
             Block(
                 name or type(module).__name__,
                 tuple(helpers),
-                self._methods.choose(name),
-                self._solvers.choose(name),
+                method.forward_only() if self._choices.forward_only else method,
+                solver if damping is None else damping.solver(solver),
                 factor_dtype(parameters, self._choices.dtype),
             )
         )
@@ -267,6 +276,8 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
 
 
 def _name(component: object) -> str:
+    if isinstance(component, Relative):
+        return f"{_name(component.solver)}, relative damping"
     for kind in ("method", "solver"):
         for key, registered in KINDS[kind].available().items():
             if type(component) is registered:

@@ -97,3 +97,134 @@ class Every:
             True at step 0 and at every multiple of the interval.
         """
         return step % self._check(self.value(step) if callable(self.value) else self.value) == 0
+
+
+@dataclass(frozen=True)
+class WarmInterval:
+    """An interval that is shorter at first: for ``statistics_every`` and ``solve_every``.
+
+    Attributes:
+        interval: The interval from ``steps`` on.
+        steps: How long it is ``first``.
+        first: The interval until then.
+    """
+
+    interval: int
+    steps: int
+    first: int = 1
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "interval", "first")
+
+    def __call__(self, step: int) -> int:
+        """Return the interval at a step.
+
+        Args:
+            step: Completed steps.
+        """
+        return self.first if step < self.steps else self.interval
+
+
+@dataclass(frozen=True)
+class GrowingInterval:
+    """An interval that doubles as training goes on, up to a last one.
+
+    The curvature changes fast at first and slowly later, roughly in proportion to the steps taken:
+    with this interval it is never older than ``age`` times the step. Powers of two divide each
+    other, so that every doubling leaves out every other turn and delays none.
+
+    Attributes:
+        last: The largest interval, a power of two.
+        age: The largest age, as a share of the completed steps.
+    """
+
+    last: int = 64
+    age: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "last")
+        if self.last & (self.last - 1):
+            raise ValueError(f"GrowingInterval: last must be a power of two, not {self.last}")
+        if not 0 < self.age <= 1:
+            raise ValueError(f"GrowingInterval: age must be in (0, 1], not {self.age!r}")
+
+    def __call__(self, step: int) -> int:
+        """Return the interval at a step.
+
+        Args:
+            step: Completed steps.
+        """
+        longest = max(1, math.floor(self.age * step))
+        return int(min(self.last, 2 ** (longest.bit_length() - 1)))
+
+
+@dataclass(frozen=True)
+class GrowingBatch:
+    """A batch size that grows exponentially (Martens and Grosse, 2015, section 13).
+
+    Small batches point well enough at first, when the gradient is large, and large ones are needed
+    later: ``first * (full / first)^(step / steps)``, up to ``full``. (There steps are counted from
+    1, ``m_1 = 1000``, and ``m_500`` is the whole training set.) Use it wherever batches are drawn::
+
+        size = batch_size(step)
+        rows = torch.randperm(len(inputs))[:size]
+
+    Attributes:
+        first: The first batch.
+        full: The last one, perhaps all examples.
+        steps: The steps after which it is reached.
+    """
+
+    first: int
+    full: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "first", "full", "steps")
+        if self.first > self.full:
+            raise ValueError(
+                f"GrowingBatch: first must not be above full, not {self.first} and {self.full}"
+            )
+
+    def __call__(self, step: int) -> int:
+        """Return the batch size of a step.
+
+        Args:
+            step: Completed steps.
+        """
+        if step >= self.steps:
+            return self.full
+        growth: float = (self.full / self.first) ** (step / self.steps)
+        return round(self.first * growth)
+
+
+def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
+    """Return a decay under which all samples so far weigh alike, however batches grow.
+
+    The running factors average the means of batches, one per statistics step, whatever the sizes
+    of the batches. With the decay ``1 - n_k / (n_0 + ... + n_k)`` of this schedule they are the
+    mean over all samples instead, and forget nothing. It is meant for ``statistics_every=1``.
+
+    Args:
+        batch_size: The batch size of a step, for example a `GrowingBatch`.
+
+    Returns:
+        A callable of the step, for ``decay=``.
+    """
+    totals: list[int] = []
+
+    def decay(step: int) -> float:
+        while len(totals) <= step:
+            totals.append((totals[-1] if totals else 0) + batch_size(len(totals)))
+        return 1 - batch_size(step) / totals[step]
+
+    return decay
+
+
+def _require_positive(schedule: object, *names: str) -> None:
+    for name in names:
+        value = getattr(schedule, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(
+                f"{type(schedule).__name__}: {name} must be a positive integer, not {value!r}"
+            )

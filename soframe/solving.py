@@ -158,10 +158,11 @@ def precondition(
         placement: Who preconditions and who receives.
         backend: The backend.
         damping: The damping of this step.
-        gradients: The raw gradients, ``[groups, out, in]``, at least on their gradient workers.
+        gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
+            this rank is no gradient worker.
 
     Returns:
-        The preconditioned gradient of every block that is solved, ``[groups, out, in]``.
+        The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
     """
     ready = [(b, p) for b, p in zip(blocks, placement.blocks, strict=True) if b.solved]
     results: dict[Block, torch.Tensor] = {}
@@ -184,4 +185,4 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
-    return results
+    return {block: results[block] for block in gradients}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks import Block
-from soframe.capture import Probe
+from soframe.capture import Capture, Probe
 from soframe.comm.base import Backend
 from soframe.factors import FactorSpec
 from soframe.layers.base import LayerHelper
@@ -71,12 +71,18 @@ class Statistics:
         self._passes: dict[int, int] = {}
         self._loss_scale: float | None = None
 
-    def wants_inputs(self, helper: LayerHelper) -> bool:
-        """Return whether a layer's inputs are needed on this rank.
+    def listen(self, capture: Capture) -> None:
+        """Take the calls that a capture sees from now on.
 
         Args:
-            helper: The layer's helper.
+            capture: The capture.
         """
+        names = {helper: block.name for helper, block in self._block_of.items()}
+        capture.sink = self.add
+        capture.attach(names, [helper for helper in names if not self._wants_inputs(helper)])
+
+    def _wants_inputs(self, helper: LayerHelper) -> bool:
+        """Return whether a layer's inputs are needed on this rank."""
         return any(factor.side == "right" for factor in self._mine[self._block_of[helper]])
 
     def add(
@@ -113,7 +119,7 @@ class Statistics:
         if not mine:
             return
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
-        counted = again or not self.wants_inputs(helper)
+        counted = again or not self._wants_inputs(helper)
         call = Call(helper, None if counted else inputs, rows.to(block.dtype))
         added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight

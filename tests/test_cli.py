@@ -69,7 +69,10 @@ def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
         assert part["summary"]
         labels = [run["label"] for run in part["runs"]]
         assert labels[:2] == ["SGD", "AdamW"]
-        assert labels[2:] == [f"K-FAC, {name}" for name in ("comm-opt", "mem-opt", "hybrid-opt")]
+        strategies = [f"K-FAC, {name}" for name in ("comm-opt", "mem-opt", "hybrid-opt")]
+        assert labels[2:5] == strategies
+        own = ["K-FAC, trust region"] if part["workload"] == "digits-autoencoder" else []
+        assert labels[5:] == own
         for run in part["runs"]:
             check_run(run)
 

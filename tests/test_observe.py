@@ -87,7 +87,7 @@ def test_the_empirical_fisher_takes_no_observation() -> None:
     [
         ({"fisher": "type-2"}, "fisher='type-2' needs loss="),
         ({"fisher": "monte-carlo"}, "fisher='monte-carlo' needs loss="),
-        ({"fisher": "exact", "loss": "mse"}, "fisher must be one of 'empirical', 'monte-carlo'"),
+        ({"fisher": "exact", "loss": "mse"}, "fisher must be one of 'empirical', 'forward-only'"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:

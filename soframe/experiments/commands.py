@@ -28,7 +28,7 @@ from soframe.experiments.compare import (
 from soframe.experiments.config import RunConfig
 from soframe.experiments.inspection import build_model, inspect
 from soframe.experiments.launch import WorkerError
-from soframe.experiments.records import verdict
+from soframe.experiments.records import FIRST_ORDER, SECOND_ORDER, verdict
 from soframe.experiments.train import run
 from soframe.experiments.workloads import names, workload
 from soframe.registry import KINDS
@@ -66,10 +66,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="The folder of the plots.")] = Path("runs/demo"),
     as_json: AsJson = False,
 ) -> None:
-    """Train side by side: SGD, AdamW, and K-FAC under each distribution strategy.
+    """Train side by side: SGD, AdamW, K-FAC under each distribution strategy, and a trust region.
 
-    Every optimizer runs with the settings that the same tuning protocol chose for it, and with the
-    same budget of training seconds.
+    Every optimizer runs with the settings that the same tuning protocol chose for it (the trust
+    region with the library's defaults), and with the same budget of training seconds.
     """
     screen = console(to_stderr=as_json)
 
@@ -103,7 +103,7 @@ def train(
     workload_name: Annotated[
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
-    optimizer: Annotated[str, typer.Option(help="sgd, adamw or kfac.")] = "kfac",
+    optimizer: Annotated[str, typer.Option(help="sgd, adamw, kfac or trust-region.")] = "kfac",
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
@@ -181,11 +181,17 @@ def _configure(
     (name,) = tuning.optimizers([optimizer])
     if options.get("kl_clip") == 0:
         options["kl_clip"] = None
+    field = "preconditioner"
+    if name == "trust-region":
+        field = "options"
+        if refused := {"damping", "kl_clip"} & set(options):
+            raise ValueError(f"trust-region chooses its own {' and '.join(sorted(refused))}")
     if lr is None:
-        settings = dict(tuning.load(workload_name, name).best.settings)
-        settings |= {f"preconditioner.{option}": value for option, value in options.items()}
+        settings = dict(tuning.chosen(workload_name, name))
+        settings |= {f"{field}.{option}": value for option, value in options.items()}
         return tuning.configure(workload_name, name, settings, **changes)
-    return RunConfig(workload=workload_name, optimizer=name, preconditioner=options, **changes)
+    arguments: dict[str, Any] = {field: options}
+    return RunConfig(workload=workload_name, optimizer=name, **arguments, **changes)
 
 
 @app.command("compare")
@@ -194,7 +200,7 @@ def compare_command(
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
     optimizers: Annotated[
-        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac.")
+        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac, trust-region.")
     ] = "sgd,adamw,kfac",
     strategies: Annotated[
         str, typer.Option(help="Of K-FAC, separated by commas; one run for each.")
@@ -218,9 +224,12 @@ def compare_command(
             comparison = compare(configs, processes=processes, watch=watch)
         figure = plots.loss_curves(problem, comparison.records)
         plot = plots.save(figure, output / f"{workload_name}.png")
-    said = []
-    if len({config.optimizer == "kfac" for config in configs}) == 2:
-        said.append(verdict(comparison.records, min(problem.targets)))
+    ran = {config.optimizer for config in configs}
+    said = [
+        verdict(comparison.records, min(problem.targets), optimizer)
+        for optimizer in SECOND_ORDER
+        if optimizer in ran and ran & set(FIRST_ORDER)
+    ]
     if as_json:
         _print_json({**comparison.as_dict(), "plot": str(plot), "summary": said})
         return

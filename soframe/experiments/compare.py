@@ -16,7 +16,6 @@ from soframe.experiments.config import RunConfig
 from soframe.experiments.records import RunRecord
 from soframe.experiments.requirements import require
 from soframe.experiments.train import Progress, run
-from soframe.experiments.workloads import workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ class Comparison:
         """The comparison, ready for JSON."""
         return {
             "workload": self.workload,
-            "targets": list(workload(self.workload).targets),
+            "targets": list(self.records[0].targets),
             "runs": [record.as_dict() for record in self.records],
         }
 

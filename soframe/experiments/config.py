@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-OptimizerName = Literal["sgd", "adamw", "kfac"]
+OptimizerName = Literal["sgd", "adamw", "kfac", "trust-region", "soap", "muon", "shampoo"]
 ScheduleName = Literal["constant", "cosine"]
 ClockName = Literal["wall", "cpu"]
 
@@ -19,21 +19,25 @@ class RunConfig:
 
     Attributes:
         workload: The name of a workload.
-        optimizer: "sgd" (Nesterov momentum), "adamw", or "kfac": the same SGD behind a
-            `soframe.Preconditioner`.
+        optimizer: "sgd" (Nesterov momentum); "adamw"; "kfac", the same SGD behind a
+            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`; or a peer: "muon", and
+            "soap" and "shampoo", which need the package pytorch_optimizer.
         lr: The learning rate.
-        momentum: Of "sgd" and "kfac".
-        betas: Of "adamw".
+        momentum: Of "sgd", "kfac" and "muon".
+        betas: Of "adamw", "soap" and "shampoo".
         weight_decay: Of all optimizers.
         schedule: Of the learning rate: constant, or half a cosine to zero.
         schedule_steps: The length of the cosine in steps; the budget in steps if None.
         strategy: Of the preconditioner.
         preconditioner: Further arguments of `soframe.Preconditioner`. Those left out keep the
             library's defaults.
+        options: Further arguments of the optimizer, where it is "trust-region" or a peer.
+        targets: Training losses to reach, descending; the workload's if None.
         seconds: Training stops at the first evaluation after so many seconds of training.
         steps: Training stops after so many steps.
         stop_at_target: Whether training also stops once the lowest target is reached.
-        batch_size: Examples per step over all processes; the workload's if None.
+        batch_size: Examples per step over all processes; the workload's if None, which for
+            "trust-region" may be all of them.
         evaluate_every: Steps between evaluations; the workload's if None.
         seed: Of the initial weights, the order of the examples and the split of the data.
         dtype: "float32" or "float64".
@@ -53,6 +57,8 @@ class RunConfig:
     schedule_steps: int | None = None
     strategy: str = "comm-opt"
     preconditioner: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[float, ...] | None = None
     seconds: float | None = None
     steps: int | None = None
     stop_at_target: bool = True
@@ -84,7 +90,15 @@ class RunConfig:
     @property
     def label(self) -> str:
         """What tables and plots call the optimizer."""
-        names = {"sgd": "SGD", "adamw": "AdamW", "kfac": f"K-FAC, {self.strategy}"}
+        names = {
+            "sgd": "SGD",
+            "adamw": "AdamW",
+            "kfac": f"K-FAC, {self.strategy}",
+            "trust-region": "K-FAC, trust region",
+            "soap": "SOAP",
+            "muon": "Muon",
+            "shampoo": "Shampoo",
+        }
         return names[self.optimizer]
 
     def but(self, **changes: Any) -> RunConfig:
@@ -109,6 +123,7 @@ def from_dict(fields: Mapping[str, Any]) -> RunConfig:
         TypeError: If a field does not exist.
     """
     values = dict(fields)
-    if "betas" in values:
-        values["betas"] = tuple(values["betas"])
+    for name in ("betas", "targets"):
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
     return RunConfig(**values)

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from soframe.experiments.requirements import require
@@ -80,7 +82,12 @@ def digits_classification(seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def _digits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    pixels, classes = _load_digits()
+    return torch.from_numpy(pixels / 16.0).to(dtype), torch.from_numpy(classes)
+
+
+@lru_cache(maxsize=1)
+def _load_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     (datasets,) = require("sklearn.datasets")
     digits = datasets.load_digits()
-    pixels = torch.from_numpy(np.asarray(digits.data, dtype=np.float64) / 16.0).to(dtype)
-    return pixels, torch.from_numpy(np.asarray(digits.target, dtype=np.int64))
+    return np.array(digits.data, dtype=np.float64), np.array(digits.target, dtype=np.int64)

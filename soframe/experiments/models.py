@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 
@@ -11,13 +12,12 @@ from torch import Tensor, nn
 #: Widths of the digits autoencoder's encoder; the decoder mirrors them.
 AUTOENCODER_WIDTHS = (64, 256, 128, 64, 16)
 
+#: Likewise of the autoencoder of curves.
+CURVES_WIDTHS = (256, 128, 64, 32, 6)
+
 
 def digits_autoencoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A deep tanh autoencoder, 64-256-128-64-16 and back.
-
-    Deep autoencoders are the classical test of second-order methods: no normalisation, no skip
-    connections, a narrow middle (Hinton and Salakhutdinov 2006; Martens 2010). Hidden layers are
-    tanh, the code and the reconstruction are linear. Weights are Xavier uniform, biases zero.
+    """A deep tanh autoencoder, 64-256-128-64-16 and back; see `autoencoder`.
 
     Args:
         seed: Of the initial weights.
@@ -26,11 +26,42 @@ def digits_autoencoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.
     Returns:
         A model from `(batch, 64)` to `(batch, 64)`.
     """
-    widths = (*AUTOENCODER_WIDTHS, *AUTOENCODER_WIDTHS[-2::-1])
-    code = len(AUTOENCODER_WIDTHS) - 2
+    return autoencoder(AUTOENCODER_WIDTHS, seed, dtype)
+
+
+def curves_autoencoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """A deep tanh autoencoder, 256-128-64-32-6 and back; see `autoencoder`.
+
+    Args:
+        seed: Of the initial weights.
+        dtype: The floating type of the parameters.
+
+    Returns:
+        A model from `(batch, 256)` to `(batch, 256)`.
+    """
+    return autoencoder(CURVES_WIDTHS, seed, dtype)
+
+
+def autoencoder(encoder: Sequence[int], seed: int, dtype: torch.dtype) -> nn.Sequential:
+    """A deep tanh autoencoder.
+
+    Deep autoencoders are the classical test of second-order methods: no normalisation, no skip
+    connections, a narrow middle (Hinton and Salakhutdinov 2006; Martens 2010). Hidden layers are
+    tanh, the code and the reconstruction are linear. Weights are Xavier uniform, biases zero.
+
+    Args:
+        encoder: Widths of the encoder, the input's first; the decoder mirrors them.
+        seed: Of the initial weights.
+        dtype: The floating type of the parameters.
+
+    Returns:
+        A model from `(batch, encoder[0])` to the same.
+    """
+    widths = (*encoder, *encoder[-2::-1])
+    code = len(encoder) - 2
     last = len(widths) - 2
     layers: list[nn.Module] = []
-    with _own_randomness():
+    with own_randomness():
         for index, (width_in, width_out) in enumerate(pairwise(widths)):
             layers.append(nn.Linear(width_in, width_out))
             if index not in (code, last):
@@ -75,14 +106,14 @@ def digits_cnn(seed: int = 0, dtype: torch.dtype = torch.float32) -> DigitsCNN:
     Returns:
         The model.
     """
-    with _own_randomness():
+    with own_randomness():
         model = DigitsCNN()
     _initialise(model, seed, gain=nn.init.calculate_gain("relu"))
     return model.to(dtype)
 
 
-def _own_randomness() -> AbstractContextManager[None]:
-    """Keeps the initial weights that torch draws, which are overwritten, off the caller's seed."""
+def own_randomness() -> AbstractContextManager[None]:
+    """Keeps initial weights that torch draws, and that are overwritten, off the caller's seed."""
     return torch.random.fork_rng(devices=[])
 
 

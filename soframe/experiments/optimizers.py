@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,25 +11,25 @@ from torch import nn
 
 import soframe
 from soframe.experiments.config import RunConfig
+from soframe.experiments.muon import MuonWithAdamW
+from soframe.experiments.requirements import require
+from soframe.experiments.workloads import workload
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """The base optimizer: what steps once gradients are final.
+    """What updates the parameters.
 
     Args:
         model: The model, unwrapped.
         config: The run.
 
     Returns:
-        AdamW, or SGD with Nesterov momentum for "sgd" and "kfac" alike.
+        The optimizer; SGD with Nesterov momentum for "sgd" and "kfac" alike.
     """
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+    return _BUILDERS.get(config.optimizer, _sgd)(model, config)
+
+
+def _sgd(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         model.parameters(),
         lr=config.lr,
@@ -39,37 +39,94 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimize
     )
 
 
+def _adamw(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _trust_region(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    return soframe.TrustRegion(
+        model,
+        loss=workload(config.workload).likelihood,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        strategy=config.strategy,
+        **config.options,
+    )
+
+
+def _muon(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    return MuonWithAdamW(
+        model,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        **config.options,
+    )
+
+
+def _soap(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    (package,) = require("pytorch_optimizer")
+    made: torch.optim.Optimizer = package.SOAP(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        **config.options,
+    )
+    return made
+
+
+def _shampoo(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    package, graft = require("pytorch_optimizer", "pytorch_optimizer.optimizer.utils.graft")
+    made: torch.optim.Optimizer = package.ScalableShampoo(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        decoupled_weight_decay=True,
+        moving_average_for_momentum=True,
+        graft_type=graft.LayerWiseGrafting.RMSPROP,  # the length of Adam's step
+        use_svd=True,  # on a CPU faster than the Schur-Newton iteration
+        **config.options,
+    )
+    return made
+
+
+_BUILDERS: Mapping[str, Callable[[nn.Module, RunConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "trust-region": _trust_region,
+    "muon": _muon,
+    "soap": _soap,
+    "shampoo": _shampoo,
+}
+
+
 def build_preconditioner(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> soframe.Preconditioner | None:
-    """The preconditioner of "kfac".
+    """The preconditioner of "kfac", or the one within "trust-region".
 
     Args:
         model: The model, unwrapped: names in reports are then the model's own.
-        optimizer: The base optimizer, whose learning rate the KL clip reads.
+        optimizer: The base optimizer, whose learning rate the clips read.
         config: The run.
 
     Returns:
         The preconditioner, or None for the other optimizers.
     """
+    if isinstance(optimizer, soframe.TrustRegion):
+        return optimizer.preconditioner
     if config.optimizer != "kfac":
         return None
-    options: dict[str, Any] = dict(config.preconditioner)
-    kl_clip = options.get("kl_clip")
-    if isinstance(kl_clip, float | int) and config.schedule != "constant":
-        # Where the clip acts, the update has a fixed length in the metric of the Fisher matrix,
-        # whatever the learning rate. Only a bound that falls with its square lets the schedule
-        # through.
-        options["kl_clip"] = _scaled(float(kl_clip), config)
+    # The schedule is to shorten the steps that the clip has cut, too.
+    options: dict[str, Any] = {"clip_lr": "initial", **config.preconditioner}
     return soframe.Preconditioner(model, optimizer=optimizer, strategy=config.strategy, **options)
-
-
-def _scaled(kl_clip: float, config: RunConfig) -> Callable[[int], float]:
-    def clip(step: int) -> float:
-        # Never zero: the last step of a cosine would otherwise divide by it.
-        return kl_clip * max(schedule_factor(config, step), 1e-3) ** 2
-
-    return clip
 
 
 def schedule_factor(config: RunConfig, step: int) -> float:
@@ -91,6 +148,6 @@ def schedule_factor(config: RunConfig, step: int) -> float:
 
 def set_lr(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> None:
     """Sets the learning rate of a step, counted from 0, on every parameter group."""
-    lr = config.lr * schedule_factor(config, step)
+    factor = schedule_factor(config, step)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

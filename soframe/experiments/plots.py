@@ -17,21 +17,31 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, told apart under every common colour blindness; the dashes tell curves
 # apart that lie on each other, as those of the strategies do against steps.
 _Style = tuple[str, str | tuple[float, tuple[float, ...]]]
-_FIRST_ORDER: Mapping[str, _Style] = {"sgd": ("#000000", "-"), "adamw": ("#E69F00", "-")}
+_FIXED: Mapping[str, _Style] = {
+    "sgd": ("#000000", "-"),
+    "adamw": ("#E69F00", "-"),
+    "trust-region": ("#CC79A7", "-"),
+    "soap": ("#56B4E9", "-"),
+    "muon": ("#009E73", "-"),
+    "shampoo": ("#D55E00", "-"),
+}
 _PRECONDITIONED: Sequence[_Style] = (
     ("#0072B2", "-"),
     ("#D55E00", (0, (5, 2))),
     ("#009E73", (0, (1.5, 1.5))),
-    ("#CC79A7", (0, (4, 1.5, 1, 1.5))),
+    ("#56B4E9", (0, (4, 1.5, 1, 1.5))),
 )
 
 
-def loss_curves(workload: Workload, records: Sequence[RunRecord]) -> Figure:
-    """Draws the training loss of several runs, logarithmic.
+def loss_curves(
+    workload: Workload, records: Sequence[RunRecord], targets: Sequence[float] | None = None
+) -> Figure:
+    """Draws the loss of several runs, logarithmic.
 
     Args:
         workload: What was trained.
-        records: One run for each curve.
+        records: One run for each curve; those of one name look alike, and are named once.
+        targets: Where to draw lines; the workload's if None.
 
     Returns:
         A figure of two panels: against steps on the left, against seconds on the right.
@@ -45,9 +55,10 @@ def loss_curves(workload: Workload, records: Sequence[RunRecord]) -> Figure:
         losses = [row.loss for row in rows]
         left.plot([row.step for row in rows], losses, **style)
         right.plot([row.seconds for row in rows], losses, **style)
-    _dress(left, workload, "steps")
-    _dress(right, workload, "seconds of training (evaluations excluded)")
-    for target in workload.targets:
+    lines = workload.targets if targets is None else targets
+    _dress(left, lines, "steps")
+    _dress(right, lines, "seconds of training (evaluations excluded)")
+    for target in lines:
         right.annotate(
             f"{target:g}",
             (1.0, target),
@@ -83,20 +94,28 @@ def save(figure: Figure, path: Path) -> Path:
 
 def _styles(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     styles: list[dict[str, Any]] = []
+    assigned: dict[str, _Style] = {}
     preconditioned = 0
     for record in records:
-        if record.config.optimizer in _FIRST_ORDER:
-            color, dashes = _FIRST_ORDER[record.config.optimizer]
-        else:
-            color, dashes = _PRECONDITIONED[preconditioned % len(_PRECONDITIONED)]
-            preconditioned += 1
+        label, fixed = record.config.label, _FIXED.get(record.config.optimizer)
+        named = label in assigned
+        if not named:
+            cycle = _PRECONDITIONED[preconditioned % len(_PRECONDITIONED)]
+            preconditioned += fixed is None
+            assigned[label] = fixed or cycle
+        color, dashes = assigned[label]
         styles.append(
-            {"color": color, "linestyle": dashes, "linewidth": 1.8, "label": record.config.label}
+            {
+                "color": color,
+                "linestyle": dashes,
+                "linewidth": 1.0 if named else 1.8,
+                "label": f"_{label}" if named else label,
+            }
         )
     return styles
 
 
-def _dress(axes: Axes, workload: Workload, label: str) -> None:
+def _dress(axes: Axes, targets: Sequence[float], label: str) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_minor_label)
@@ -104,7 +123,7 @@ def _dress(axes: Axes, workload: Workload, label: str) -> None:
     axes.set_xlim(left=0)
     axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
     axes.spines[["top", "right"]].set_visible(False)
-    for target in workload.targets:
+    for target in targets:
         axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
 
 

@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from soframe.experiments.config import RunConfig
+from soframe.experiments.config import OptimizerName, RunConfig
+
+#: What a verdict is on, and what it compares with.
+SECOND_ORDER: tuple[OptimizerName, ...] = ("kfac", "trust-region")
+FIRST_ORDER: tuple[OptimizerName, ...] = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Row:
     Attributes:
         step: Optimizer steps taken.
         seconds: Spent training, without evaluations.
-        loss: The mean over the whole training set.
+        loss: The mean over the whole training set, or what else the workload measures.
         accuracy: On the test set, from 0 to 1, where the workload has one.
     """
 
@@ -142,29 +146,30 @@ def summarise(record: RunRecord) -> Summary:
     )
 
 
-def verdict(records: Sequence[RunRecord], target: float) -> str:
+def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerName = "kfac") -> str:
     """One sentence on K-FAC against the best first-order run, from the recorded figures.
 
-    The first K-FAC run is compared with the first-order run that reached the target in the fewest
-    seconds. Of several strategies the first listed is taken, not the fastest: they follow one
-    trajectory, and the best of several noisy clocks would be a gift. One seed proves no
+    The first run of the optimizer is compared with the first-order run that reached the target in
+    the fewest seconds. Of several strategies the first listed is taken, not the fastest: they
+    follow one trajectory, and the best of several noisy clocks would be a gift. One seed proves no
     difference, so the sentence states figures only.
 
     Args:
         records: Runs of one workload.
         target: The training loss to reach.
+        optimizer: "kfac" or "trust-region".
 
     Returns:
         The sentence.
 
     Raises:
-        ValueError: If there is no run of K-FAC.
+        ValueError: If there is no run of that optimizer.
     """
-    first = next((r for r in records if r.config.optimizer == "kfac"), None)
+    first = next((r for r in records if r.config.optimizer == optimizer), None)
     if first is None:
-        raise ValueError("a verdict on K-FAC needs a run of it")
+        raise ValueError(f"a verdict on {optimizer} needs a run of it")
     kfac = _fastest([first], target)
-    other = _fastest([r for r in records if r.config.optimizer != "kfac"], target)
+    other = _fastest([r for r in records if r.config.optimizer in FIRST_ORDER], target)
     if kfac is None and other is None:
         return (
             f"Neither {first.config.label} nor a first-order run reached a training loss of "

@@ -8,6 +8,9 @@ from types import ModuleType
 #: What `pip install` calls a library whose import name differs.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
+#: The extra that brings a library; "demo" for all others.
+_EXTRAS = {"pytorch_optimizer": "benchmark"}
+
 
 class MissingLibraryError(ImportError):
     """A library that the experiments need is not installed."""
@@ -39,8 +42,9 @@ def require(*modules: str) -> list[ModuleType]:
                 raise
             missing.append(_DISTRIBUTIONS.get(top, top))
     if missing:
+        extras = ",".join(sorted({_EXTRAS.get(name, "demo") for name in missing}))
         raise MissingLibraryError(
             f"missing: {', '.join(dict.fromkeys(missing))}. "
-            "Install what the experiments need with: pip install soframe[demo]"
+            f"Install what the experiments need with: pip install soframe[{extras}]"
         )
     return found

@@ -50,7 +50,7 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("optimizer", no_wrap=True)
-    for target in workload.targets:
+    for target in records[0].targets if records else workload.targets:
         table.add_column(f"to {target:g}\nsteps / s", justify="right", no_wrap=True)
     table.add_column("last\nloss", justify="right", no_wrap=True)
     if workload.classifies:

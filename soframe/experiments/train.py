@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import soframe
 from soframe.experiments.config import RunConfig
 from soframe.experiments.data import Examples
 from soframe.experiments.launch import Worker, launch
@@ -95,8 +96,12 @@ def train(worker: Worker, config: RunConfig, tensorboard: Path | None = None) ->
     Raises:
         ValueError: If the batch cannot be split evenly, or exceeds the training set.
     """
-    with _numerics(config.threads), _events(worker, tensorboard) as write:
-        return _Run(worker, config).train(write)
+    with numerics(config.threads), _events(worker, tensorboard) as write:
+        training = Run(worker, config)
+        training.advance(write=write)
+        record = training.record()
+        training.close()
+        return record
 
 
 def _batch_size(config: RunConfig, processes: int) -> int:
@@ -112,7 +117,10 @@ def _batch_size(config: RunConfig, processes: int) -> int:
     Raises:
         ValueError: If it cannot be split evenly.
     """
-    batch_size = config.batch_size or workload(config.workload).batch_size
+    problem = workload(config.workload)
+    batch_size = config.batch_size or problem.batch_size
+    if config.batch_size is None and config.optimizer == "trust-region" and problem.full_batch:
+        batch_size = problem.full_batch // processes * processes
     if batch_size % processes:
         raise ValueError(
             f"a batch of {batch_size} cannot be split evenly over {processes} processes"
@@ -120,8 +128,16 @@ def _batch_size(config: RunConfig, processes: int) -> int:
     return batch_size
 
 
-class _Run:
-    """The state of one run on one rank."""
+class Run:
+    """The state of one run on one rank: it can be paused, so that several can take turns.
+
+    Args:
+        worker: The place of this process.
+        config: The run.
+
+    Raises:
+        ValueError: If the batch cannot be split evenly, or exceeds the training set.
+    """
 
     def __init__(self, worker: Worker, config: RunConfig) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
@@ -141,49 +157,72 @@ class _Run:
         self.forward: nn.Module = self.model
         if worker.world_size > 1:
             self.forward = DistributedDataParallel(self.model)
+        self.targets = config.targets or problem.targets
         self.clock = time.perf_counter if config.clock == "wall" else time.process_time
         self.step_seconds: list[float] = []
         self.curvature_bytes = 0
+        self.batches = self._batches()
+        # The Monte-Carlo Fisher draws: what it draws must depend on this run and rank alone.
+        generator = torch.Generator().manual_seed(config.seed + (worker.rank << 32))
+        self.random_state = generator.get_state()
+        _warm_up()
+        self.rows = [self._evaluate(0)]
 
-    def train(self, write: Callable[[Row], None]) -> RunRecord:
+    def advance(
+        self, seconds: float = math.inf, write: Callable[[Row], None] = lambda row: None
+    ) -> None:
         """Steps and evaluates until the budget is spent or the lowest target is reached.
 
         Args:
+            seconds: Also stops at the first evaluation after so many seconds of training, since
+                the beginning; the next call goes on.
             write: Called with every evaluation.
-
-        Returns:
-            The record of this rank.
         """
-        _warm_up()
-        batches = self._batches()
-        rows = [self._evaluate(0)]
-        while not self._finished(rows[-1]):
-            for _ in range(self._steps_to_evaluation(rows[-1].step)):
-                self._step(next(batches))
-            rows.append(self._evaluate(len(self.step_seconds)))
-            write(rows[-1])
-            fraction = 1.0 if self._finished(rows[-1]) else self._fraction(rows[-1])
-            self.worker.send(Progress(rows[-1], fraction))
-        record = RunRecord(
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
+            while not self.finished() and self.rows[-1].seconds < seconds:
+                for _ in range(self._steps_to_evaluation(self.rows[-1].step)):
+                    self._step(next(self.batches))
+                row = self._evaluate(len(self.step_seconds))
+                self.rows.append(row)
+                write(row)
+                self.worker.send(Progress(row, 1.0 if self.finished() else self._fraction(row)))
+            self.random_state = torch.get_rng_state()
+
+    def close(self) -> None:
+        """Removes hooks from the model."""
+        if isinstance(self.optimizer, soframe.TrustRegion):
+            self.optimizer.close()
+        elif self.preconditioner is not None:
+            self.preconditioner.close()
+
+    def record(self) -> RunRecord:
+        """The record of this rank, so far."""
+        return RunRecord(
             config=self.config,
             processes=self.worker.world_size,
             parameters=sum(p.numel() for p in self.model.parameters()),
-            targets=self.problem.targets,
-            rows=tuple(rows),
+            targets=self.targets,
+            rows=tuple(self.rows),
             milliseconds_per_step=1e3 * statistics.median(self.step_seconds),
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
             gradient_workers=self._gradient_workers(),
         )
-        if self.preconditioner is not None:
-            self.preconditioner.close()
-        return record
 
     def _step(self, batch: Examples) -> None:
+        def closure() -> Tensor:
+            return self.problem.losses(self.forward(batch.inputs), batch.targets).mean()
+
         start = self.clock()
         set_lr(self.optimizer, self.config, len(self.step_seconds))
+        if isinstance(self.optimizer, soframe.TrustRegion):
+            self.optimizer.step(closure)
+            self.step_seconds.append(self.clock() - start)
+            self._look_at_memory()
+            return
         self.optimizer.zero_grad()
-        self.problem.losses(self.forward(batch.inputs), batch.targets).mean().backward()
+        closure().backward()
         seconds = self.clock() - start
         # Statistics peak here, second-order data after the step; looking at either is not training.
         self._look_at_memory()
@@ -218,10 +257,14 @@ class _Run:
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> Row:
-        """The loss on the training set and the accuracy on the test set, shared by the ranks."""
+        """The loss and the accuracy on the test set, shared by the ranks."""
         part = slice(self.worker.rank, None, self.worker.world_size)
         totals = torch.zeros(3, dtype=torch.float64)
-        examples = self.data.train[part]
+        measured = self.data.train
+        if self.problem.held_out:
+            assert self.data.test is not None
+            measured = self.data.test
+        examples = measured[part]
         losses = self.problem.losses(self.model(examples.inputs), examples.targets)
         totals[0] = losses.double().sum()
         test = self.data.test
@@ -235,8 +278,8 @@ class _Run:
         if self.worker.world_size > 1:
             dist.all_reduce(totals)
         loss, correct, seconds = totals.tolist()
-        accuracy = None if test is None else correct / len(test)
-        return Row(step, seconds, loss / len(self.data.train), accuracy)
+        accuracy = correct / len(test) if test is not None and self.problem.classifies else None
+        return Row(step, seconds, self.problem.scale * loss / len(measured), accuracy)
 
     def _steps_to_evaluation(self, step: int) -> int:
         if self.config.steps is None:
@@ -251,8 +294,10 @@ class _Run:
             spent.append(row.seconds / self.config.seconds)
         return min(1.0, max(spent))
 
-    def _finished(self, row: Row) -> bool:
-        reached = self.config.stop_at_target and row.loss <= min(self.problem.targets)
+    def finished(self) -> bool:
+        """Whether the budget is spent, the lowest target reached, or the loss not finite."""
+        row = self.rows[-1]
+        reached = self.config.stop_at_target and row.loss <= min(self.targets)
         # A run whose loss is no longer finite never comes back.
         return (
             self._fraction(row) >= 1.0 or not math.isfinite(row.loss) or (reached and row.step > 0)
@@ -290,13 +335,19 @@ def _warm_up() -> None:
 
 
 @contextlib.contextmanager
-def _numerics(threads: int) -> Iterator[None]:
+def numerics(threads: int) -> Iterator[None]:
     """Sets what would otherwise differ from one machine, or one optimizer, to the next.
 
     Denormal numbers are computed in microcode, tens of times slower than others. Second-order
     data holds many of them (products of small activations and gradients, squared), first-order
     state few, so that a comparison of seconds with denormals compares processors. They are
     flushed to zero for every optimizer alike.
+
+    Args:
+        threads: Of torch.
+
+    Yields:
+        Nothing.
     """
     before = torch.get_num_threads()
     flushed = bool((torch.full((1,), 1e-310, dtype=torch.float64) * 1.0 == 0.0).item())

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from soframe.experiments.config import OPTIMIZERS, OptimizerName, RunConfig
+from soframe.experiments.config import OptimizerName, RunConfig
 from soframe.experiments.records import RunRecord
 from soframe.experiments.train import run
 from soframe.experiments.workloads import workload
@@ -87,6 +87,16 @@ SPACES: Mapping[OptimizerName, Mapping[str, Draw]] = {
         "schedule_steps": _SCHEDULES,
     },
 }
+
+
+#: The workloads that are tuned if none is named: those of the demonstration.
+WORKLOADS = ("digits-autoencoder", "digits-cnn")
+
+#: What has a search space here, in the order of tables.
+OPTIMIZERS: tuple[OptimizerName, ...] = tuple(SPACES)
+
+#: What runs without any tuning, and with what.
+UNTUNED: Mapping[OptimizerName, Mapping[str, Any]] = {"trust-region": {"lr": 1.0}}
 
 
 @dataclass(frozen=True)
@@ -215,24 +225,21 @@ def configure(
         The configuration.
     """
     own: dict[str, Any] = {}
-    preconditioner: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"preconditioner": {}, "options": {}}
     for name, value in settings.items():
         prefix, dot, argument = name.partition(".")
         if dot:
-            assert prefix == "preconditioner", name
-            preconditioner[argument] = value
+            arguments[prefix][argument] = value
         else:
             own[name] = tuple(value) if isinstance(value, list) else value
     if own.get("schedule_steps") is not None:
         own["schedule"] = "cosine"
     own.update(fields)
-    return RunConfig(
-        workload=workload_name, optimizer=optimizer, preconditioner=preconditioner, **own
-    )
+    return RunConfig(workload=workload_name, optimizer=optimizer, **arguments, **own)
 
 
 def tuned(workload_name: str, optimizer: OptimizerName, **fields: Any) -> RunConfig:
-    """The run of an optimizer with the settings that tuning chose.
+    """The run of an optimizer with the settings that tuning chose, where it needs any.
 
     Args:
         workload_name: The workload.
@@ -242,9 +249,22 @@ def tuned(workload_name: str, optimizer: OptimizerName, **fields: Any) -> RunCon
     Returns:
         The configuration.
     """
-    return configure(
-        workload_name, optimizer, load(workload_name, optimizer).best.settings, **fields
-    )
+    return configure(workload_name, optimizer, chosen(workload_name, optimizer), **fields)
+
+
+def chosen(workload_name: str, optimizer: OptimizerName) -> Mapping[str, Any]:
+    """What tuning chose, or what runs without it.
+
+    Args:
+        workload_name: The workload.
+        optimizer: The optimizer.
+
+    Returns:
+        Settings, as in `Trial.settings`.
+    """
+    if optimizer in UNTUNED:
+        return UNTUNED[optimizer]
+    return load(workload_name, optimizer).best.settings
 
 
 def draw(optimizer: OptimizerName, trials: int, seed: int) -> list[dict[str, Any]]:
@@ -257,7 +277,12 @@ def draw(optimizer: OptimizerName, trials: int, seed: int) -> list[dict[str, Any
 
     Returns:
         Settings, as in `Trial.settings`.
+
+    Raises:
+        ValueError: If the optimizer needs no tuning.
     """
+    if optimizer not in SPACES:
+        raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")
     generator = random.Random(f"{seed} {optimizer}")
     space = SPACES[optimizer]
     return [{name: sample(generator) for name, sample in space.items()} for _ in range(trials)]
@@ -336,7 +361,7 @@ def optimizers(names: Sequence[str]) -> tuple[OptimizerName, ...]:
     """Checks names of optimizers.
 
     Args:
-        names: From a command line; none for all.
+        names: From a command line; none for all that are tuned.
 
     Returns:
         The names.
@@ -345,6 +370,6 @@ def optimizers(names: Sequence[str]) -> tuple[OptimizerName, ...]:
         ValueError: If one does not exist.
     """
     for name in names:
-        if name not in OPTIMIZERS:
-            raise ValueError(f"no optimizer {name!r}; there are: {', '.join(OPTIMIZERS)}")
+        if name not in (known := (*OPTIMIZERS, *UNTUNED)):
+            raise ValueError(f"no optimizer {name!r}; there are: {', '.join(known)}")
     return tuple(cast(OptimizerName, name) for name in names) or OPTIMIZERS

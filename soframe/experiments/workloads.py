@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.experiments import data, models
+from soframe.experiments import corpus, data, gpt, models, synthetic
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,13 @@ class Workload:
         data: Makes the data for a seed and a floating type.
         model: Makes the model for a seed and a floating type.
         losses: From the model's outputs and the targets to one loss per example, `(batch,)`.
+        likelihood: What `soframe.TrustRegion` calls the mean of these losses.
         classifies: Whether outputs are logits of the targets' classes, so that accuracy makes
             sense.
+        full_batch: Examples per step of "trust-region", where that is all of them: its quadratic
+            model is then the objective's.
+        scale: Reported losses are the mean of `losses` times this.
+        held_out: Whether reported losses are those on the test set.
     """
 
     name: str
@@ -42,7 +47,11 @@ class Workload:
     data: Callable[[int, torch.dtype], data.Data]
     model: Callable[[int, torch.dtype], nn.Module]
     losses: Callable[[Tensor, Tensor], Tensor]
+    likelihood: str
     classifies: bool = False
+    full_batch: int | None = None
+    scale: float = 1.0
+    held_out: bool = False
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -74,6 +83,29 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
+def mean_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy of each sequence, in nats, as a mean over its positions.
+
+    Args:
+        outputs: Logits, `(batch, classes, positions)`.
+        targets: Classes, `(batch, positions)`.
+
+    Returns:
+        `(batch,)`.
+    """
+    return F.cross_entropy(outputs, targets, reduction="none").mean(dim=1)
+
+
+def _curves(seed: int, dtype: torch.dtype) -> data.Data:
+    del seed  # the images are part of the problem, not of a run
+    return synthetic.curves(dtype)
+
+
+def _standard_library(seed: int, dtype: torch.dtype) -> data.Data:
+    del seed, dtype  # bytes
+    return corpus.standard_library()
+
+
 def _reconstruction(seed: int, dtype: torch.dtype) -> data.Data:
     del seed  # every image is trained on, whatever the seed
     return data.digits_reconstruction(dtype)
@@ -92,6 +124,35 @@ _WORKLOADS = {
             data=_reconstruction,
             model=models.digits_autoencoder,
             losses=squared_error,
+            likelihood="squared-error",
+            full_batch=1797,
+        ),
+        Workload(
+            name="curves",
+            title="CURVES autoencoder",
+            loss_name="training loss (squared error per image)",
+            batch_size=500,
+            targets=(0.5, 0.4, 0.3),
+            evaluate_every=5,
+            data=_curves,
+            model=models.curves_autoencoder,
+            losses=squared_error,
+            likelihood="squared-error",
+            full_batch=2000,
+            scale=2.0,
+        ),
+        Workload(
+            name="byte-gpt",
+            title="Byte-level GPT on Python's standard library",
+            loss_name="loss on held-out modules (cross entropy per byte, nats)",
+            batch_size=8,
+            targets=(2.5,),
+            evaluate_every=20,
+            data=_standard_library,
+            model=gpt.byte_gpt,
+            losses=mean_cross_entropy,
+            likelihood="cross-entropy",
+            held_out=True,
         ),
         Workload(
             name="digits-cnn",
@@ -103,6 +164,7 @@ _WORKLOADS = {
             data=data.digits_classification,
             model=models.digits_cnn,
             losses=cross_entropy,
+            likelihood="cross-entropy",
             classifies=True,
         ),
     )

@@ -3,5 +3,14 @@
 from soframe.losses.base import Loss
 from soframe.losses.classification import BinaryCrossEntropy, CrossEntropy
 from soframe.losses.squared import MeanSquaredError, SquaredError
+from soframe.losses.sum import SumLoss, Term
 
-__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Loss", "MeanSquaredError", "SquaredError"]
+__all__ = [
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "Loss",
+    "MeanSquaredError",
+    "SquaredError",
+    "SumLoss",
+    "Term",
+]

@@ -1,6 +1,7 @@
 """Curvature methods: which factors a block has, and what they do to a gradient."""
 
 from soframe.methods.base import Call, Method
+from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC
 
-__all__ = ["KFAC", "Call", "Method"]
+__all__ = ["FOOF", "KFAC", "Call", "Method"]

@@ -74,3 +74,11 @@ class Method(ABC):
         Returns:
             ``[groups, out, in]``, in a new tensor.
         """
+
+    def forward_only(self) -> Method:
+        """Return this method without the factor of the outputs, which is the identity then.
+
+        Raises:
+            ValueError: If it has no such form.
+        """
+        raise ValueError(f"{self!r} has no form for fisher='forward-only'; K-FAC has")

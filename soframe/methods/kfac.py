@@ -14,6 +14,7 @@ from torch import Tensor
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape
 from soframe.methods.base import Call, Method
+from soframe.methods.foof import FOOF
 from soframe.registry import register
 from soframe.solvers.base import Solver
 
@@ -42,3 +43,7 @@ class KFAC(Method):
     ) -> Tensor:
         """See `Method.precondition`: ``(A ⊗ G + damping I)^-1`` as the solver takes it."""
         return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)
+
+    def forward_only(self) -> Method:
+        """See `Method.forward_only`: FOOF."""
+        return FOOF()

@@ -3,5 +3,6 @@
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
+from soframe.solvers.relative import Relative
 
-__all__ = ["Eigen", "Inverse", "SolveFailedError", "Solver", "solve_safely"]
+__all__ = ["Eigen", "Inverse", "Relative", "SolveFailedError", "Solver", "solve_safely"]

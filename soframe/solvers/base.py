@@ -80,17 +80,40 @@ class Solver(ABC):
             ``[groups, out, in]``, in a new tensor.
         """
 
-    def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    def apply_right(
+        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
+    ) -> Tensor:
+        """Return ``(I ⊗ right + damping)^-1`` times the gradient: ``apply`` with no left factor.
+
+        By default the identity is solved and applied like any other factor; a solver that can
+        leave it out overrides this.
+
+        Args:
+            gradient: ``[groups, out, in]``.
+            right: Second-order data of the factor of the inputs, ``[groups, in, in]``, solved with
+                the whole damping where the solver damps when it solves.
+            damping: The damping of this step.
+
+        Returns:
+            ``[groups, out, in]``, in a new tensor.
+        """
+        groups, out, _ = gradient.shape
+        eye = torch.eye(out, dtype=gradient.dtype, device=gradient.device).repeat(groups, 1, 1)
+        left = self.solve(eye, gradient.new_zeros(groups))
+        return self.apply(gradient, left=left, right=right, damping=damping)
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         """Return each factor's share of the damping, for ``solve``.
 
         Args:
             mean_traces: ``[groups]`` for each factor of the block: its trace over its size.
-            damping: The damping of this step.
+            damping: The damping of this step; ``[groups]`` where each group has one of its own.
 
         Returns:
-            ``[groups]`` for each factor. By default the whole damping.
+            ``[groups]`` for each factor. By default the whole damping: so it has to be for a
+            block of one factor, of which the other is the identity.
         """
-        return [torch.full_like(trace, damping) for trace in mean_traces]
+        return [torch.ones_like(trace) * damping for trace in mean_traces]
 
 
 def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], bool]:

@@ -52,3 +52,12 @@ class Eigen(Solver):
             curvature = torch.where(curvature > 0, curvature, 1.0)
         rotated /= curvature
         return left["vectors"] @ rotated @ right["vectors"].mT
+
+    def apply_right(
+        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
+    ) -> Tensor:
+        """See `Solver.apply_right`."""
+        curvature = right["values"].unsqueeze(-2) + damping
+        # Where there is neither curvature nor damping, no step is the least one.
+        inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
+        return (gradient @ right["vectors"] * inverse) @ right["vectors"].mT

@@ -42,20 +42,21 @@ class Inverse(Solver):
         """See `Solver.tensors`."""
         return {"inverse": TensorSpec(factor.shape, symmetric=True)}
 
-    def shares(self, mean_traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         """See `Solver.shares`.
 
         Args:
-            mean_traces: ``[groups]`` for each of the two factors, that of the inputs first.
-            damping: The damping of this step.
+            mean_traces: ``[groups]`` for each of the two factors, that of the inputs first; or
+                for the only one, which takes the whole damping.
+            damping: The damping of this step; ``[groups]`` where each group has one of its own.
 
         Returns:
             ``[groups]`` for each factor.
 
         Raises:
-            ValueError: If the block does not have two factors.
+            ValueError: If the block has more than two factors.
         """
-        if self.split == "full":
+        if self.split == "full" or len(mean_traces) == 1:
             return super().shares(mean_traces, damping)
         if len(mean_traces) != 2:
             raise ValueError(
@@ -86,3 +87,9 @@ class Inverse(Solver):
     ) -> Tensor:
         """See `Solver.apply`; the damping is in the inverses already."""
         return left["inverse"] @ gradient @ right["inverse"]
+
+    def apply_right(
+        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
+    ) -> Tensor:
+        """See `Solver.apply_right`; the damping is in the inverse already."""
+        return gradient @ right["inverse"]

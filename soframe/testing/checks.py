@@ -112,7 +112,8 @@ def check_solver(
     """Check a solver against dense solves under the same damping, in float64.
 
     A solver with ``damps_factors`` is held to ``(left + share I)^-1 V (right + share I)^-1``, any
-    other to ``(left ⊗ right + damping I)^-1 vec(V)``. Besides: the announced tensors, that inputs
+    other to ``(left ⊗ right + damping I)^-1 vec(V)``, and all to ``V (right + damping I)^-1`` where
+    there is no left factor. Besides: the announced tensors, that inputs
     are not changed, float32, zero factors, and that a matrix that is not finite is refused.
 
     Args:
@@ -177,6 +178,13 @@ def _check_solution(
         ]
     )
     compare(result, expected, name, rtol=rtol)
+    # The inputs' factor alone takes the whole damping, and the other one is the identity.
+    alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
+    result = solver.apply_right(gradient, right=alone, damping=damping)
+    assert torch.equal(gradient, given), f"{name}: apply_right changes the gradient"
+    damped = right + damping * torch.eye(right.shape[1], dtype=right.dtype)
+    expected = torch.linalg.solve(damped, gradient, left=False)
+    compare(result, expected, f"{name}, without a left factor", rtol=rtol)
     single = {s: {k: t.float() for k, t in tensors.items()} for s, tensors in data.items()}
     low = solver.apply(
         gradient.float(), left=single["left"], right=single["right"], damping=damping

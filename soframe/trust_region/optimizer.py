@@ -16,29 +16,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from soframe import registration
+from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.registry import KINDS
-from soframe.trust_region.damping import DampingPolicy
+from soframe.trust_region.adaptive import AdaptiveDamping, Proposal, propose
+from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
+from soframe.trust_region.memo import Memo
 from soframe.trust_region.quadratic import (
     Closure,
     Direction,
     Forward,
     Outputs,
     Quadratic,
+    combine,
     curvature_along,
+    inner_products,
     require_only_through,
 )
 from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
+
+PRECONDITIONER = {"solver": "inverse", "decay": 0.5, "statistics_every": 1, "solve_every": 1}
+"""What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -49,19 +58,22 @@ class TrustRegion(torch.optim.Optimizer):
             ranks: the closure calls the wrapper.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
             instance. It must be the loss of the closure; the first step checks it.
-        damping: The damping policy: a name, class or instance.
+        damping: The damping policy: a name, class or instance; or a number, or a callable of the
+            step.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
         lr: Multiplies the update; 1 is the minimum of the model.
-        fisher: ``"monte-carlo"`` or ``"type-2"``.
-        preconditioner_damping: The damping within the preconditioner, as a multiple of the
-            policy's.
+        fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
+        preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
+            begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
         burn_in: Batches that only give statistics, before the first update.
+        reuse_activations: Whether derivatives reuse the activations of the first pass; see
+            `soframe.trust_region.memo`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
-        **preconditioner: Further settings of `soframe.Preconditioner`; ``statistics_every`` is 1
-            unless given.
+        **preconditioner: Further settings of `soframe.Preconditioner`, in place of
+            `PRECONDITIONER`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -72,44 +84,49 @@ class TrustRegion(torch.optim.Optimizer):
         model: nn.Module,
         loss: str | type[Loss] | Loss,
         *,
-        damping: str | type[DampingPolicy] | DampingPolicy = "levenberg-marquardt",
+        damping: DampingChoice = "levenberg-marquardt",
         weight_decay: float = 0.0,
         momentum: bool = True,
         lr: float = 1.0,
         fisher: str = "monte-carlo",
-        preconditioner_damping: float = 1.0,
+        preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
         burn_in: int = 0,
+        reuse_activations: bool = True,
         flush_denormals: bool = True,
         **preconditioner: Any,
     ) -> None:
-        for name, value in (("lr", lr), ("preconditioner_damping", preconditioner_damping)):
+        own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
+        multiple = own if isinstance(own, float | int) else 1.0
+        for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
         if fisher == "empirical":
-            raise ValueError("TrustRegion needs fisher='monte-carlo' or 'type-2'")
+            raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
         if preconditioner.get("gradients", "averaged") != "averaged":
-            raise ValueError(
-                "TrustRegion needs gradients='averaged': its model has a slope in them"
-            )
+            raise ValueError("TrustRegion needs gradients='averaged': slopes are made of them")
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
-        self.damping: DampingPolicy = KINDS["damping"].build(damping, DampingPolicy)
+        self.damping: DampingPolicy = damping_policy(damping)
+        if self.damping.per_block:
+            raise ValueError(
+                f"TrustRegion needs one damping for the whole model, which {self.damping!r} has not"
+            )
         self._momentum, self._reject, self._burn_in = momentum, reject, burn_in
-        self._flush = flush_denormals
+        self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
-        self._factor = preconditioner_damping
+        self._own_damping = own
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **{"statistics_every": 1, **preconditioner},
+            **{**PRECONDITIONER, **preconditioner},
         )
         self._outputs = Outputs(self._model)
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -117,7 +134,9 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        return self._factor * (self.damping.at(self._steps) + self._weight_decay())
+        damping = self.damping.at(self._steps) + self._weight_decay()
+        own = self._own_damping
+        return own.at(damping) if isinstance(own, AdaptiveDamping) else own * damping
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -143,6 +162,7 @@ class TrustRegion(torch.optim.Optimizer):
         parameters = self._parameters()
         gradients = self._gradients(parameters)
         skipped = self.preconditioner.counters["skipped_updates"]
+        damping = self._preconditioner_damping(self._steps)
         with flushed_denormals(self._flush):
             self.preconditioner.step()
         if self._burn_in > 0:
@@ -150,10 +170,15 @@ class TrustRegion(torch.optim.Optimizer):
         elif not math.isfinite(loss) or self.preconditioner.counters["skipped_updates"] > skipped:
             self._step_back(parameters)
         else:
-            directions = self._directions(parameters, gradients)
+            own = self._own_damping
+            others = own.neighbours(self._steps) if isinstance(own, AdaptiveDamping) else []
             with flushed_denormals(self._flush):
+                proposals = propose(self.preconditioner, parameters, gradients, damping, others)
+                directions = [p.direction for p in proposals]
+                directions += self._directions(parameters, gradients)
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
+                directions, quadratic = self._choose(proposals, directions, quadratic)
                 self._move(forwards, parameters, loss, directions, quadratic)
             else:
                 self._step_back(parameters)
@@ -168,17 +193,20 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
+            memo = Memo() if self._reuse else None
             with torch.enable_grad():
-                output, loss = self._outputs.of(closure)
+                with memo.record() if memo else nullcontext():
+                    output, loss = self._outputs.of(closure)
                 (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
                 require_only_through(output, loss, parameters)
                 self.preconditioner.observe(output)
                 # From the output, not the loss: the Hessian needs the graph in between again.
                 output.backward(gradient.detach())
-            forwards.append(Forward(closure, replay, output, gradient))
+            forwards.append(Forward(closure, replay, output, gradient, memo))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):
-            self._check_loss(forwards)
+            self._checked = True
+            check_declared_loss(self.preconditioner.loss, forwards)
         return forwards, self._mean(torch.tensor([total], dtype=torch.float64)).item()
 
     def _move(
@@ -192,8 +220,9 @@ class TrustRegion(torch.optim.Optimizer):
         """Take the step that minimises the model, and measure what it brought if that is due."""
         coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
         predicted = quadratic.change(coefficients)
-        update = _combine(directions, coefficients)
-        measure = self._is_due()
+        update = combine(directions, coefficients)
+        interval = self.damping.interval
+        measure = interval > 0 and (self._steps + 1) % interval == 0
         before = [p.detach().clone() for p in parameters] if measure else []
         objective = loss + self._penalty(parameters)
         with torch.no_grad():
@@ -240,32 +269,28 @@ class TrustRegion(torch.optim.Optimizer):
                 parameter.grad.add_(parameter.detach(), alpha=decay)
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
+    def _choose(
+        self, proposals: Sequence[Proposal], directions: list[Direction], quadratic: Quadratic
+    ) -> tuple[list[Direction], Quadratic]:
+        """Keep the proposal whose step the model predicts to bring most."""
+        best, model = quadratic.best_with_one_of(len(proposals))
+        if isinstance(self._own_damping, AdaptiveDamping):
+            self._own_damping.choose(proposals[best].damping)
+            self.preconditioner.second_order = proposals[best].second_order
+        return [proposals[best].direction, *directions[len(proposals) :]], model
+
     def _directions(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
     ) -> list[Direction]:
-        """Return the preconditioned gradient, the last update, and what has no curvature."""
+        """Return the last update, and the gradient of what has no curvature."""
         covered = self.preconditioner.covered()
         zeros = [torch.zeros_like(p) for p in parameters]
-        directions: list[Direction] = [
-            [
-                -p.grad if p in covered and p.grad is not None else zero
-                for p, zero in zip(parameters, zeros, strict=True)
-            ]
-        ]
+        rows = list(zip(parameters, gradients, zeros, strict=True))
+        directions: list[Direction] = []
         if any(p not in covered for p in parameters):
-            directions.append(
-                [
-                    zero if p in covered else -g
-                    for p, g, zero in zip(parameters, gradients, zeros, strict=True)
-                ]
-            )
+            directions.append([zero if p in covered else -g for p, g, zero in rows])
         if self._momentum and any("update" in self.state[p] for p in parameters):
-            directions.append(
-                [
-                    self.state[p].get("update", zero)
-                    for p, zero in zip(parameters, zeros, strict=True)
-                ]
-            )
+            directions.append([self.state[p].get("update", zero) for p, _, zero in rows])
         return directions
 
     def _quadratic(
@@ -278,59 +303,27 @@ class TrustRegion(torch.optim.Optimizer):
         own = curvature_along(self._model, forwards, self._outputs, parameters, directions)
         curvature = self._mean(own)
         damping = self.damping.at(self._steps) + self._weight_decay()
-        for i, one in enumerate(directions):
-            for j, other in enumerate(directions):
-                curvature[i, j] += damping * _dot(one, other)
-        slope = torch.tensor([_dot(gradients, one) for one in directions], dtype=torch.float64)
-        return Quadratic(curvature, slope)
+        products = inner_products([gradients, *directions])
+        return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
 
     def _evaluate(self, forwards: Sequence[Forward], parameters: Sequence[nn.Parameter]) -> float:
         """Return the objective on the same batch, at the parameters of now."""
         total = 0.0
-        for forward in forwards:
-            with torch.no_grad(), forward.replay.again():
-                total += float(forward.closure())
+        for one in forwards:
+            with torch.no_grad(), one.replay.again():
+                total += float(one.closure())
         mean = self._mean(torch.tensor([total], dtype=torch.float64)).item()
         return mean + self._penalty(parameters)
 
     def _penalty(self, parameters: Sequence[nn.Parameter]) -> float:
         decay = self._weight_decay()
-        return 0.5 * decay * _dot(parameters, parameters) if decay else 0.0
+        return 0.5 * decay * inner_products([parameters]).item() if decay else 0.0
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])
 
-    def _is_due(self) -> bool:
-        interval = self.damping.interval
-        return interval > 0 and (self._steps + 1) % interval == 0
-
     def _mean(self, tensor: Tensor) -> Tensor:
-        return self.preconditioner.mean_over_ranks(tensor)
-
-    def _check_loss(self, forwards: Sequence[Forward]) -> None:
-        """Hold the declared loss against the closure's: most mistakes here are ones of scale."""
-        self._checked = True
-        forward, declared = forwards[0], self.preconditioner.loss
-        assert declared is not None
-        output = forward.output.detach()
-        generator = torch.Generator(output.device).manual_seed(0)  # the user's stays as it is
-        tangent = torch.randn(
-            output.shape, generator=generator, dtype=output.dtype, device=output.device
-        )
-        per_sample = declared.hessian_product(output, tangent)
-        expected = float((tangent * per_sample).sum())
-        actual = float((tangent * forward.hessian_product(tangent)).sum())
-        actual *= len(output) * len(forwards)
-        # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
-        rounding = 16 * torch.finfo(output.dtype).eps
-        noise = rounding * float(tangent.square().sum())
-        if not math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
-            times = actual / expected if expected else math.inf
-            raise ValueError(
-                f"the closure's loss has {times:.4g} times the curvature of "
-                f"loss={declared!r}, as a mean over {len(output)} samples and "
-                f"{len(forwards)} closure(s); declare the loss that the closure returns"
-            )
+        return mean_over_ranks(self.preconditioner.backend, tensor)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -340,6 +333,7 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
         """
+        own = self._own_damping
         return {
             **super().state_dict(),
             "curvature": self.preconditioner.state_dict(),
@@ -347,6 +341,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "steps": self._steps,
                 "burn_in": self._burn_in,
                 "damping": self.damping.state(),
+                "preconditioner_damping": own.state() if isinstance(own, AdaptiveDamping) else {},
                 "counters": dict(self.counters),
             },
         }
@@ -371,23 +366,11 @@ class TrustRegion(torch.optim.Optimizer):
         super().load_state_dict(rest)
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
+        if isinstance(self._own_damping, AdaptiveDamping):
+            self._own_damping.load(own["preconditioner_damping"])
         self.counters = dict(own["counters"])
 
     def close(self) -> None:
         """Remove every hook."""
         self.preconditioner.close()
         self._outputs.close()
-
-
-def _dot(one: Direction, other: Direction) -> float:
-    """Return the inner product, added up in float64."""
-    pairs = zip(one, other, strict=True)
-    parts = [torch.dot(a.detach().flatten(), b.detach().flatten()) for a, b in pairs]
-    return float(torch.stack([part.double() for part in parts]).sum())
-
-
-def _combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
-    total = [d * float(coefficients[0]) for d in directions[0]]
-    for direction, coefficient in zip(directions[1:], coefficients[1:], strict=True):
-        torch._foreach_add_(total, list(direction), alpha=float(coefficient))
-    return total

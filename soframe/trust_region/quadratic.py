@@ -11,13 +11,14 @@ over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as fwd
 from torch import Tensor, nn
 
+from soframe.trust_region.memo import Memo
 from soframe.trust_region.replay import Replay
 
 Direction = Sequence[Tensor]
@@ -38,6 +39,22 @@ class Quadratic:
 
     curvature: Tensor
     slope: Tensor
+
+    def best_with_one_of(self, count: int) -> tuple[int, Quadratic]:
+        """Return which of the first directions, together with all the rest, promises most.
+
+        Args:
+            count: How many directions stand for choice.
+
+        Returns:
+            The number of the direction, and the model along it and the rest.
+        """
+        rest = range(count, len(self.slope))
+        which = [[i, *rest] for i in range(count)]
+        models = [Quadratic(self.curvature[w][:, w], self.slope[w]) for w in which]
+        changes = [model.change(model.minimise()) for model in models]
+        best = changes.index(min(changes))
+        return best, models[best]
 
     def finite(self) -> bool:
         """Return whether every entry is finite."""
@@ -104,12 +121,14 @@ class Forward:
         replay: How to run it again.
         output: The model's output.
         gradient: The gradient of the loss in it, itself differentiable.
+        memo: What the pass computed; None to compute it again.
     """
 
     closure: Closure
     replay: Replay
     output: Tensor
     gradient: Tensor
+    memo: Memo | None = None
 
     def hessian_product(self, tangent: Tensor) -> Tensor:
         """Return the Hessian of the loss in the output, times a tangent.
@@ -134,23 +153,27 @@ class Outputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[Tensor] | None = None
+        self._cut = False
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+    def _hook(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         if self._seen is None:
-            return
+            return None
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
-                f"needs a model that returns one tensor"
+                f"needs a model that returns one tensor: let it concatenate its outputs along "
+                f"the features, and declare a soframe.losses.SumLoss over its parts"
             )
         self._seen.append(output)
+        return fwd.unpack_dual(output).primal if self._cut else None
 
-    def of(self, closure: Closure) -> tuple[Tensor, Tensor]:
+    def of(self, closure: Closure, *, cut: bool = False) -> tuple[Tensor, Tensor]:
         """Run a closure.
 
         Args:
             closure: It runs the model once and returns a scalar loss.
+            cut: Whether tangents end at the model's output: the loss is computed without.
 
         Returns:
             The model's output and the loss.
@@ -160,11 +183,11 @@ class Outputs:
             TypeError: If the loss is no scalar tensor.
         """
         seen: list[Tensor] = []
-        self._seen = seen
+        self._seen, self._cut = seen, cut
         try:
             loss: object = closure()
         finally:
-            self._seen = None
+            self._seen, self._cut = None, False
         if len(seen) != 1:
             raise RuntimeError(
                 f"a closure must run the model once, not {len(seen)} times; pass a list with one "
@@ -232,10 +255,9 @@ def curvature_along(
             jacobian_product(model, forward, outputs, parameters, direction)
             for direction in directions
         ]
-        products = [forward.hessian_product(tangent) for tangent in tangents]
-        for i, product in enumerate(products):
-            for j, tangent in enumerate(tangents):
-                total[i, j] += float(torch.dot(product.flatten(), tangent.flatten()))
+        products = [forward.hessian_product(tangent).flatten() for tangent in tangents]
+        flat = torch.stack([tangent.flatten() for tangent in tangents])
+        total += (torch.stack(products) @ flat.T).double().cpu()
     return (total + total.T) / 2
 
 
@@ -264,7 +286,32 @@ def jacobian_product(
         forward.replay.again(),
         fwd.dual_level(),
         dual_parameters(model, tangents),
+        nullcontext() if forward.memo is None else forward.memo.recall(),
     ):
-        output, _ = outputs.of(forward.closure)
+        output, _ = outputs.of(forward.closure, cut=True)
         primal, tangent = fwd.unpack_dual(output)
     return torch.zeros_like(primal) if tangent is None else tangent
+
+
+def inner_products(directions: Sequence[Direction]) -> Tensor:
+    """Return the inner products of every two of k directions.
+
+    Args:
+        directions: The directions.
+
+    Returns:
+        ``[k, k]``, float64, on the CPU; those of each parameter are added up in float64.
+    """
+    parts = []
+    for tensors in zip(*directions, strict=True):
+        rows = torch.stack([tensor.detach().flatten() for tensor in tensors])
+        parts.append((rows @ rows.T).double())
+    return torch.stack(parts).sum(0).cpu()
+
+
+def combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
+    """Return a linear combination of directions, in new tensors."""
+    total = [d * float(coefficients[0]) for d in directions[0]]
+    for direction, coefficient in zip(directions[1:], coefficients[1:], strict=True):
+        torch._foreach_add_(total, list(direction), alpha=float(coefficient))
+    return total

@@ -1,7 +1,9 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
-from soframe.experiments import data
+from soframe.experiments import corpus, data, synthetic
 
 
 def test_reconstruction_is_every_digit_with_itself_as_target():
@@ -48,3 +50,55 @@ def test_images_are_labelled_right():
 def test_examples_must_pair_up():
     with pytest.raises(ValueError, match="3 inputs but 2 targets"):
         data.Examples(torch.zeros(3, 1), torch.zeros(2))
+
+
+def test_curves_are_drawn_around_their_points():
+    curves = synthetic.curves(torch.float64, count=3, seed=4)
+    assert curves.test is None
+    assert curves.train.inputs.shape == (3, 256)
+    assert torch.equal(curves.train.inputs, curves.train.targets)
+    control = torch.rand(3, 3, 2, generator=torch.Generator().manual_seed(4)) * 11 + 2
+    for image, points in zip(curves.train.inputs.view(3, 16, 16), control, strict=True):
+        # De Casteljau's construction, against the polynomial.
+        curve = []
+        for t in torch.linspace(0, 1, 40):
+            level = list(points)
+            while len(level) > 1:
+                level = [a + t * (b - a) for a, b in pairwise(level)]
+            curve.append(level[0])
+        for x, y in ((0, 0), (8, 8), (5, 11)):
+            squared = min(float(((p - torch.tensor([x, y])) ** 2).sum()) for p in curve)
+            expected = torch.exp(torch.tensor(-squared / 2, dtype=torch.float64))
+            torch.testing.assert_close(image[y, x], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_curves_do_not_depend_on_the_run():
+    assert torch.equal(synthetic.curves().train.inputs, synthetic.curves().train.inputs)
+    assert not torch.equal(
+        synthetic.curves(count=3, seed=0).train.inputs,
+        synthetic.curves(count=3, seed=1).train.inputs,
+    )
+
+
+def test_the_corpus_is_cut_into_windows_and_the_byte_that_follows(tmp_path, monkeypatch):
+    texts = {f"{chr(97 + i)}.py": bytes([i]) * 300 for i in range(21)}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    (tmp_path / "x.txt").write_bytes(b"?" * 999)
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    split = corpus.standard_library()
+    # The first and the 21st module are held out: 600 bytes, four windows and what is left over.
+    assert split.test.inputs.shape == (4, 128)
+    assert set(split.test.inputs.unique().tolist()) == {0, 20}
+    joined = b"".join(texts[f"{chr(97 + i)}.py"] for i in range(1, 20))
+    assert len(split.train) == (len(joined) - 1) // 128
+    for i in (0, 7, len(split.train) - 1):
+        assert bytes(split.train.inputs[i].tolist()) == joined[128 * i : 128 * i + 128]
+        assert bytes(split.train.targets[i].tolist()) == joined[128 * i + 1 : 128 * i + 129]
+
+
+def test_the_standard_library_is_there():
+    split = corpus.standard_library()
+    assert len(split.train) > 10_000
+    assert len(split.test) == corpus.HELD_OUT_WINDOWS
+    assert b"import" in bytes(split.train.inputs[:100].flatten().tolist())

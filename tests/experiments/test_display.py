@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from soframe.experiments import plots
-from soframe.experiments.compare import bars, console, ignore
+from soframe.experiments.compare import STRATEGIES, bars, console, ignore
 from soframe.experiments.demo import sentences
 from soframe.experiments.records import Row
 from soframe.experiments.train import Progress
@@ -36,11 +36,22 @@ def test_the_axis_is_labelled_without_exponents():
 
 
 def test_curves_of_all_strategies_can_be_told_apart():
-    runs = [record(name) for name in ("sgd", "adamw", "kfac", "kfac", "kfac")]
+    strategies = [kfac(name, (1, 1)) for name in STRATEGIES]
+    runs = [record(name) for name in ("sgd", "adamw", "trust-region")] + strategies
     left, _ = plots.loss_curves(AUTOENCODER, runs).axes
     curves = [line for line in left.lines if not line.get_label().startswith("_")]
-    assert len({line.get_color() for line in curves}) == 5
-    assert len({str(line._dash_pattern) for line in curves[2:]}) == 3
+    assert len({line.get_color() for line in curves}) == 6
+    assert len({str(line._dash_pattern) for line in curves[3:]}) == 3
+
+
+def test_seeds_of_one_optimizer_look_alike_and_are_named_once():
+    runs = [record("soap"), record("muon"), record("soap")]
+    _, right = plots.loss_curves(AUTOENCODER, runs, targets=(0.7,)).axes
+    first, other, again = right.lines[:3]
+    assert first.get_color() == again.get_color() != other.get_color()
+    names = [text.get_text() for text in right.get_legend().get_texts()]
+    assert names == ["SOAP", "Muon"]
+    assert [list(line.get_ydata()) for line in right.lines[3:]] == [[0.7, 0.7]]
 
 
 def test_a_run_that_diverged_can_be_drawn(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from soframe.experiments import models
+from soframe.experiments import gpt, models
 from soframe.experiments.workloads import names, workload
 
 
@@ -26,7 +26,7 @@ def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone(name):
     ):
         assert weight.dtype == torch.float64
         assert torch.equal(weight, same)
-        if key.endswith("weight"):
+        if key.endswith("weight") and "norm" not in key:  # a norm's are ones
             assert not torch.equal(weight, different)
 
 
@@ -62,3 +62,39 @@ def test_the_losses_are_those_of_the_textbook():
 def test_an_unknown_workload_lists_those_there_are():
     with pytest.raises(ValueError, match="no workload 'mnist'; there are: digits-autoencoder, "):
         workload("mnist")
+
+
+def test_logits_depend_on_bytes_up_to_their_own():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = gpt.ByteGPT(width=8, layers=2, heads=2, context=6).double()
+    text = torch.tensor([[5, 9, 200, 3, 77, 1]])
+    changed = text.clone()
+    changed[0, 3] = 4
+    before, after = model(text), model(changed)
+    assert before.shape == (1, 256, 6)
+    assert torch.equal(before[:, :, :3], after[:, :, :3])
+    assert ((before[:, :, 3:] - after[:, :, 3:]).abs().amax(dim=1) > 1e-6).all()
+
+
+def test_attention_is_torch_s():
+    attention = gpt.Attention(8, heads=2).double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.view(3, 5, 2, 4).transpose(1, 2) for part in attention.qkv(x).chunk(3, -1))
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = attention.out(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected)
+
+
+def test_curves_have_a_code_of_six():
+    linear = [m for m in models.curves_autoencoder() if isinstance(m, nn.Linear)]
+    widths = [m.in_features for m in linear] + [linear[-1].out_features]
+    assert widths == [256, 128, 64, 32, 6, 32, 64, 128, 256]
+
+
+def test_sequences_are_averaged_over_their_positions():
+    problem = workload("byte-gpt")
+    logits = torch.randn(2, 256, 3, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    picked = -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(problem.losses(logits, targets), picked.mean(1))

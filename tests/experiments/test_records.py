@@ -127,6 +127,15 @@ def test_the_verdict_takes_the_fastest_first_order_run_and_the_first_strategy():
 def test_a_verdict_needs_a_run_of_kfac():
     with pytest.raises(ValueError, match="needs a run of it"):
         verdict([record("sgd")], 0.5)
+    with pytest.raises(ValueError, match="trust-region needs a run of it"):
+        verdict([record("kfac"), record("sgd")], 0.5, "trust-region")
+
+
+def test_a_verdict_on_the_trust_region_leaves_the_other_kfac_out():
+    records = [record("sgd", SLOW), record("kfac", FAST), record("trust-region", FAST)]
+    said = verdict(records, 0.5, "trust-region")
+    assert said.startswith("To a training loss of 0.5, K-FAC, trust region took 10 steps and 0.5 s")
+    assert "the fastest first-order run, SGD, took 40 steps" in said
 
 
 def test_a_comparison_is_of_one_workload():
@@ -143,4 +152,4 @@ def test_a_comparison_lists_its_runs_in_order():
     runs = (record("kfac"), record("sgd"))
     read = Comparison("digits-autoencoder", runs).as_dict()
     assert [run["label"] for run in read["runs"]] == ["K-FAC, comm-opt", "SGD"]
-    assert read["targets"] == list(workload("digits-autoencoder").targets)
+    assert read["targets"] == [1.0, 0.5]

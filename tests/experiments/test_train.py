@@ -7,7 +7,7 @@ import torch
 
 from soframe.experiments import train as training
 from soframe.experiments.config import RunConfig, from_dict
-from soframe.experiments.optimizers import schedule_factor
+from soframe.experiments.optimizers import build_optimizer, schedule_factor
 from soframe.experiments.train import run, train
 from tests.experiments.helpers import SILENT
 
@@ -111,7 +111,7 @@ def test_progress_is_told_at_every_evaluation():
 def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
     def batches(rank, world_size):
         worker = dataclasses.replace(SILENT, rank=rank, world_size=world_size)
-        state = training._Run.__new__(training._Run)
+        state = training.Run.__new__(training.Run)
         state.worker, state.config, state.batch_size = worker, SGD, 500
         state.data = training.workload(SGD.workload).data(0, torch.float64)
         iterator = state._batches()
@@ -130,7 +130,7 @@ def test_numerics_are_put_back():
     denormal = torch.full((1,), 1e-310, dtype=torch.float64)
     before = torch.get_num_threads()
     torch.set_flush_denormal(False)
-    with training._numerics(threads=before + 1):
+    with training.numerics(threads=before + 1):
         assert torch.get_num_threads() == before + 1
         assert (denormal * 1.0).item() == 0.0
     assert torch.get_num_threads() == before
@@ -168,7 +168,7 @@ def test_a_batch_must_split_evenly():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "muon"}, "no optimizer 'muon'; there are: sgd, adamw, kfac"),
+        ({"optimizer": "lion"}, "no optimizer 'lion'; there are: sgd, adamw, kfac"),
         ({"schedule": "linear"}, "no schedule 'linear'; there are: constant, cosine"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
@@ -207,3 +207,71 @@ def test_the_schedule_reaches_the_optimizer_and_the_kl_clip():
     cosine = losses(train(SILENT, config.but(schedule="cosine")))
     moved = [abs(run[-1] - run[-2]) / abs(run[1] - run[0]) for run in (constant, cosine)]
     assert moved[1] < 0.05 * moved[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "processes", "changes", "expected"),
+    [
+        ("trust-region", 1, {}, 1797),
+        ("trust-region", 2, {}, 1796),
+        ("trust-region", 2, {"batch_size": 64}, 64),
+        ("kfac", 2, {}, 500),
+    ],
+)
+def test_the_trust_region_takes_the_whole_training_set(optimizer, processes, changes, expected):
+    config = SGD.but(optimizer=optimizer, **changes)
+    assert training._batch_size(config, processes) == expected
+
+
+def test_curves_report_the_whole_squared_error():
+    config = SGD.but(workload="curves")
+    state = training.Run(SILENT, config)
+    images = state.data.train.inputs
+    expected = (state.model(images) - images).square().sum(1).mean().item()
+    assert state.rows[0].loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_transformer_reports_the_loss_on_held_out_modules():
+    state = training.Run(SILENT, SGD.but(workload="byte-gpt", dtype="float32"))
+    test = state.data.test
+    with torch.no_grad():
+        logits = state.model(test.inputs)
+    expected = torch.nn.functional.cross_entropy(logits, test.targets).item()
+    assert state.rows[0].loss == pytest.approx(expected, rel=1e-5)
+    assert state.rows[0].accuracy is None
+
+
+def test_targets_of_a_run_come_before_the_workload_s():
+    first = losses(train(SILENT, SGD))[1]
+    record = train(SILENT, SGD.but(targets=(2 * first, first)))
+    assert record.targets == (2 * first, first)
+    assert [row.step for row in record.rows] == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_share_a_trust_region():
+    """Both ranks draw their own targets, so that the step is near that of one process, not it."""
+    config = RunConfig(
+        "digits-autoencoder", "trust-region", lr=1.0, steps=3, evaluate_every=1, dtype="float64"
+    )
+    exact = config.but(batch_size=64, options={"fisher": "type-2"})
+    alone, shared = train(SILENT, exact), run(exact, processes=2)
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-6)
+    assert shared.sent_bytes_per_step["gradients"] > 0
+    assert losses(run(config.but(batch_size=64), processes=2))[-1] < losses(shared)[0]
+
+
+def test_weight_decay_and_options_reach_the_peers():
+    pytest.importorskip("pytorch_optimizer")
+    config = SGD.but(lr=0.03, betas=(0.8, 0.9), weight_decay=0.1)
+    soap = config.but(optimizer="soap", options={"precondition_frequency": 3})
+    shampoo = config.but(optimizer="shampoo", options={"preconditioning_compute_steps": 7})
+    model = training.workload(SGD.workload).model(0, torch.float64)
+    (group,) = build_optimizer(model, soap).param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.03, (0.8, 0.9), 0.1)
+    assert group["precondition_frequency"] == 3
+    built = build_optimizer(model, shampoo)
+    assert (built.preconditioning_compute_steps, built.graft_type) == (7, 3)
+    assert built.param_groups[0]["moving_average_for_momentum"]
+    assert built.param_groups[0]["betas"] == (0.8, 0.9)

@@ -5,10 +5,9 @@ import math
 import pytest
 
 from soframe.experiments import tuning
-from soframe.experiments.config import OPTIMIZERS
 from soframe.experiments.demo import configurations
-from soframe.experiments.tuning import Protocol, Trial, Tuned
-from soframe.experiments.workloads import names, workload
+from soframe.experiments.tuning import OPTIMIZERS, WORKLOADS, Protocol, Trial, Tuned
+from soframe.experiments.workloads import workload
 from tests.experiments.helpers import record
 
 
@@ -117,7 +116,7 @@ def test_tuning_runs_every_draw_with_the_same_budget(monkeypatch):
     assert len(told) == len(outcome.trials) == 5
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_stored_outcomes_obey_one_protocol(name):
     outcomes = [tuning.load(name, optimizer) for optimizer in OPTIMIZERS]
     assert len({outcome.protocol for outcome in outcomes}) == 1
@@ -142,10 +141,13 @@ def test_the_demo_runs_tuned_settings_with_equal_budgets_on_another_seed():
         "K-FAC, comm-opt",
         "K-FAC, mem-opt",
         "K-FAC, hybrid-opt",
+        "K-FAC, trust region",
     ]
+    assert {c.targets for c in configs} == {(0.3, 0.15, 0.05)}
+    assert configs[-1].options == {}
     assert len({c.seconds for c in configs}) == 1
     plain = {
-        dataclasses.replace(c, strategy="") == configs[2].but(strategy="") for c in configs[2:]
+        dataclasses.replace(c, strategy="") == configs[2].but(strategy="") for c in configs[2:5]
     }
     assert plain == {True}
     with pytest.raises(ValueError, match="tuned on"):
@@ -157,5 +159,13 @@ def test_the_demo_runs_tuned_settings_with_equal_budgets_on_another_seed():
 def test_names_of_optimizers_are_checked():
     assert tuning.optimizers([]) == OPTIMIZERS
     assert tuning.optimizers(["kfac"]) == ("kfac",)
-    with pytest.raises(ValueError, match="no optimizer 'lion'; there are: sgd, adamw, kfac"):
+    known = "sgd, adamw, kfac, trust-region"
+    with pytest.raises(ValueError, match=f"no optimizer 'lion'; there are: {known}"):
         tuning.optimizers(["lion"])
+
+
+def test_the_trust_region_needs_no_tuning():
+    config = tuning.tuned("digits-cnn", "trust-region", steps=3)
+    assert (config.lr, config.options, config.schedule) == (1.0, {}, "constant")
+    with pytest.raises(ValueError, match="trust-region runs with its defaults"):
+        tuning.draw("trust-region", 2, seed=0)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError, SquaredError
+from soframe.losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Loss,
+    MeanSquaredError,
+    SquaredError,
+    SumLoss,
+)
 from soframe.registry import KINDS
 from tests.curvature import randn
 
@@ -169,6 +176,7 @@ def test_losses_go_by_name() -> None:
         "cross-entropy": CrossEntropy,
         "mse": MeanSquaredError,
         "squared-error": SquaredError,
+        "sum": SumLoss,
     }
     assert KINDS["loss"].build("mse", Loss) == MeanSquaredError()
 

@@ -198,8 +198,8 @@ def test_a_split_that_does_not_exist() -> None:
 
 
 def test_a_split_is_between_two() -> None:
-    with pytest.raises(ValueError, match="between two factors, not 1"):
-        Inverse().shares([torch.ones(1)], 0.1)
+    with pytest.raises(ValueError, match="between two factors, not 3"):
+        Inverse().shares([torch.ones(1)] * 3, 0.1)
 
 
 def test_no_damping_and_no_curvature_is_no_step() -> None:

@@ -9,7 +9,12 @@ import torch
 
 import soframe
 from soframe.registry import KINDS
-from soframe.trust_region import ConstantDamping, DampingPolicy, LevenbergMarquardt
+from soframe.trust_region import (
+    ConstantDamping,
+    DampingPolicy,
+    LevenbergMarquardt,
+    RelativeDamping,
+)
 from soframe.trust_region.denormals import are_flushed, flushed_denormals
 
 FACTOR = 0.5**3
@@ -84,7 +89,11 @@ def test_a_constant_may_be_a_schedule() -> None:
 
 
 def test_policies_go_by_name() -> None:
-    names = {"constant": ConstantDamping, "levenberg-marquardt": LevenbergMarquardt}
+    names = {
+        "constant": ConstantDamping,
+        "levenberg-marquardt": LevenbergMarquardt,
+        "relative": RelativeDamping,
+    }
     assert soframe.available("damping") == names
     assert KINDS["damping"].build("constant", DampingPolicy) == ConstantDamping()
 

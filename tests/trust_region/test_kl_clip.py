@@ -154,3 +154,17 @@ def test_weight_and_bias_in_different_groups() -> None:
     assert factor < 0.9 * clip(raw, p, [0.1, 0.1, 0.1, 0.1], 1e-3)  # the biases' rate matters
     for one, other in zip(clipped, p, strict=True):
         compare(one, factor * other, "clipped")
+
+
+def test_learning_rates_of_an_optimizer_that_has_loaded_its_state() -> None:
+    plain, model = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=99.0)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    own = soframe.Preconditioner(model, kl_clip=1e-4, optimizer=optimizer, statistics_every=1)
+    optimizer.load_state_dict(torch.optim.SGD(plain.parameters(), lr=0.3).state_dict())
+    with closing(unclipped), closing(own):
+        raw, p = step(plain, unclipped)
+        _, clipped = step(model, own)
+    factor = clip(raw, p, [0.3] * 4, 1e-4)
+    for one, other in zip(clipped, p, strict=True):
+        compare(one, factor * other, "clipped")

@@ -339,7 +339,7 @@ def test_the_check_leaves_the_random_numbers_alone() -> None:
         ({"lr": math.nan}, "lr must be positive, not nan"),
         ({"preconditioner_damping": -1.0}, "preconditioner_damping must be positive, not -1.0"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative, not -0.1"),
-        ({"fisher": "empirical"}, "needs fisher='monte-carlo' or 'type-2'"),
+        ({"fisher": "empirical"}, "needs fisher='monte-carlo', 'type-2' or 'forward-only'"),
         ({"fisher": "exact"}, "fisher must be one of"),
     ],
     ids=str,

@@ -1,5 +1,6 @@
 """The trust region goes on from any step, and on several ranks, as if nothing had happened."""
 
+import copy
 import io
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe.testing import compare
-from soframe.trust_region import ConstantDamping, LevenbergMarquardt
+from soframe.trust_region import AdaptiveDamping, ConstantDamping, LevenbergMarquardt
 from tests.curvature import fill, randn
 from tests.distributed.harness import run_ranks
 from tests.trust_region.kit import deep, labels, trust_region, vector
@@ -57,17 +58,22 @@ def train(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"fisher": "monte-carlo", "burn_in": 2}, {"solve_every": 3, "statistics_every": 2}],
+    [
+        {},
+        {"fisher": "monte-carlo", "burn_in": 2},
+        {"solve_every": 3, "statistics_every": 2},
+        {"preconditioner_damping": AdaptiveDamping(interval=2), "solver": "inverse"},
+    ],
     ids=str,
 )
 def test_training_goes_on_bit_by_bit_from_every_step(settings: dict[str, Any]) -> None:
     whole = net()
-    first = optimizer_of(whole, **settings)
+    first = optimizer_of(whole, **copy.deepcopy(settings))
     saved = train(whole, first, 0, STEPS)
     assert settings.get("burn_in") or first.counters["rejected_steps"] > 0
     for step, file in enumerate(saved):
         model = fill(net(), seed=1)
-        own = optimizer_of(model, **settings)
+        own = optimizer_of(model, **copy.deepcopy(settings))
         everything = torch.load(io.BytesIO(file), weights_only=True)
         model.load_state_dict(everything["model"])
         own.load_state_dict(everything["optimizer"])
@@ -90,20 +96,24 @@ def test_foreign_states_are_refused() -> None:
         own.load_state_dict(other.state_dict())
 
 
-def train_rank(rank: int, ranks: int) -> tuple[Tensor, dict[str, float], dict[str, int]]:
+def train_rank(
+    rank: int, ranks: int, adaptive: bool
+) -> tuple[Tensor, dict[str, float], dict[str, int]]:
     model = net()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    own = optimizer_of(wrapped)
+    settings = {"solver": "inverse", "preconditioner_damping": AdaptiveDamping(interval=2)}
+    own = optimizer_of(wrapped, **(settings if adaptive else {}))
     train(wrapped, own, 0, 6, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks))
     own.close()
     return vector(model), own.last, own.counters
 
 
 @pytest.mark.distributed
-def test_two_ranks_are_one_process() -> None:
-    weights, last, counters = train_rank(0, 1)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_two_ranks_are_one_process(adaptive: bool) -> None:
+    weights, last, counters = train_rank(0, 1, adaptive)
     assert counters["rejected_steps"] > 0
-    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, timeout=60):
+    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, adaptive, timeout=60):
         compare(own_weights, weights, "weights")
         assert own_last == pytest.approx(last, rel=1e-7)
         assert own_counters == counters

@@ -1,0 +1,86 @@
+"""The clips of the step: which are on, with which learning rates, and what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.averaging import AveragedGradients
+from soframe.blocks import Block
+from soframe.lr import LearningRates
+from soframe.schedules import Schedule, Scheduled
+from soframe.trust_region.kl_clip import kl_clip_factor
+from soframe.trust_region.norm_clip import norm_clip_factor
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of the clips.
+
+    Attributes:
+        kl: The KL clip's, or None.
+        norm: The norm clip's, or None.
+    """
+
+    kl: Scheduled | None
+    norm: Scheduled | None
+
+    @classmethod
+    def of(cls, kl: Schedule | None, norm: Schedule | None) -> Bounds:
+        """Return bounds that are checked.
+
+        Args:
+            kl: What the user passed as ``kl_clip``.
+            norm: What the user passed as ``norm_clip``.
+        """
+        given = {"kl_clip": kl, "norm_clip": norm}
+        return cls(*(v if v is None else Scheduled(n, v, open_low=True) for n, v in given.items()))
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any."""
+        return self.kl is not None or self.norm is not None
+
+
+def clip(
+    results: Mapping[Block, Tensor],
+    raw: Mapping[Block, Tensor | None],
+    gradients: AveragedGradients,
+    bounds: Bounds,
+    rates: LearningRates,
+    step: int,
+) -> None:
+    """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
+
+    Args:
+        results: The preconditioned gradient of each block.
+        raw: The raw one, on the ranks that know it.
+        gradients: Who knows which.
+        bounds: The bounds.
+        rates: The learning rates.
+        step: Completed steps.
+    """
+    if not results or not bounds.any:
+        return
+    every = list(results.values())
+    factors: list[Tensor] = []
+    if bounds.kl is not None:
+        known = gradients.spoken_for(results)
+        factors.append(
+            kl_clip_factor(
+                [results[block] for block in known],
+                [own for block in known if (own := raw[block]) is not None],
+                rates.of(known, step),
+                bounds.kl.at(step),
+                gradients.total,
+                every[0],
+            )
+        )
+    if bounds.norm is not None:
+        factors.append(norm_clip_factor(every, rates.of(list(results), step), bounds.norm.at(step)))
+    factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
+    for result in every:
+        result.mul_(factor.to(result.device))

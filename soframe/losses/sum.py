@@ -1,0 +1,185 @@
+"""Sums of losses: over parts of one output, or over several outputs of one forward pass.
+
+The Hessian of ``sum_i weight_i l_i(part_i)`` in the outputs is the sum of the terms' own, each at
+its part's rows and columns; so the Gauss-Newton matrix is the weighted sum of the terms'. A square
+root of it has the columns of all terms. Samples of all terms are drawn independently and sent back
+in one pass: their cross products vanish in expectation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.losses.base import Loss
+from soframe.registry import KINDS, register
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a sum of losses.
+
+    Attributes:
+        loss: A name, class or instance.
+        features: Which part of the output it is of, along its second dimension; None for all.
+        weight: What it is multiplied by.
+        output: Which output it is of, where the model has several.
+    """
+
+    loss: str | type[Loss] | Loss
+    features: slice | None = None
+    weight: float = 1.0
+    output: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", KINDS["loss"].build(self.loss, Loss))
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"Term: weight must be positive, not {self.weight!r}")
+        if self.output < 0:
+            raise ValueError(f"Term: output must not be negative, not {self.output!r}")
+
+    @property
+    def own(self) -> Loss:
+        """The loss, built."""
+        assert isinstance(self.loss, Loss)
+        return self.loss
+
+    def of(self, output: Tensor) -> Tensor:
+        """Return the part of an output that the term is of, as a view.
+
+        Args:
+            output: ``[N, ...]``.
+
+        Returns:
+            ``[N, ...]``.
+
+        Raises:
+            ValueError: If the output does not have all of these features.
+        """
+        if self.features is None:
+            return output
+        size = output.shape[1] if output.dim() > 1 else 0
+        asked = [abs(n) for n in (self.features.start, self.features.stop) if n is not None]
+        if not range(size)[self.features] or max(asked, default=0) > size:
+            raise ValueError(f"{self}: the output {tuple(output.shape)} lacks these features")
+        return output[:, self.features]
+
+    def embed(self, part: Tensor, output: Tensor) -> Tensor:
+        """Return a vector in the output whose other features are zero.
+
+        Args:
+            part: ``[N, ...]``, of the part's shape.
+            output: ``[N, ...]``.
+
+        Returns:
+            ``[N, ...]``, of the output's shape.
+        """
+        if self.features is None:
+            return part
+        whole = torch.zeros_like(output)
+        whole[:, self.features] = part
+        return whole
+
+
+@register("loss", "sum")
+@dataclass(frozen=True)
+class SumLoss(Loss):
+    """``sum_i weight_i l_i``; each sample's own, like every loss here.
+
+    Over parts of one output ``[N, features, ...]``::
+
+        SumLoss([Term("cross-entropy", slice(0, 10)), Term("mse", slice(10, None), weight=0.5)])
+
+    Over several outputs, for ``preconditioner.observe((logits, values))``::
+
+        SumLoss([Term("cross-entropy", output=0), Term("mse", weight=0.5, output=1)])
+
+    Attributes:
+        terms: The terms. They may overlap.
+    """
+
+    terms: Sequence[Term] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "terms", tuple(self.terms))
+        if not self.terms:
+            raise ValueError("SumLoss needs terms: SumLoss([Term('cross-entropy'), ...])")
+        for term in self.terms:
+            if not isinstance(term, Term):
+                raise TypeError(f"SumLoss: a term is a soframe.losses.Term, not {term!r}")
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        self._check([outputs])
+        total = torch.zeros_like(vectors)
+        for term in self.terms:
+            product = term.own.hessian_product(term.of(outputs), term.of(vectors))
+            total += term.embed(term.weight * product, outputs)
+        return total
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: the columns of every term."""
+        for (column,) in self.half_factors([outputs]):
+            assert column is not None
+            yield column
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """See `Loss.sample`: the sum of samples of every term."""
+        return self.samples([outputs], generator)[0]
+
+    def half_factors(self, outputs: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+        """Yield the columns of a square root of the Hessian in several outputs.
+
+        Args:
+            outputs: ``[N, ...]`` each.
+
+        Yields:
+            ``[N, ...]`` for each output, None for zeros.
+        """
+        self._check(outputs)
+        for term in self.terms:
+            output = outputs[term.output]
+            for column in term.own.half_factor(term.of(output)):
+                vector: list[Tensor | None] = [None] * len(outputs)
+                vector[term.output] = term.embed(math.sqrt(term.weight) * column, output)
+                yield vector
+
+    def samples(
+        self, outputs: Sequence[Tensor], generator: torch.Generator | None = None
+    ) -> list[Tensor]:
+        """Return the gradients in several outputs at independently drawn targets.
+
+        Args:
+            outputs: ``[N, ...]`` each.
+            generator: The source of randomness.
+
+        Returns:
+            ``[N, ...]`` for each output.
+        """
+        self._check(outputs)
+        totals = [torch.zeros_like(output) for output in outputs]
+        for number, term in enumerate(self.terms):
+            output = outputs[term.output]
+            sample = math.sqrt(term.weight) * term.own.sample(term.of(output), generator)
+            if number:
+                # A loss promises the second moment of its samples, not that their mean is zero.
+                shape = (len(sample), *(1 for _ in sample.shape[1:]))
+                heads = torch.rand(shape, generator=generator, device=sample.device) < 0.5
+                sample = torch.where(heads, sample, -sample)
+            totals[term.output] += term.embed(sample, output)
+        return totals
+
+    def _check(self, outputs: Sequence[Tensor]) -> None:
+        used = {term.output for term in self.terms}
+        if used != set(range(len(outputs))):
+            raise ValueError(
+                f"SumLoss has terms of the outputs {sorted(used)}, and the model {len(outputs)}: "
+                f"every output needs a term, and every term an output"
+            )
+        if len({len(output) for output in outputs}) > 1:
+            sizes = [len(output) for output in outputs]
+            raise ValueError(f"the outputs are of different batches: {sizes} samples")

@@ -1,0 +1,45 @@
+"""FOOF: the block of a layer as ``A ⊗ I``, from its inputs alone (Benzing, 2022).
+
+What remains of K-FAC where the output gradients are taken to be uncorrelated and of unit variance:
+gradient descent on the layer's outputs, rather than on its weights (Benzing, 2022, section 4; the
+*forward-only* Fisher of the curvlinops library). There is no factor of the outputs: none is
+gathered, solved, sent or saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soframe.factors import FactorSpec, SecondOrder
+from soframe.layers.base import BlockShape
+from soframe.methods.base import Call, Method
+from soframe.registry import register
+from soframe.solvers.base import Solver
+
+
+@register("method", "foof")
+@dataclass(frozen=True)
+class FOOF(Method):
+    """The inputs' factor of K-FAC, expand setting; the outputs' factor is the identity."""
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: A alone, as K-FAC has it."""
+        return (FactorSpec("A", "right", shape.groups, shape.in_features),)
+
+    def statistics(self, call: Call) -> dict[str, Tensor]:
+        """See `Method.statistics`."""
+        if call.inputs is None:
+            return {}
+        return {"A": call.helper.input_moment(call.inputs, call.output_rows)}
+
+    def precondition(
+        self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
+    ) -> Tensor:
+        """See `Method.precondition`: ``(A ⊗ I + damping I)^-1``, exact for every solver."""
+        return solver.apply_right(gradient, right=data["A"], damping=damping)
+
+    def forward_only(self) -> Method:
+        """See `Method.forward_only`: it is that already."""
+        return self

@@ -1,0 +1,85 @@
+"""Damping relative to the curvature of each block, around any solver.
+
+The damping of a block with factors A and G is ``relative * tr(A) / n_A * tr(G) / n_G``, a multiple
+of the mean eigenvalue of ``A ⊗ G``; blocks in groups have one for each group. With a and g for the
+mean traces,
+
+    (A ⊗ G + relative a g I)^-1 = (A/a ⊗ G/g + relative I)^-1 / (a g)
+
+so the inner solver sees factors of mean eigenvalue one, and a number for the damping. The traces
+travel and are saved with the second-order data: every rank divides by what the owner solved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.factors import FactorSpec, TensorSpec
+from soframe.solvers.base import Solver, mean_trace
+
+
+@dataclass(frozen=True)
+class Relative(Solver):
+    """A solver whose damping is a multiple of each block's mean eigenvalue.
+
+    A block without curvature, whose damping would be zero too, gets no step.
+
+    Attributes:
+        solver: The solver within.
+    """
+
+    solver: Solver
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "damps_factors", self.solver.damps_factors)
+
+    def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
+        """See `Solver.tensors`: the inner solver's, and the mean trace."""
+        return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        """See `Solver.shares`: those of the block's own damping."""
+        product = torch.ones_like(mean_traces[0])
+        for trace in mean_traces:
+            product = product * trace
+        shares = self.solver.shares(mean_traces, damping * product)
+        # Where the damping is zero for want of curvature, any share that can be solved will do.
+        return [
+            torch.where(product > 0, share, trace)
+            for share, trace in zip(shares, mean_traces, strict=True)
+        ]
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        """See `Solver.solve`: of the factor with mean eigenvalue one."""
+        trace = mean_trace(matrix)
+        scale = torch.where(trace > 0, trace, 1.0)
+        share = torch.where(trace > 0, damping / scale, 1.0)
+        return {**self.solver.solve(matrix / scale[:, None, None], share), "mean_trace": trace}
+
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        """See `Solver.apply`."""
+        result = self.solver.apply(gradient, left=left, right=right, damping=damping)
+        return _divide(_divide(result, left["mean_trace"]), right["mean_trace"])
+
+    def apply_right(
+        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
+    ) -> Tensor:
+        """See `Solver.apply_right`."""
+        result = self.solver.apply_right(gradient, right=right, damping=damping)
+        return _divide(result, right["mean_trace"])
+
+
+def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
+    """Divide in place by the mean trace of each group; by zero is zero."""
+    return matrix.mul_(torch.where(trace > 0, 1 / trace, 0.0)[:, None, None])

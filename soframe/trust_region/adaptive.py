@@ -1,0 +1,145 @@
+"""The preconditioner's own damping, chosen by the quadratic model.
+
+The damping of the quadratic model says how far the model is trusted; what the preconditioner needs
+besides makes up for its approximations, and may be larger or smaller by orders of magnitude. Every
+few steps the gradient is preconditioned with neighbouring dampings too, and the one whose step the
+exact model predicts to bring most is kept (Martens and Grosse, 2015, section 6.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.preconditioner import Preconditioner
+from soframe.trust_region.quadratic import Direction
+
+
+@dataclass
+class AdaptiveDamping:
+    """A damping that moves among neighbours.
+
+    Attributes:
+        ratio: Neighbours are a factor of this apart.
+        interval: Steps between trials.
+        low: The least damping.
+        high: The largest damping.
+    """
+
+    ratio: float = 2.0
+    interval: int = 3
+    low: float = 1e-12
+    high: float = 1e8
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not self.ratio > 1:
+            raise ValueError(f"{name}: ratio must be above 1, not {self.ratio}")
+        if self.interval < 1:
+            raise ValueError(f"{name}: interval must be at least 1, not {self.interval}")
+        if not 0 < self.low < self.high:
+            raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
+        self._now: float | None = None
+
+    def at(self, start: float) -> float:
+        """Return the damping.
+
+        Args:
+            start: The damping to begin with; later calls ignore it.
+        """
+        if self._now is None:
+            self._now = self._within(start)
+        return self._now
+
+    def neighbours(self, step: int) -> list[float]:
+        """Return the other dampings to try.
+
+        Args:
+            step: Completed steps.
+
+        Returns:
+            None where no trial is due.
+        """
+        if self._now is None or step % self.interval:
+            return []
+        around = (self._within(self._now / self.ratio), self._within(self._now * self.ratio))
+        return [damping for damping in around if damping != self._now]
+
+    def choose(self, damping: float) -> None:
+        """Go on with a damping.
+
+        Args:
+            damping: One that was tried.
+        """
+        self._now = damping
+
+    def _within(self, damping: float) -> float:
+        return min(self.high, max(self.low, damping))
+
+    def state(self) -> dict[str, float]:
+        """Return what `load` needs."""
+        return {} if self._now is None else {"now": self._now}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned.
+        """
+        self._now = state.get("now")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A preconditioned gradient.
+
+    Attributes:
+        damping: What it was damped with.
+        direction: Its negative, zero where a parameter has no block.
+        second_order: What it was preconditioned with; see `soframe.Preconditioner.second_order`.
+    """
+
+    damping: float
+    direction: Direction
+    second_order: list[dict[str, Any]]
+
+
+def propose(
+    preconditioner: Preconditioner,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    damping: float,
+    others: Sequence[float],
+) -> list[Proposal]:
+    """Return the preconditioned gradient, and the same with other dampings.
+
+    Args:
+        preconditioner: The preconditioner, after its step: ``.grad`` is preconditioned.
+        parameters: The parameters.
+        gradients: Their gradients as they were before.
+        damping: The damping of that step.
+        others: The other dampings.
+
+    Returns:
+        One for the damping and one for each other.
+    """
+    covered = preconditioner.covered()
+
+    def proposal(damping: float) -> Proposal:
+        direction = [
+            -p.grad if p in covered and p.grad is not None else torch.zeros_like(p)
+            for p in parameters
+        ]
+        return Proposal(damping, direction, preconditioner.second_order)
+
+    made = [proposal(damping)]
+    for other in others:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        preconditioner.precondition_again(other)
+        made.append(proposal(other))
+    return made

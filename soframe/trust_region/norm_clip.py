@@ -1,0 +1,34 @@
+"""Norm clip: bound the Euclidean length of a step.
+
+The preconditioned gradients are scaled by ``min(1, bound / sqrt(sum_l ||lr_l p_l||^2))``, so that
+the parameters with curvature move by ``bound`` at most: the radius of a trust region (Nocedal and
+Wright, 2006, chapter 4), or gradient clipping (Pascanu et al., 2013) after the preconditioner
+instead of before. The momentum of an optimizer behind it is not seen. What kfac-jax calls
+``norm_constraint`` is a bound in the metric of the Fisher matrix: that is the KL clip here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norm_clip_factor(
+    preconditioned: Sequence[Tensor], lrs: Sequence[float | Tensor], bound: float
+) -> Tensor:
+    """Return the factor for all preconditioned gradients, without a host sync.
+
+    Args:
+        preconditioned: One matrix per block.
+        lrs: The learning rate of each block, or a row of rates that fits its matrix.
+        bound: The largest length of the step.
+
+    Returns:
+        A scalar in (0, 1], in the dtype and on the device of the first block.
+    """
+    first = preconditioned[0]
+    terms = [(p * lr).square().sum().to(first) for p, lr in zip(preconditioned, lrs, strict=True)]
+    # bound / 0 is infinite, and clamped like everything above one.
+    return (bound / torch.stack(terms).sum().sqrt()).clamp(max=1.0)

@@ -1,0 +1,205 @@
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from soframe.experiments import time_to_target
+from soframe.experiments.config import RunConfig
+from soframe.experiments.search import PEERS, SPACES, Choice, Range
+from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial, Tuned
+from soframe.experiments.train import train
+from soframe.experiments.tuning import TUNING_SEED
+from soframe.experiments.workloads import workload
+from tests.experiments.helpers import SILENT, record
+
+ROOT = Path(__file__).parents[2]
+DIGITS = BENCHMARKS["digits-autoencoder"]
+PROTOCOL = Protocol("digits-autoencoder", DIGITS.targets, seconds=8.0)
+
+
+def trial(reached=0, seconds=None, loss=1.0, draw=0):
+    return Trial(draw, 2.0, {"lr": 0.1}, reached, seconds, None if seconds is None else 10, loss)
+
+
+def test_a_range_is_shared_out():
+    values = Range(1e-4, 1.0).draws(random.Random(0), 8)
+    parts = [int(math.log10(value / 1e-4) * 2) for value in values]
+    assert sorted(parts) == list(range(8))
+    assert parts != sorted(parts)
+    assert all(value == float(f"{value:.2g}") for value in values)
+
+
+@pytest.mark.parametrize(("count", "counts"), [(8, [2, 6]), (4, [1, 3])])
+def test_choices_are_shared_out(count, counts):
+    draws = Choice(("constant", "cosine", "cosine", "cosine")).draws(random.Random(1), count)
+    assert [draws.count("constant"), draws.count("cosine")] == counts
+    orders = {tuple(Choice((5, 10)).draws(random.Random(seed), 4)) for seed in range(9)}
+    assert len(orders) > 2
+
+
+@pytest.mark.parametrize("optimizer", PEERS)
+def test_every_peer_gets_as_many_draws_and_the_same_ones_again(optimizer):
+    draws = time_to_target.draw(optimizer, PROTOCOL)
+    assert len(draws) == 8
+    assert draws == time_to_target.draw(optimizer, PROTOCOL)
+    assert draws != time_to_target.draw(optimizer, dataclasses.replace(PROTOCOL, seed=1))
+    assert all(set(draw) == set(SPACES[optimizer]) for draw in draws)
+    decayed = time_to_target.draw(optimizer, dataclasses.replace(PROTOCOL, workload="byte-gpt"))
+    assert {draw["weight_decay"] for draw in decayed} == {0.0, 0.1}
+
+
+def test_further_beats_sooner_and_sooner_beats_lower():
+    trials = [
+        trial(loss=0.1),
+        trial(loss=math.inf),
+        trial(reached=1, seconds=1.0, loss=0.04),
+        trial(reached=2, seconds=5.0, loss=0.03),
+        trial(reached=2, seconds=4.0, loss=0.05),
+    ]
+    order = sorted(trials, key=lambda t: t.rank)
+    assert order == [trials[4], trials[3], trials[2], trials[0], trials[1]]
+
+
+def test_a_trial_is_judged_by_the_lowest_target_it_reached():
+    run = record(losses=(3.0, 2.0, 0.9, math.inf, 0.45), targets=(1.0, 0.5, 0.4))
+    judged = time_to_target.judge(3, 2.0, {"lr": 1.0}, run)
+    assert judged == Trial(3, 2.0, {"lr": 1.0}, reached=2, seconds=2.0, step=40, loss=0.45)
+    none = time_to_target.judge(0, 2.0, {}, record(losses=(math.nan, 3.0), targets=(1.0,)))
+    assert (none.reached, none.seconds, none.step, none.loss) == (0, None, None, 3.0)
+
+
+def test_halving_trains_the_best_of_each_rung_longer(monkeypatch):
+    ran = []
+
+    def fake(worker, config):
+        if config.stop_at_target:
+            ran.append(config)
+        # The learning rate nearest to 0.01 is best, and nothing reaches a target.
+        loss = 1.0 + abs(math.log(config.lr / 0.01))
+        return record(losses=(9.0, loss), targets=config.targets, seconds=0.5)
+
+    monkeypatch.setattr(time_to_target, "train", fake)
+    told = []
+    outcome = time_to_target.tune("sgd", PROTOCOL, DIGITS, on_trial=told.append)
+    assert [config.seconds for config in ran] == [2.0] * 8 + [4.0] * 4 + [8.0]
+    assert {config.seed for config in ran} == {TUNING_SEED}
+    assert {config.clock for config in ran} == {"cpu"}
+    assert {config.targets for config in ran} == {DIGITS.targets}
+    assert len(told) == len(outcome.trials) == 13
+    drawn = [draw["lr"] for draw in time_to_target.draw("sgd", PROTOCOL)]
+    assert [config.lr for config in ran[:8]] == drawn
+    nearest = sorted(drawn, key=lambda lr: abs(math.log(lr / 0.01)))
+    assert [config.lr for config in ran[8:]] == [*nearest[:4], nearest[0]]
+    assert outcome.best.settings["lr"] == nearest[0]
+    # A cosine ends with its rung: ten steps took half a second.
+    lengths = {config.seconds: config.schedule_steps for config in ran if config.schedule_steps}
+    assert lengths == {s: 20 * s for s in lengths}
+    assert lengths.keys() >= {2.0, 4.0}
+
+
+def test_outcomes_survive_the_disk(tmp_path):
+    outcome = Tuned(PROTOCOL, "soap", (trial(1, 1.0), trial()))
+    outcome.save(tmp_path)
+    assert time_to_target.load("digits-autoencoder", "soap", tmp_path) == outcome
+    with pytest.raises(FileNotFoundError, match="muon was never tuned on digits-autoencoder"):
+        time_to_target.load("digits-autoencoder", "muon", tmp_path)
+
+
+def test_reported_runs_have_the_settings_that_were_chosen(tmp_path):
+    best = dataclasses.replace(
+        trial(1, 1.0),
+        settings={"lr": 0.02, "options.adamw_lr": 0.004, "schedule_steps": 70},
+    )
+    Tuned(PROTOCOL, "muon", (best, trial())).save(tmp_path)
+    make = time_to_target.configuration
+    muon = make(DIGITS, "muon", seconds=5.0, seed=3, folder=tmp_path)
+    assert (muon.lr, muon.options, muon.schedule_steps) == (0.02, {"adamw_lr": 0.004}, 70)
+    assert (muon.targets, muon.evaluate_every, muon.seed) == (DIGITS.targets, 25, 3)
+    own = make(DIGITS, TRUST_REGION, seconds=5.0, seed=3, folder=tmp_path)
+    # Nothing but the run itself is set: the library's defaults decide.
+    plain = RunConfig("digits-autoencoder", "trust-region", lr=1.0, seconds=5.0, seed=3)
+    assert own == plain.but(targets=DIGITS.targets, evaluate_every=5)
+    with pytest.raises(ValueError, match="tuned on"):
+        make(DIGITS, "muon", seconds=5.0, seed=TUNING_SEED, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_are_of_their_workloads(name):
+    benchmark = BENCHMARKS[name]
+    assert workload(name).name == benchmark.workload == name
+    assert list(benchmark.targets) == sorted(benchmark.targets, reverse=True)
+
+
+@pytest.mark.parametrize("path", sorted(time_to_target.FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_stored_outcomes_obey_one_protocol(path):
+    fields = json.loads(path.read_text())
+    outcome = time_to_target.load(fields["protocol"]["workload"], fields["optimizer"])
+    benchmark = BENCHMARKS[outcome.protocol.workload]
+    assert path.stem == f"{benchmark.workload}-{outcome.optimizer}"
+    assert outcome.protocol == Protocol(
+        benchmark.workload, benchmark.targets, benchmark.tuning_seconds
+    )
+    assert list(outcome.trials) == sorted(outcome.trials, key=lambda t: t.rank)
+    budgets = [t.budget / outcome.protocol.seconds for t in outcome.trials]
+    assert sorted(budgets) == [0.25] * 8 + [0.5] * 4 + [1.0]
+    # The trials are those that the search space and the seed give.
+    drawn = time_to_target.draw(outcome.optimizer, outcome.protocol)
+    for stored in outcome.trials:
+        expected = dict(drawn[stored.draw])
+        constant = expected.pop("schedule") == "constant"
+        settings = dict(stored.settings)
+        assert (settings.pop("schedule_steps") is None) == constant
+        assert json.dumps(settings, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+@pytest.mark.slow
+def test_runs_take_turns_and_are_what_they_would_be_alone():
+    muon = RunConfig("digits-autoencoder", "muon", lr=0.02, steps=4, evaluate_every=1, seed=5)
+    # Solving at every step, so that what the Fisher draws at each of them matters.
+    own = muon.but(optimizer="trust-region", lr=1.0, options={"solve_every": 1})
+    configs = [own, muon]
+    seen = []
+    raced = time_to_target.race(
+        configs, turn=1e-9, on_turn=lambda runs: seen.append([len(run.rows) for run in runs])
+    )
+    assert seen == [[2, 2], [3, 3], [4, 4], [5, 5]]
+    for config, run in zip(configs, raced, strict=True):
+        alone = train(SILENT, config)
+        assert [row.loss for row in run.rows] == [row.loss for row in alone.rows]
+    with pytest.raises(ValueError, match="positive"):
+        time_to_target.race(configs, turn=0.0)
+    with pytest.raises(ValueError, match="one number of threads"):
+        time_to_target.race([configs[0], configs[1].but(threads=2)])
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_from_tuning_to_report(tmp_path):
+    pytest.importorskip("pytorch_optimizer")
+    output, tuned = tmp_path / "report", tmp_path / "tuned"
+    names = "trust-region,soap,shampoo"
+    options = ["digits-autoencoder", "--optimizers", names, "--tune", "--trials", "2"]
+    options += ["--seconds", "0.1", "--seeds", "3"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "time_to_target.py")]
+    result = subprocess.run(
+        [*command, *options, "--output", str(output), "--tuned", str(tuned)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads((output / "digits-autoencoder.json").read_text())
+    assert report["seeds"] == [3]
+    optimizers = [run["config"]["optimizer"] for run in report["runs"]]
+    assert optimizers == ["trust-region", "soap", "shampoo"]
+    assert len(report["lines"]) == 3 * len(optimizers)
+    assert all(run["rows"][-1]["loss"] < run["rows"][0]["loss"] for run in report["runs"])
+    assert (output / "digits-autoencoder.svg").stat().st_size > 10_000
+    assert len(list(tuned.glob("*.json"))) == 2
+    assert "K-FAC, trust region" in result.stdout

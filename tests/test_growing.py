@@ -1,0 +1,169 @@
+"""Ready-made schedules, and batches of changing size: what the running factors make of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import soframe
+from soframe.losses import SquaredError
+from soframe.schedules import Every, GrowingBatch, GrowingInterval, WarmInterval, sample_decay
+from soframe.testing import compare
+from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
+from tests.test_fisher import deep, observe
+from tests.trust_region.kit import Measured, closures, trust_region, vector
+from tests.trust_region.test_optimizer import Dense, affine_net
+
+# -- intervals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (WarmInterval(4, steps=3), [0, 1, 2, 4, 8, 12]),
+        (WarmInterval(5, steps=7, first=2), [0, 2, 4, 6, 10]),
+        (GrowingInterval(4, age=0.5), [0, 1, 2, 3, 4, 6, 8, 12]),
+        (GrowingInterval(1), list(range(14))),
+    ],
+    ids=str,
+)
+def test_intervals_by_hand(value: Any, expected: list[int]) -> None:
+    every = Every("solve_every", value)
+    assert [step for step in range(14) if every.due(step)] == expected
+
+
+@given(power=st.integers(0, 8), age=st.sampled_from([0.01, 0.1, 0.3, 1.0]))
+@settings(max_examples=12)
+def test_nothing_is_older_than_its_share_of_the_steps(power: int, age: float) -> None:
+    interval = GrowingInterval(2**power, age)
+    every, last, due = Every("solve_every", interval), 0, 0
+    for step in range(1000):
+        if every.due(step):
+            last, due = step, due + 1
+        assert step - last < max(1.0, min(2**power, age * step) + 1e-9), step
+        assert interval(step) <= interval(step + 1) <= 2**power
+    # No more often than the age asks for, within the factor of two of the powers.
+    wanted = sum(1 / max(1.0, min(2**power, age * step)) for step in range(1000))
+    assert due <= 2 * wanted + 1
+
+
+@pytest.mark.parametrize("name", ["statistics_every", "solve_every"])
+def test_a_preconditioner_takes_them(name: str) -> None:
+    model = fill(nn.Linear(2, 2))
+    taken, seen = [], None
+    with closing(preconditioner(model, **{name: WarmInterval(3, steps=2)})) as own:
+        for step in range(7):
+            model(randn(3, 2, seed=step)).square().mean().backward()
+            own.step()
+            block = own._blocks[0]
+            data = {"statistics_every": block.running, "solve_every": block.second_order["A"]}
+            now = next(iter(data[name].values())).clone()
+            if seen is None or not torch.equal(now, seen):
+                taken.append(step)
+            seen = now
+    assert taken == [0, 1, 3, 6]
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+def test_the_batches_of_the_paper() -> None:
+    """``m_k = min(m_1 exp((k - 1) / b), |S|)`` with b such that ``m_500 = |S|``."""
+    size = GrowingBatch(1000, 60000, steps=499)
+    b = 499 / torch.tensor(60.0, dtype=torch.float64).log()
+    for k in (1, 2, 100, 499, 500, 501, 10**6):
+        exact = 1000 * torch.tensor((k - 1) / float(b), dtype=torch.float64).exp()
+        assert size(k - 1) == round(min(float(exact), 60000.0))
+
+
+@given(first=st.integers(1, 50), more=st.integers(0, 500), steps=st.integers(1, 60))
+@settings(max_examples=20)
+def test_batches_grow_from_the_first_to_the_full(first: int, more: int, steps: int) -> None:
+    size = GrowingBatch(first, first + more, steps)
+    sizes = [size(step) for step in range(steps + 2)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == (first if steps > 0 else first + more)
+    assert sizes[steps:] == [first + more] * 2
+
+
+def running(sizes: list[int], times: list[int], **settings: Any) -> list[torch.Tensor]:
+    """The running factors after batches of these sizes, each repeated within its batch."""
+    model = fill(deep())
+    own = preconditioner(model, fisher="type-2", loss="cross-entropy", **settings)
+    with closing(own):
+        for step, (size, repeats) in enumerate(zip(sizes, times, strict=True)):
+            x = randn(size, 3, seed=step).repeat(repeats, 1)
+            observe(model, own, [(x, torch.zeros(len(x)).long())], nn.functional.cross_entropy)
+            own.step()
+        return [factor for name in blocks(own) for factor in factors(own, name)]
+
+
+@given(times=st.lists(st.integers(1, 4), min_size=3, max_size=3))
+@settings(max_examples=6)
+def test_decay_counts_batches_whatever_their_size(times: list[int]) -> None:
+    """Every sample of a batch twice over is the same mean, and weighs the same in the average."""
+    plain = running([2, 3, 5], [1, 1, 1], decay=0.8)
+    for one, other in zip(plain, running([2, 3, 5], times, decay=0.8), strict=True):
+        compare(other, one, "factor")
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@settings(max_examples=8)
+def test_with_the_decay_of_samples_it_is_the_mean_over_all(sizes: list[int]) -> None:
+    found = running(sizes, [1] * len(sizes), decay=sample_decay(lambda step: sizes[step]))
+    model = fill(deep())
+    with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+        x = torch.cat([randn(size, 3, seed=step) for step, size in enumerate(sizes)])
+        observe(model, own, [(x, torch.zeros(len(x)).long())], nn.functional.cross_entropy)
+        own.step()
+        for name, pair in zip(blocks(own), zip(found[::2], found[1::2], strict=True), strict=True):
+            for one, whole in zip(pair, factors(own, name), strict=True):
+                compare(one, whole, name)
+
+
+def test_the_decay_of_samples_resumes_at_any_step() -> None:
+    decay = sample_decay(GrowingBatch(2, 8, steps=2))
+    assert decay(2) == 1 - 8 / 14
+    assert [decay(step) for step in range(3)] == [0.0, 1 - 4 / 6, 1 - 8 / 14]
+
+
+def test_trust_region_steps_on_growing_batches_are_the_dense_ones() -> None:
+    net = affine_net()
+    own = trust_region(net, SquaredError(), Measured(0.5), decay=0.0, reject=False)
+    reference, size = Dense(vector(net), 0.5), GrowingBatch(2, 16, steps=3)
+    for step in range(4):
+        x, y = randn(16, 3, seed=step), randn(16, 2, seed=step + 5)
+        batch = (x[: size(step)], y[: size(step)])
+        own.step(closures(net, [batch], half_square))
+        predicted = reference.step([batch])
+        compare(vector(net), reference.theta, f"parameters after step {step}")
+        assert own.last["predicted"] == pytest.approx(predicted, rel=1e-8)
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WarmInterval(0, 3), "WarmInterval: interval must be a positive integer, not 0"),
+        (lambda: WarmInterval(2, 3, first=True), "first must be a positive integer, not True"),
+        (lambda: GrowingInterval(0), "last must be a positive integer, not 0"),
+        (lambda: GrowingInterval(12), "last must be a power of two, not 12"),
+        (lambda: GrowingInterval(4, age=0.0), r"age must be in \(0, 1\], not 0.0"),
+        (lambda: GrowingInterval(4, age=float("nan")), r"age must be in \(0, 1\], not nan"),
+        (lambda: GrowingBatch(2.0, 8, 3), "first must be a positive integer, not 2.0"),  # type: ignore[arg-type]
+        (lambda: GrowingBatch(2, 8, 0), "steps must be a positive integer, not 0"),
+        (lambda: GrowingBatch(9, 8, 3), "first must not be above full, not 9 and 8"),
+    ],
+)
+def test_settings_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_they_are_part_of_the_package() -> None:
+    assert soframe.schedules.GrowingBatch is GrowingBatch

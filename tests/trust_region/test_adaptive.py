@@ -1,0 +1,108 @@
+"""The preconditioner's own damping: which dampings are tried, and that the best one is kept."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from soframe.testing import compare
+from soframe.trust_region import AdaptiveDamping, Quadratic
+from tests.trust_region.kit import classes_of, deep, trust_region, vector
+
+
+def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
+    damping = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
+    assert damping.neighbours(0) == []  # nobody has asked yet
+    assert damping.at(2.0) == 2.0
+    assert damping.at(7.0) == 2.0
+    assert damping.neighbours(0) == [0.5, 8.0]
+    assert damping.neighbours(1) == damping.neighbours(2) == []
+    damping.choose(0.5)
+    assert damping.at(7.0) == 0.5
+    assert damping.neighbours(3) == [0.125, 2.0]
+    damping.choose(0.125)
+    assert damping.neighbours(3) == [0.1, 0.5]
+    damping.choose(0.1)
+    assert damping.neighbours(6) == [0.4]  # itself is tried anyway
+    again = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
+    again.load(damping.state())
+    assert again.at(5.0) == 0.1
+    again.load({})
+    assert again.at(50.0) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": 1.0}, "ratio must be above 1, not 1.0"),
+        ({"interval": 0}, "interval must be at least 1, not 0"),
+        ({"low": 0.0}, "needs 0 < low < high"),
+        ({"low": 2.0, "high": 1.0}, "needs 0 < low < high, not 2.0, 1.0"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"AdaptiveDamping: {message}"):
+        AdaptiveDamping(**settings)
+
+
+def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
+    # Alone the second would be best; with the third direction beside it, the first is.
+    curvature = torch.diag(torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64))
+    curvature[1, 2] = curvature[2, 1] = 0.9
+    model = Quadratic(curvature, torch.tensor([-1.0, -1.1, -1.0], dtype=torch.float64))
+    best, chosen = model.best_with_one_of(2)
+    assert best == 0
+    compare(chosen.curvature, torch.eye(2, dtype=torch.float64), "curvature")
+    compare(chosen.slope, torch.tensor([-1.0, -1.0], dtype=torch.float64), "slope")
+    alone = Quadratic(model.curvature[:2, :2], model.slope[:2])
+    assert alone.best_with_one_of(2)[0] == 1
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
+    """Against three optimizers, each with one of the dampings."""
+    model = deep()
+    adaptive = AdaptiveDamping(ratio=5.0, interval=3)
+    own = trust_region(
+        model,
+        "cross-entropy",
+        0.05,
+        solver=solver,
+        solve_every=3,
+        preconditioner_damping=adaptive,
+    )
+    kept = 0.05
+    for step in range(4):
+        x, y = classes_of(step)
+        if step % 3 == 0:
+            promised = {}
+            for damping in (kept, kept / 5, kept * 5):
+                other = copy.deepcopy(model)
+                fixed = trust_region(
+                    other,
+                    "cross-entropy",
+                    0.05,
+                    solver=solver,
+                    preconditioner_damping=damping / 0.05,
+                )
+                fixed.load_state_dict(own.state_dict() | {"damping": fixed.damping.state()})
+                fixed.step(lambda: F.cross_entropy(other(x), y))  # noqa: B023
+                promised[damping] = (fixed.last["predicted"], vector(other), fixed)
+            kept = min(promised, key=lambda damping: promised[damping][0])
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        if step % 3 == 0:
+            predicted, weights, fixed = promised[kept]
+            assert own.last["predicted"] == pytest.approx(predicted, rel=1e-9)
+            compare(vector(model), weights, f"parameters after step {step}")
+        assert adaptive.at(0.0) == kept
+        # What the layers are preconditioned with until the next solve is of the damping kept.
+        for mine, theirs in zip(
+            own.preconditioner._blocks, fixed.preconditioner._blocks, strict=True
+        ):
+            for factor, tensors in theirs.second_order.items():
+                for name, tensor in tensors.items():
+                    compare(mine.second_order[factor][name], tensor, f"{factor} {name}")
+    assert kept != 0.05

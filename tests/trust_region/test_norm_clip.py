@@ -1,0 +1,97 @@
+"""The norm clip against its closed form: alone, with the KL clip, and with several rates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import soframe
+from soframe.testing import compare
+from soframe.trust_region import norm_clip_factor
+from tests.curvature import closing
+from tests.trust_region.test_kl_clip import clip, net, step
+
+
+def norm_clip(p: Sequence[Tensor], lrs: Sequence[float], bound: float) -> float:
+    """The factor by its definition, over parameters."""
+    length = sum(float((lr * a).square().sum()) for lr, a in zip(lrs, p, strict=True)) ** 0.5
+    return min(1.0, bound / length)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    bound=st.floats(1e-6, 1e3),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+)
+@settings(max_examples=20)
+def test_closed_form(sizes: list[int], bound: float, scale: float) -> None:
+    p = [scale * torch.randn(1, n, 2, dtype=torch.float64) for n in sizes]
+    lrs = [0.1 * (1 + i) for i in range(len(sizes))]
+    factor = norm_clip_factor(p, lrs, bound)
+    compare(factor, torch.tensor(norm_clip(p, lrs, bound), dtype=torch.float64), "factor")
+    moved = sum(float((lr * factor * q).square().sum()) for lr, q in zip(lrs, p, strict=True))
+    assert moved**0.5 <= bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("norm", [1e-4, 1e30])
+@pytest.mark.parametrize("kl", [None, 1e-8, 1e30])
+def test_the_stricter_clip_holds(norm: float, kl: float | None) -> None:
+    plain, model = net(), net()
+    groups = [{"params": list(model[i].parameters())} for i in (0, 3)]
+    optimizer = torch.optim.SGD(groups, lr=0.3)
+    optimizer.param_groups[1]["lr"] = torch.tensor(2.0, dtype=torch.float64)
+    own = soframe.Preconditioner(
+        model, kl_clip=kl, norm_clip=norm, optimizer=optimizer, statistics_every=1
+    )
+    with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None)) as unclipped:
+        raw, p = step(plain, unclipped)
+        _, clipped = step(model, own)
+    lrs = [0.3, 0.3, 2.0, 2.0]
+    factor = min(norm_clip(p, lrs, norm), 1.0 if kl is None else clip(raw, p, lrs, kl))
+    for one, other in zip(clipped, p, strict=True):
+        compare(one, factor * other, "clipped")
+    if norm < 1 and kl != 1e-8:
+        moved = sum(float((lr * q).square().sum()) for lr, q in zip(lrs, clipped, strict=True))
+        assert moved**0.5 == pytest.approx(norm)
+
+
+def test_a_schedule_of_the_bound() -> None:
+    plain, model = net(), net()
+    own = soframe.Preconditioner(
+        model, kl_clip=None, norm_clip=lambda n: 1e-3 / (1 + n), lr=0.5, statistics_every=1
+    )
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    with closing(own), closing(unclipped):
+        for number in range(2):
+            _, p = step(plain, unclipped, number)
+            _, clipped = step(model, own, number)
+            factor = norm_clip(p, [0.5] * 4, 1e-3 / (1 + number))
+            for one, other in zip(clipped, p, strict=True):
+                compare(one, factor * other, f"step {number}")
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    """Tensors without values: reading one would raise."""
+    p = [torch.empty(1, 2, 3, device="meta"), torch.empty(2, 1, 1, device="meta")]
+    factor = norm_clip_factor(p, [0.1, torch.empty((), device="meta")], 1e-3)
+    assert factor.is_meta
+    assert factor.shape == ()
+
+
+def test_zeros_stay_zero() -> None:
+    assert norm_clip_factor([torch.zeros(1, 2, 2)], [0.1], 1e-3) == 1.0
+
+
+def test_without_a_learning_rate_it_says_what_it_assumes() -> None:
+    with pytest.warns(UserWarning, match="assumes a learning rate of 0.1"):
+        soframe.Preconditioner(net(), kl_clip=None, norm_clip=1.0).close()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "1", True])
+def test_bounds_out_of_range(bad: Any) -> None:
+    with pytest.raises(ValueError, match="norm_clip must be"):
+        soframe.Preconditioner(net(), norm_clip=bad, lr=0.1)
