@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from soframe import checkpoint
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import Case, Run, mean_over, same, snapshot
+from tests.distributed.training import LR, Case, Run, mean_over, same, snapshot
 from tests.state.test_resume import equal, triangles
 
 pytestmark = [
@@ -244,3 +244,15 @@ def test_a_part_does_not_change_while_training_goes_on(strategy):
     kept = copy.deepcopy(part)
     train(run, AT, STEPS)
     assert equal(part, kept)
+
+
+def test_the_learning_rates_that_clips_began_with_are_kept(tmp_path):
+    before = make("comm-opt", 0, 1, clip_lr="initial")
+    before.step(0)
+    before.optimizer.param_groups[0]["lr"] /= 7  # a schedule's
+    after = make("comm-opt", 0, 1, clip_lr="initial")
+    after.optimizer.param_groups[0]["lr"] /= 7  # the optimizer resumes
+    after.step(0)
+    save(before, tmp_path)
+    checkpoint.load(after.preconditioner, tmp_path)
+    assert after.preconditioner._lrs.state() == before.preconditioner._lrs.state() == [LR]
