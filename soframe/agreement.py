@@ -31,7 +31,7 @@ def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None
         ValueError: On every rank, if they would not.
     """
     own = placement.digest + hashlib.sha256(settings.encode()).digest()
-    digests = _exchange(backend, own)
+    digests = _exchange(backend, own, "start")
     failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
     if failed:
         raise ValueError(f"rank(s) {failed} could not start; the reason is in their own error")
@@ -55,7 +55,37 @@ def say_failed(backend: Backend) -> None:
     Args:
         backend: The backend.
     """
-    _exchange(backend, bytes(2 * _SIZE))
+    _exchange(backend, bytes(2 * _SIZE), "start")
+
+
+def agree_on_state(backend: Backend, state: str | None) -> None:
+    """Check that all ranks are about to load the same state.
+
+    Ranks that went on from different steps would enter different collectives.
+
+    Args:
+        backend: The backend.
+        state: What must be the same on every rank, as text; None if this rank cannot load its
+            state, and is about to raise.
+
+    Raises:
+        ValueError: On every rank that can load its own, if another cannot or has another.
+    """
+    own = bytes(_SIZE) if state is None else hashlib.sha256(state.encode()).digest()
+    digests = _exchange(backend, own, "state")
+    if state is None:
+        return
+    failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
+    if failed:
+        raise ValueError(
+            f"rank(s) {failed} could not load the state, so nothing was loaded on any rank; the "
+            f"reason is in their own error"
+        )
+    if others := _differing(digests, slice(None)):
+        raise ValueError(
+            f"rank(s) {others} and rank 0 would go on from different states: load the same "
+            f"checkpoint on every rank"
+        )
 
 
 def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
@@ -117,10 +147,10 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
         )
 
 
-def _exchange(backend: Backend, own: bytes) -> list[bytes]:
+def _exchange(backend: Backend, own: bytes, phase: str) -> list[bytes]:
     tensor = torch.tensor(list(own), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))
-    return [bytes(t.tolist()) for t in backend.all_gather(tensor, "start")]
+    return [bytes(t.tolist()) for t in backend.all_gather(tensor, phase)]
 
 
 def _differing(digests: Sequence[bytes], where: slice) -> list[int]:

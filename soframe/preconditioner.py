@@ -370,15 +370,19 @@ class Preconditioner:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state, perhaps of another world size, strategy or solver.
 
+        Call it on every rank.
+
         Args:
             saved: What `state_dict` returned.
 
         Raises:
-            ValueError: If the state is foreign, truncated or of another model; nothing has changed
-                then.
+            ValueError: If the state is foreign, truncated or of another model, or another rank's
+                is, or the ranks' states differ; nothing has changed then, on any rank.
         """
-        state.check(saved, self._blocks, self._scaling)
-        state.load_blocks(saved, self._blocks, self.placement, self.backend.rank)
+        self._load(saved, lambda: state.check(saved, self._blocks, self._scaling))
+
+    def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
+        state.load(saved, self._blocks, self.placement, self.backend, check)
         self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))

@@ -8,12 +8,14 @@ everything before it changes anything.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from soframe.agreement import agree_on_state
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
@@ -53,8 +55,34 @@ def save(
     """
     if any(map(_is_spread, placement.blocks)):
         backend.meet("Preconditioner.state_dict()")
+    state = header(blocks, counters, step, owed_statistics, scaling)
     factors = _gather_factors(blocks, placement, backend)
     data = _gather_second_order(blocks, placement, backend)
+    for block in blocks:
+        saved = state["blocks"][block.name]
+        saved.update(factors=factors[block], second_order=data[block])
+    return state
+
+
+def header(
+    blocks: Sequence[Block],
+    counters: Mapping[str, int],
+    step: int,
+    owed_statistics: int,
+    scaling: str,
+) -> dict[str, Any]:
+    """Return the state without its tensors: numbers and strings, the same on every rank.
+
+    Args:
+        blocks: The blocks.
+        counters: What went wrong so far.
+        step: Completed steps.
+        owed_statistics: Steps to come that take statistics whatever the interval says.
+        scaling: The scaling convention.
+
+    Returns:
+        What `check_header` checks.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -68,8 +96,6 @@ def save(
                 "method": describe(block.method),
                 "solver": describe(block.solver),
                 "mass": block.mass,
-                "factors": factors[block],
-                "second_order": data[block],
             }
             for block in blocks
         },
@@ -140,10 +166,26 @@ def _gather_second_order(
 
 
 def check(state: Any, blocks: Sequence[Block], scaling: str) -> None:
-    """Check that a state belongs to these blocks.
+    """Check that a state belongs to these blocks, and is whole.
 
     Args:
         state: What `save` returned, perhaps in another run.
+        blocks: The blocks.
+        scaling: The scaling convention in force.
+
+    Raises:
+        ValueError: If it does not; the message says what differs.
+    """
+    check_header(state, blocks, scaling)
+    for block in blocks:
+        _check_tensors(block.name, state["blocks"][block.name], block)
+
+
+def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
+    """Check that a state belongs to these blocks, without a look at its tensors.
+
+    Args:
+        state: What `save` returned, perhaps in another run; its blocks may lack their tensors.
         blocks: The blocks.
         scaling: The scaling convention in force.
 
@@ -193,10 +235,7 @@ def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
 
 
 def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
-    keys = ("shape", "method", "solver", "mass", "factors", "second_order")
-    missing = [key for key in keys if key not in saved]
-    if missing:
-        raise ValueError(f"the state is truncated: block {name!r} lacks {', '.join(missing)}")
+    _require(name, saved, "shape", "method", "solver", "mass")
     if saved["shape"] != list(block.shape):
         raise ValueError(
             f"block {name!r} has shape {saved['shape']} in the state and {list(block.shape)} in "
@@ -206,9 +245,20 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
         raise ValueError(
             f"block {name!r} was made by {saved['method']}, and is now by {describe(block.method)}"
         )
-    mass, factors = saved["mass"], _mapping(f"factors of block {name!r}", saved["factors"])
+    mass = saved["mass"]
     if not isinstance(mass, float) or not 0 <= mass < math.inf:
         raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
+
+
+def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ValueError(f"the state is truncated: block {name!r} lacks {', '.join(missing)}")
+
+
+def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
+    _require(name, saved, "factors", "second_order")
+    mass, factors = saved["mass"], _mapping(f"factors of block {name!r}", saved["factors"])
     wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
     if set(factors) != (set(wanted) if mass > 0 else set()):
         raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
@@ -234,6 +284,37 @@ def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"the state is damaged: {what} is {got}, not a tensor of shape {shape}")
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"the state is damaged: {what} is not finite")
+
+
+def load(
+    state: Any,
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    check: Callable[[], object],
+) -> None:
+    """Load a state on every rank, or on none.
+
+    Args:
+        state: The state.
+        blocks: The blocks, in the placement's order.
+        placement: Who holds what.
+        backend: The backend.
+        check: Raises if this rank cannot load the state.
+
+    Raises:
+        ValueError: If some rank cannot, or the ranks have different states.
+    """
+    backend.meet("loading the state of a preconditioner")
+    try:
+        check()
+    except Exception:  # whatever it is: the other ranks wait, and must be told
+        agree_on_state(backend, None)
+        raise
+    numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
+    known = {name: [b["mass"], sorted(b["second_order"])] for name, b in state["blocks"].items()}
+    agree_on_state(backend, json.dumps([numbers, known], sort_keys=True))
+    load_blocks(state, blocks, placement, backend.rank)
 
 
 def load_blocks(

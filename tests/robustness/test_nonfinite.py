@@ -50,7 +50,7 @@ class Bad:
         return self.step % self.intervals[1] == 0
 
 
-STRATEGIES = ("comm-opt", "mem-opt", "hybrid-opt")
+STRATEGIES = ("comm-opt", "mem-opt", "hybrid-opt", "sharded")
 INF = float("inf")
 CASES = [
     *[Bad(where, value=value) for where in ("gradient", "input") for value in (INF, -INF)],

@@ -162,7 +162,7 @@ def fail_on_one_rank(rank: int, ranks: int, strategies: list[str]) -> list[Any]:
 
 @pytest.mark.distributed
 def test_a_failure_on_one_rank_is_known_to_all():
-    strategies = ["comm-opt", "mem-opt", "hybrid-opt"]
+    strategies = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
     results = run_ranks(fail_on_one_rank, 2, strategies, timeout=60)
     for number, (first, second) in enumerate(zip(*results, strict=True)):
         assert torch.equal(first[0], second[0])
