@@ -288,6 +288,7 @@ def main() -> int:
         return 0
     # So that what is asked to end cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where started with "&"
     remove_leftovers()
     found = {}
     for gbit in options.gbit:

@@ -340,8 +340,7 @@ class Preconditioner:
         """Return what this rank's collectives carried so far.
 
         Returns:
-            Phase -> ``{"bytes", "calls"}``, and ``"total"``. Bytes are those of the tensors that
-            this rank gives or receives, not what an engine's algorithm makes of them.
+            Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes of what this rank hands over.
         """
         return self.backend.traffic()
 
@@ -368,9 +367,7 @@ class Preconditioner:
         return {**saved, "initial_lrs": self._lrs.state()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a state, perhaps of another world size, strategy or solver.
-
-        Call it on every rank.
+        """Continue, on every rank, from a state, perhaps of another world size or strategy.
 
         Args:
             saved: What `state_dict` returned.
@@ -391,8 +388,7 @@ class Preconditioner:
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
 
-        For a batch that is given up between ``backward`` and ``step``; call it where the gradients
-        are zeroed, on every rank.
+        For a batch given up before ``step``: call it where gradients are zeroed, on every rank.
         """
         self._statistics.clear()
         self._capture.reset()

@@ -83,7 +83,8 @@ def check_run(run):
     assert summary["final_loss"] == rows[-1]["loss"]
     assert summary["bytes_per_step"] == pytest.approx(sum(run["sent_bytes_per_step"].values()))
     assert summary["curvature_bytes"] == max(run["curvature_bytes"])
-    assert (summary["curvature_bytes"] > 0) == (run["config"]["optimizer"] == "kfac")
+    own = run["config"]["optimizer"] in ("kfac", "trust-region")
+    assert (summary["curvature_bytes"] > 0) == own
     for hit in summary["targets"]:
         first = next((row for row in rows if row["loss"] <= hit["target"]), None)
         assert hit["step"] == (first and first["step"])
