@@ -62,7 +62,7 @@ class AdaptiveDamping:
             step: Completed steps.
 
         Returns:
-            None where no trial is due.
+            An empty list where no trial is due.
         """
         if self._now is None or step % self.interval:
             return []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from soframe import checkpoint
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import LR, Case, Run, mean_over, same, snapshot
+from tests.distributed.training import LR, Case, Run, mean_over, preconditioner_of, same, snapshot
 from tests.state.test_resume import equal, triangles
 
 pytestmark = [
@@ -251,8 +251,12 @@ def test_the_learning_rates_that_clips_began_with_are_kept(tmp_path):
     before.step(0)
     before.optimizer.param_groups[0]["lr"] /= 7  # a schedule's
     after = make("comm-opt", 0, 1, clip_lr="initial")
-    after.optimizer.param_groups[0]["lr"] /= 7  # the optimizer resumes
+    after.optimizer.param_groups[0]["lr"] /= 7  # the optimizer resumes first
+    after.preconditioner.close()
+    case = CASE.with_options(strategy="comm-opt", clip_lr="initial")
+    after.preconditioner = preconditioner_of(after.model, after.optimizer, case, None)
     after.step(0)
+    assert after.preconditioner._lrs.state() == [LR / 7]
     save(before, tmp_path)
     checkpoint.load(after.preconditioner, tmp_path)
     assert after.preconditioner._lrs.state() == before.preconditioner._lrs.state() == [LR]

@@ -45,6 +45,20 @@ class Temporaries(nn.Module):
         return total
 
 
+class Noisy(nn.Module):
+    """The same random functions of the same tensor, twice: their results differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        views = F.dropout(hidden, 0.5) * F.dropout(hidden, 0.5).cos()
+        noise = torch.randn_like(hidden) - torch.randn_like(hidden)
+        return self.last((views + noise).tanh())
+
+
 class Positions(nn.Module):
     """Rows of three dimensions, attention, layer norm, gelu, dropout and in-place functions."""
 
@@ -79,6 +93,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sigmoids, reuse": (Sigmoids, (5, 3)),
     "temporaries": (Temporaries, (5, 3)),
     "positions": (Positions, (4, 6)),
+    "noisy": (Noisy, (5, 3)),
     "partly frozen": (without_bias_gradient, (5, 3)),
     "convolutions": (images, (3, 2, 4, 4)),
     "in-place": (lambda: images(inplace=True), (3, 2, 4, 4)),
