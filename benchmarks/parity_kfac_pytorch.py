@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +25,12 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse, Solver
 
 STEPS = 5
 LR = 0.1
 ROUNDING = 1e-11
-MISSING = """kfac-pytorch cannot be imported ({error}).
-
-Install it, or name a folder that has its package `kfac`:
-
-    git clone https://github.com/gpauloski/kfac-pytorch.git
-    python benchmarks/parity_kfac_pytorch.py --kfac-path kfac-pytorch
-"""
-
 Numbers = dict[str, Tensor]
 
 
@@ -210,33 +201,15 @@ class DoubleTorch:
         return getattr(torch, name)
 
 
-def import_kfac(path: Path | None) -> None:
-    """Import kfac-pytorch, also from a folder where it was not installed.
+def import_double_kfac(path: Path | None) -> None:
+    """Import kfac-pytorch; it decomposes in float32 whatever it is asked for: not here.
 
     Args:
         path: A folder to look in first.
     """
-    if path is not None:
-        sys.path.insert(0, str(path))
-    version = importlib.metadata.version
-
-    def known_version(name: str) -> str:
-        try:
-            return version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    # It asks for its own version, which only an installed package has.
-    importlib.metadata.version = known_version
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Apex is missing
-            importlib.import_module("kfac.preconditioner")
-            for solver in ("eigen", "inverse"):
-                # It decomposes in float32, whatever it is asked for; that would hide differences.
-                importlib.import_module(f"kfac.layers.{solver}").torch = DoubleTorch()
-    finally:
-        importlib.metadata.version = version
+    import_kfac_pytorch(path)
+    for solver in ("eigen", "inverse"):
+        importlib.import_module(f"kfac.layers.{solver}").torch = DoubleTorch()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -246,13 +219,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, help="write kfac-pytorch's figures to this file")
     options = parser.parse_args(arguments)
     try:
-        import_kfac(options.kfac_path)
+        import_double_kfac(options.kfac_path)
     except ImportError as error:
-        print(MISSING.format(error=error), file=sys.stderr)
+        script = "benchmarks/parity_kfac_pytorch.py"
+        print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
         return 2
-    # torch says so of kfac-pytorch's hooks on a first layer; the other is said of the intervals.
-    warnings.filterwarnings("ignore", "Full backward hook is firing")
-    warnings.filterwarnings("ignore", "It is suggested that inv_update_steps")
     worst = 0.0
     stored = {}
     print(f"largest relative difference over {STEPS} steps")
