@@ -255,9 +255,11 @@ def curvature_along(
             jacobian_product(model, forward, outputs, parameters, direction)
             for direction in directions
         ]
-        products = [forward.hessian_product(tangent).flatten() for tangent in tangents]
-        flat = torch.stack([tangent.flatten() for tangent in tangents])
-        total += (torch.stack(products) @ flat.T).double().cpu()
+        for i, tangent in enumerate(tangents):
+            product = forward.hessian_product(tangent).flatten()
+            # One by one: copies of outputs into one matrix would cost more than the products.
+            row = [product @ other.flatten() for other in tangents]
+            total[i] += torch.stack(row).double().cpu()
     return (total + total.T) / 2
 
 
