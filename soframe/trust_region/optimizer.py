@@ -340,8 +340,12 @@ class TrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, curvature: bool = True) -> dict[str, Any]:
         """Return the optimizer's state, the preconditioner's and the damping's.
+
+        Args:
+            curvature: Whether the preconditioner's is in it, gathered from all ranks; without it
+                save `soframe.checkpoint.part` of ``preconditioner`` beside.
 
         Returns:
             For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
@@ -349,7 +353,7 @@ class TrustRegion(torch.optim.Optimizer):
         own = self._own_damping
         return {
             **super().state_dict(),
-            "curvature": self.preconditioner.state_dict(),
+            "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
                 "steps": self._steps,
                 "burn_in": self._burn_in,
@@ -363,7 +367,8 @@ class TrustRegion(torch.optim.Optimizer):
         """Continue from a state.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: What `state_dict` returned. If it is without curvature, the preconditioner
+                stays as it is: see `soframe.checkpoint.load`.
 
         Raises:
             ValueError: If it is not the state of a TrustRegion on such a model.
@@ -375,7 +380,8 @@ class TrustRegion(torch.optim.Optimizer):
         own = state_dict["trust_region"]
         if set(own["damping"]) != set(self.damping.state()):
             raise ValueError(f"the state is that of another damping policy than {self.damping!r}")
-        self.preconditioner.load_state_dict(state_dict["curvature"])
+        if state_dict["curvature"] is not None:
+            self.preconditioner.load_state_dict(state_dict["curvature"])
         super().load_state_dict(rest)
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
