@@ -230,8 +230,9 @@ class Runner:
             "held": self.held / 1e6,
             "wall": [[1e3 * t for t in repeat] for repeat in self.wall],
             "cpu": [[1e3 * t for t in repeat] for repeat in self.cpu],
-            "apart": 0.0 if reference is None else float((self.gone() - reference).norm())
-            / float(reference.norm()),
+            "apart": 0.0
+            if reference is None
+            else float((self.gone() - reference).norm()) / float(reference.norm()),
         }
 
     def measure_held(self, before: Iterable[int]) -> None:
