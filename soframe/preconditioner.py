@@ -150,10 +150,8 @@ class Preconditioner:
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._fisher = Fisher(
-            fisher,  # type: ignore[arg-type]  # checked there
-            None if loss is None else KINDS["loss"].build(loss, Loss),
-        )
+        chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
+        self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
         forward_only = fisher == "forward-only"
         self._choices = Choices(
             method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
@@ -197,6 +195,7 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
+        self._statistics.arrive()
         finite, weights = self._agree()
         work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
@@ -397,4 +396,5 @@ class Preconditioner:
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
+        self._statistics.arrive()
         self._closed = True

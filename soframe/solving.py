@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -9,13 +10,17 @@ import torch
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver, own_memory
+from soframe.comm.fusion import Parcel, deliver, deliveries, own_memory
+from soframe.comm.tasks import start
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.running import settle
-from soframe.solvers.base import SolveFailedError, mean_trace, solve_safely
+from soframe.solvers.base import SolveFailedError, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
 
 log = logging.getLogger("soframe")
+
+
+_RAISED = 2  # in the outcomes, where 1 is a factor that cannot be solved
 
 
 def solve(
@@ -28,8 +33,9 @@ def solve(
 ) -> None:
     """Solve the factors that are due on their owners and share the results.
 
-    A factor that cannot be solved keeps its last good second-order data, on every rank: the ranks
-    agree on the failures before anything is shared.
+    What is solved travels while the next factors are solved. A factor that cannot be solved keeps
+    its last good second-order data, on every rank: zeros travel for it, and when the ranks agree on
+    the failures, afterwards, nobody takes them.
 
     Args:
         blocks: All blocks, in the placement's order.
@@ -38,31 +44,64 @@ def solve(
         backend: The backend.
         damping: The damping of this step.
         counters: ``retried_solves`` and ``failed_solves`` are raised.
+
+    Raises:
+        RuntimeError: If a solver raised something else on another rank; there, what it raised.
     """
     where = dict(zip(blocks, placement.blocks, strict=True))
     settle(backend, [(block, where[block]) for block in due])
+    jobs = [_Job(block, i, f, where[block]) for block in due for i, f in enumerate(block.factors)]
     traces = _mean_traces(due, where, backend)
-    jobs = [(block, i, factor) for block in due for i, factor in enumerate(block.factors)]
-    fresh: dict[tuple[Block, str], dict[str, torch.Tensor]] = {}
-    outcome = torch.zeros(2, len(jobs))  # failed, retried
-    for number, (block, index, factor) in enumerate(jobs):
-        if where[block].owners[index] != backend.rank:
-            continue
-        try:
-            data, retried = _solve_factor(block, index, factor, traces[block], damping)
-        except SolveFailedError as error:
-            outcome[0, number] = 1
-            log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
-        else:
-            outcome[1, number] = retried
-            fresh[block, factor.name] = data
-    failed, retried_on = _agree(outcome, backend)
+    for job in jobs:
+        if job.owner == backend.rank:
+            job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+    end = start(deliveries(backend, [job.parcel for job in jobs], "share"), overlap=backend.overlap)
+    failed, retried_on = _agree(jobs, backend)
+    end()
+    _raise_errors(jobs, failed)
     counters["failed_solves"] += sum(failed)
     counters["retried_solves"] += sum(retried_on)
-    solved = [job for job, bad in zip(jobs, failed, strict=True) if not bad]
-    _share(solved, fresh, where, backend)
-    for block in due:
-        block.solved_factors.update(f.name for b, _, f in solved if b is block)
+    for job, bad in zip(jobs, failed, strict=True):
+        if not bad:
+            job.keep(backend.rank)
+
+
+class _Job:
+    """One factor to solve."""
+
+    def __init__(self, block: Block, index: int, factor: FactorSpec, place: BlockPlacement) -> None:
+        self.block, self.index, self.factor, self.place = block, index, factor, place
+        self.owner = place.owners[index]
+        self.specs = block.tensors[factor.name]
+        self.failed = self.retried = 0
+        self.error: Exception | None = None
+        group = share_group(self.owner, place.gradient_workers)
+        specs = tuple(self.specs.values())
+        self.parcel = Parcel(self.owner, group, specs, block.dtype, block.device)
+
+    def solve(self, traces: list[torch.Tensor], damping: float) -> list[torch.Tensor] | None:
+        """Solve on the owner; None if that fails."""
+        block, factor = self.block, self.factor
+        try:
+            share = block.solver.shares(traces, damping)[self.index]
+            data, retried = solve_safely(block.solver, block.matrix(factor), share)
+        except SolveFailedError as error:
+            self.failed = 1
+            log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
+            return None
+        except Exception as error:  # whatever it is: the other ranks wait, and must be told
+            self.failed, self.error = _RAISED, error
+            return None
+        self.retried = int(retried)
+        return [data[name] for name in self.specs]
+
+    def keep(self, rank: int) -> None:
+        """Take what has arrived, where it is needed."""
+        self.block.solved_factors.add(self.factor.name)
+        if rank in self.place.gradient_workers:
+            assert self.parcel.tensors is not None
+            kept = map(own_memory, self.parcel.tensors)
+            self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))
 
 
 def _mean_traces(
@@ -81,7 +120,7 @@ def _mean_traces(
         strict=True,
     ):
         if where[block].owners[index] == backend.rank:
-            part.copy_(mean_trace(block.matrix(factor)))
+            part.copy_(block.mean_trace(factor))
     if told:
         numbers = numbers.to(backend.wire_device(numbers.device))
         backend.all_reduce(numbers, "agree").wait()
@@ -91,54 +130,29 @@ def _mean_traces(
         if block in told:
             traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.factors]
         elif backend.rank in where[block].owners:
-            traces[block] = [mean_trace(block.matrix(factor)) for factor in block.factors]
+            traces[block] = [block.mean_trace(factor) for factor in block.factors]
     return traces
 
 
-def _solve_factor(
-    block: Block, index: int, factor: FactorSpec, traces: list[torch.Tensor], damping: float
-) -> tuple[dict[str, torch.Tensor], bool]:
-    shares = block.solver.shares(traces, damping)
-    return solve_safely(block.solver, block.matrix(factor), shares[index])
-
-
-def _agree(outcome: torch.Tensor, backend: Backend) -> tuple[list[int], list[int]]:
-    vector = outcome.flatten().to(backend.wire_device(outcome.device))
+def _agree(jobs: Sequence[_Job], backend: Backend) -> tuple[list[int], list[int]]:
+    """Return which factors failed, and which were retried, on their owners."""
+    outcome = [[job.failed for job in jobs], [job.retried for job in jobs]]
+    vector = torch.tensor(outcome, dtype=torch.float32).flatten()
+    vector = vector.to(backend.wire_device(vector.device))
     backend.all_reduce(vector, "agree").wait()
     numbers = [int(value) for value in vector.tolist()]
-    return numbers[: outcome.shape[1]], numbers[outcome.shape[1] :]
+    return numbers[: len(jobs)], numbers[len(jobs) :]
 
 
-def _share(
-    solved: Sequence[tuple[Block, int, FactorSpec]],
-    fresh: dict[tuple[Block, str], dict[str, torch.Tensor]],
-    where: dict[Block, BlockPlacement],
-    backend: Backend,
-) -> None:
-    parcels = []
-    for block, index, factor in solved:
-        place = where[block]
-        specs = block.tensors[factor.name]
-        own = fresh.get((block, factor.name))
-        group = share_group(place.owners[index], place.gradient_workers)
-        tensors = None if own is None else [own[name] for name in specs]
-        parcels.append(
-            Parcel(
-                place.owners[index],
-                group,
-                tuple(specs.values()),
-                block.dtype,
-                block.device,
-                tensors,
-            )
-        )
-    deliver(backend, parcels, "share")
-    for (block, _, factor), parcel in zip(solved, parcels, strict=True):
-        if backend.rank in where[block].gradient_workers:
-            assert parcel.tensors is not None
-            names = block.tensors[factor.name]
-            kept = map(own_memory, parcel.tensors)
-            block.second_order[factor.name] = dict(zip(names, kept, strict=True))
+def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
+    """Raise on every rank, if a solver raised on any."""
+    raised = [job for job, how in zip(jobs, failed, strict=True) if how == _RAISED]
+    for job in raised:
+        if job.error is not None:
+            raise job.error
+    if raised:
+        names = ", ".join(f"{job.block.name}.{job.factor.name}" for job in raised)
+        raise RuntimeError(f"the solver raised for {names} on another rank; see its own error")
 
 
 def precondition(
@@ -164,25 +178,30 @@ def precondition(
     Returns:
         The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
     """
-    ready = [(b, p) for b, p in zip(blocks, placement.blocks, strict=True) if b.solved]
     results: dict[Block, torch.Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
-    for block, place in ready:
-        gradient = gradients.get(block)
-        if backend.rank in place.gradient_workers:
-            if gradient is None:
-                results[block] = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
-            else:
-                results[block] = block.method.precondition(
-                    gradient, block.second_order, block.solver, damping
-                )
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solved:
+            continue
+        work = functools.partial(_precondition, block, gradients.get(block), damping)
+        spec = (TensorSpec(tuple(block.shape)),)
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
-            tensors = [results[block]] if worker == backend.rank else None
-            spec = (TensorSpec(tuple(block.shape)),)
-            parcels.append((block, Parcel(worker, group, spec, block.dtype, block.device, tensors)))
+            parcel = Parcel(worker, group, spec, block.dtype, block.device)
+            if worker == backend.rank:
+                parcel.make = work
+            parcels.append((block, parcel))
     deliver(backend, [parcel for _, parcel in parcels], "exchange")
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
     return {block: results[block] for block in gradients}
+
+
+def _precondition(
+    block: Block, gradient: torch.Tensor | None, damping: float
+) -> list[torch.Tensor] | None:
+    """Precondition on a gradient worker; None without a gradient."""
+    if gradient is None:
+        return None
+    return [block.method.precondition(gradient, block.second_order, block.solver, damping)]

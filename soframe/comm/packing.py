@@ -67,6 +67,20 @@ def unpack_triangle(packed: Tensor, n: int) -> Tensor:
     return matrix
 
 
+def packed_diagonal(packed: Tensor, n: int) -> Tensor:
+    """Return the diagonal of packed matrices.
+
+    Args:
+        packed: ``[..., n (n + 1) / 2]``.
+        n: The size of the matrices.
+
+    Returns:
+        ``[..., n]``.
+    """
+    parts = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
+    return torch.cat(parts, dim=-1)
+
+
 def _fold(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the parts of the rectangle, as views.
 
