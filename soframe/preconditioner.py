@@ -201,10 +201,8 @@ class Preconditioner:
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        if due := [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]:
-            solving.solve(self._blocks, due, *work, self.counters)
-        raw = self._raw.raw()
-        results = solving.precondition(self._blocks, *work, raw)
+        due = [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]
+        raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
             for block, result in results.items():
@@ -221,9 +219,9 @@ class Preconditioner:
             damping: The damping. Solvers that damp when they solve stay with it until they solve.
         """
         work = (self.placement, self.backend, damping)
-        if due := [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]:
-            solving.solve(self._blocks, due, *work, self.counters)
-        for block, result in solving.precondition(self._blocks, *work, self._raw.now()).items():
+        due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
+        _, results = solving.update(self._blocks, due, *work, self.counters, self._raw.now)
+        for block, result in results.items():
             block.write(result)
 
     @property

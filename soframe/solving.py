@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver, deliveries, own_memory
-from soframe.comm.tasks import start
+from soframe.comm.tasks import Task, finish, start
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.running import settle
 from soframe.solvers.base import SolveFailedError, solve_safely
@@ -23,61 +24,144 @@ log = logging.getLogger("soframe")
 _RAISED = 2  # in the outcomes, where 1 is a factor that cannot be solved
 
 
-def solve(
+def update(
     blocks: Sequence[Block],
     due: Sequence[Block],
     placement: Placement,
     backend: Backend,
     damping: float,
     counters: dict[str, int],
-) -> None:
-    """Solve the factors that are due on their owners and share the results.
+    gradients: Callable[[], Mapping[Block, torch.Tensor | None]],
+) -> tuple[Mapping[Block, torch.Tensor | None], dict[Block, torch.Tensor]]:
+    """Solve what is due and precondition.
 
-    What is solved travels while the next factors are solved. A factor that cannot be solved keeps
-    its last good second-order data, on every rank: zeros travel for it, and when the ranks agree on
-    the failures, afterwards, nobody takes them.
+    A rank preconditions with what has arrived while others solve still.
 
     Args:
         blocks: All blocks, in the placement's order.
         due: Those to solve, the same on every rank.
-        placement: Who owns and who needs what.
+        placement: Who owns, preconditions and receives what.
         backend: The backend.
         damping: The damping of this step.
         counters: ``retried_solves`` and ``failed_solves`` are raised.
+        gradients: Returns the raw gradients, see `precondition`.
+
+    Returns:
+        The raw gradients, and the preconditioned ones.
 
     Raises:
-        RuntimeError: If a solver raised something else on another rank; there, what it raised.
+        RuntimeError: If a solver raised something else than its failure on another rank; there,
+            what it raised.
     """
-    where = dict(zip(blocks, placement.blocks, strict=True))
-    settle(backend, [(block, where[block]) for block in due])
-    jobs = [_Job(block, i, f, where[block]) for block in due for i, f in enumerate(block.factors)]
-    traces = _mean_traces(due, where, backend)
-    for job in jobs:
-        if job.owner == backend.rank:
-            job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
-    end = start(deliveries(backend, [job.parcel for job in jobs], "share"), overlap=backend.overlap)
-    failed, retried_on = _agree(jobs, backend)
-    end()
-    _raise_errors(jobs, failed)
-    counters["failed_solves"] += sum(failed)
-    counters["retried_solves"] += sum(retried_on)
-    for job, bad in zip(jobs, failed, strict=True):
-        if not bad:
-            job.keep(backend.rank)
+    new = any(not block.solved for block in due)
+    solution = Solution(due, dict(zip(blocks, placement.blocks, strict=True)), backend, damping)
+    if new or not backend.overlap:
+        # Who takes part in what follows depends on which blocks are solved for the first time.
+        solution.conclude(counters)
+    raw = gradients()
+    results = precondition(blocks, placement, backend, damping, raw, solution.arrive)
+    solution.conclude(counters)
+    return raw, results
+
+
+class Solution:
+    """The factors that are due, solved on their owners and on the way to the gradient workers.
+
+    What is solved travels while the next factors are solved. A factor that cannot be solved keeps
+    its last good second-order data on every rank: the gradient workers are sent numbers that are
+    none, and all ranks agree on the failures without waiting for each other before the end.
+
+    Args:
+        due: The blocks to solve, the same on every rank.
+        where: Who owns and who needs what.
+        backend: The backend.
+        damping: The damping of this step.
+    """
+
+    def __init__(
+        self,
+        due: Sequence[Block],
+        where: Mapping[Block, BlockPlacement],
+        backend: Backend,
+        damping: float,
+    ) -> None:
+        self._backend = backend
+        self._jobs: dict[Block, list[_Job]] = {
+            block: [_Job(block, i, factor, where[block]) for i, factor in enumerate(block.factors)]
+            for block in due
+        }
+        self._every = [job for jobs in self._jobs.values() for job in jobs]
+        self._open = bool(due)
+        if not due:
+            return
+        settle(backend, [(block, where[block]) for block in due])
+        traces = _mean_traces(due, where, backend)
+        for job in self._every:
+            if job.owner == backend.rank:
+                job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+        job_of = {id(job.parcel): job for job in self._every}
+
+        def tasks() -> Iterator[Task]:
+            parcels = [job.parcel for job in self._every]
+            for bucket, task in deliveries(backend, parcels, "share"):
+                for parcel in bucket:
+                    job_of[id(parcel)].task = task
+                yield task
+
+        self._end = start(tasks(), overlap=backend.overlap)
+        outcome = [[job.failed for job in self._every], [job.retried for job in self._every]]
+        vector = torch.tensor(outcome, dtype=torch.float32).flatten()
+        self._outcome = vector.to(backend.wire_device(vector.device))
+        self._agreement = backend.all_reduce(self._outcome, "agree")
+
+    def arrive(self, block: Block) -> None:
+        """Let a gradient worker have what was solved of a block.
+
+        Args:
+            block: The block, due or not.
+        """
+        for job in self._jobs.get(block, ()):
+            job.arrive(self._backend.rank)
+
+    def conclude(self, counters: dict[str, int]) -> None:
+        """Wait for everything, once.
+
+        Args:
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._end()
+        for block in self._jobs:
+            self.arrive(block)
+        self._agreement.wait()
+        numbers = [int(value) for value in self._outcome.tolist()]
+        failed, retried = numbers[: len(self._every)], numbers[len(self._every) :]
+        _raise_errors(self._every, failed)
+        counters["failed_solves"] += sum(failed)
+        counters["retried_solves"] += sum(retried)
+        for job, bad in zip(self._every, failed, strict=True):
+            if not bad:
+                job.block.solved_factors.add(job.factor.name)
 
 
 class _Job:
     """One factor to solve."""
 
     def __init__(self, block: Block, index: int, factor: FactorSpec, place: BlockPlacement) -> None:
-        self.block, self.index, self.factor, self.place = block, index, factor, place
-        self.owner = place.owners[index]
+        self.block, self.index, self.factor = block, index, factor
+        self.owner, self.workers = place.owners[index], place.gradient_workers
         self.specs = block.tensors[factor.name]
         self.failed = self.retried = 0
         self.error: Exception | None = None
-        group = share_group(self.owner, place.gradient_workers)
+        self.task: Task | None = None
+        self.taken = False
+        group = share_group(self.owner, self.workers)
         specs = tuple(self.specs.values())
-        self.parcel = Parcel(self.owner, group, specs, block.dtype, block.device)
+        self.parcel = Parcel(
+            self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
+        )
 
     def solve(self, traces: list[torch.Tensor], damping: float) -> list[torch.Tensor] | None:
         """Solve on the owner; None if that fails."""
@@ -95,17 +179,23 @@ class _Job:
         self.retried = int(retried)
         return [data[name] for name in self.specs]
 
-    def keep(self, rank: int) -> None:
-        """Take what has arrived, where it is needed."""
-        self.block.solved_factors.add(self.factor.name)
-        if rank in self.place.gradient_workers:
-            assert self.parcel.tensors is not None
-            kept = map(own_memory, self.parcel.tensors)
-            self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))
+    def arrive(self, rank: int) -> None:
+        """Take what has been solved, where it is needed and good."""
+        if self.taken or rank not in self.workers:
+            return
+        self.taken = True
+        if self.task is not None and rank != self.owner:
+            finish(self.task)
+        tensors, self.parcel.tensors = self.parcel.tensors, None
+        # All of a factor that could not be solved is not finite, and nothing of any other.
+        if tensors is None or not all(bool(t.flatten()[0].isfinite()) for t in tensors[:1]):
+            return
+        kept = map(own_memory, tensors)
+        self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))
 
 
 def _mean_traces(
-    due: Sequence[Block], where: dict[Block, BlockPlacement], backend: Backend
+    due: Sequence[Block], where: Mapping[Block, BlockPlacement], backend: Backend
 ) -> dict[Block, list[torch.Tensor]]:
     """Return the mean traces of the factors of the blocks that this rank solves for.
 
@@ -134,16 +224,6 @@ def _mean_traces(
     return traces
 
 
-def _agree(jobs: Sequence[_Job], backend: Backend) -> tuple[list[int], list[int]]:
-    """Return which factors failed, and which were retried, on their owners."""
-    outcome = [[job.failed for job in jobs], [job.retried for job in jobs]]
-    vector = torch.tensor(outcome, dtype=torch.float32).flatten()
-    vector = vector.to(backend.wire_device(vector.device))
-    backend.all_reduce(vector, "agree").wait()
-    numbers = [int(value) for value in vector.tolist()]
-    return numbers[: len(jobs)], numbers[len(jobs) :]
-
-
 def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
     """Raise on every rank, if a solver raised on any."""
     raised = [job for job, how in zip(jobs, failed, strict=True) if how == _RAISED]
@@ -161,6 +241,7 @@ def precondition(
     backend: Backend,
     damping: float,
     gradients: Mapping[Block, torch.Tensor | None],
+    arrive: Callable[[Block], None],
 ) -> dict[Block, torch.Tensor]:
     """Precondition on the gradient workers and send the result to the receivers.
 
@@ -174,6 +255,7 @@ def precondition(
         damping: The damping of this step.
         gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
             this rank is no gradient worker.
+        arrive: Called for a block before its second-order data is used.
 
     Returns:
         The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
@@ -183,7 +265,7 @@ def precondition(
     for block, place in zip(blocks, placement.blocks, strict=True):
         if not block.solved:
             continue
-        work = functools.partial(_precondition, block, gradients.get(block), damping)
+        work = functools.partial(_precondition, block, gradients.get(block), damping, arrive)
         spec = (TensorSpec(tuple(block.shape)),)
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
@@ -199,9 +281,13 @@ def precondition(
 
 
 def _precondition(
-    block: Block, gradient: torch.Tensor | None, damping: float
+    block: Block,
+    gradient: torch.Tensor | None,
+    damping: float,
+    arrive: Callable[[Block], None],
 ) -> list[torch.Tensor] | None:
     """Precondition on a gradient worker; None without a gradient."""
     if gradient is None:
         return None
+    arrive(block)
     return [block.method.precondition(gradient, block.second_order, block.solver, damping)]

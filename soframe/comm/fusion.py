@@ -28,7 +28,8 @@ class Parcel:
         device: Their device.
         tensors: The tensors, on the source; after `deliver`, on every rank of the group.
         make: Called on the source for its tensors, when their turn has come; None where they are
-            there. Where it returns None, zeros travel.
+            there.
+        otherwise: What travels in every place where ``make`` returns None.
     """
 
     source: int
@@ -38,6 +39,7 @@ class Parcel:
     device: torch.device
     tensors: list[Tensor] | None = None
     make: Callable[[], list[Tensor] | None] | None = None
+    otherwise: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -58,7 +60,7 @@ class Parcel:
         if self.make is not None:
             self.tensors = self.make()
         if self.tensors is None:
-            part.zero_()
+            part.fill_(self.otherwise)
             return
         parts = part.split([spec.packed_numel for spec in self.specs])
         for spec, tensor, own in zip(self.specs, self.tensors, parts, strict=True):
@@ -96,13 +98,17 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
         parcels: The parcels; their ``tensors`` are filled in.
         phase: The phase that the traffic is counted under.
     """
-    run(deliveries(backend, parcels, phase), overlap=backend.overlap)
+    tasks = (task for _, task in deliveries(backend, parcels, phase))
+    run(tasks, overlap=backend.overlap)
 
 
-def deliveries(backend: Backend, parcels: Sequence[Parcel], phase: str) -> Iterator[Task]:
-    """Yield the tasks of `deliver`.
+def deliveries(
+    backend: Backend, parcels: Sequence[Parcel], phase: str
+) -> Iterator[tuple[list[Parcel], Task]]:
+    """Yield the tasks of `deliver`, each with its parcels.
 
-    Parcels that are made here and stay here come last: they are made while others travel.
+    Parcels that are made here and stay here come last: they are made while others travel. On the
+    source all parcels have their tensors once their task has begun.
 
     Args:
         backend: The backend.
@@ -111,7 +117,7 @@ def deliveries(backend: Backend, parcels: Sequence[Parcel], phase: str) -> Itera
     """
     mine = [p for p in parcels if backend.rank in p.group]
     for bucket in _buckets([p for p in mine if p.travels]):
-        yield _delivery(backend, bucket, phase)
+        yield bucket, _delivery(backend, bucket, phase)
     for parcel in mine:
         if not parcel.travels and parcel.make is not None:
             parcel.tensors = parcel.make()
@@ -124,14 +130,15 @@ def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:
     if backend.rank == first.source:
         for parcel, part in zip(bucket, flat.split(sizes), strict=True):
             parcel.write(part)
-            # It takes what travelled, like the others, so that all ranks go on with the same bits.
-            parcel.tensors = None
-    flat = flat.to(backend.wire_device(first.device))
-    handle = backend.broadcast(flat, first.source, first.group, phase)
+            # It takes what travels, like the others, so that all ranks go on with the same bits.
+            parcel.read(part)
+    wire = flat.to(backend.wire_device(first.device))
+    handle = backend.broadcast(wire, first.source, first.group, phase)
     yield
     handle.wait()
-    for parcel, part in zip(bucket, flat.split(sizes), strict=True):
-        parcel.read(part.to(parcel.device))
+    if backend.rank != first.source:
+        for parcel, part in zip(bucket, wire.split(sizes), strict=True):
+            parcel.read(part.to(parcel.device))
 
 
 @dataclass
