@@ -356,7 +356,7 @@ def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
 
 
 def _statistics(work: BlockWork, block: BlockPlacement) -> str:
-    """Say where statistics come from and go to; nothing where it is from and to all ranks."""
+    """Say where statistics come from and go to; nothing where they simply go from all to all."""
     ways: dict[str, list[str]] = {}
     for index, factor in enumerate(work.factors):
         way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"
@@ -368,7 +368,8 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
         *(["packed"] if block.packed else []),
         *([block.wire] if block.wire else []),
     ]
-    return "" if words == [f"{everyone}=>{everyone}"] else " ".join(words)
+    simply = f"{everyone}=>{everyone}"
+    return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
