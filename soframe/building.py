@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from soframe import averaging
+from soframe.agreement import say_failed
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
+from soframe.lr import LearningRates
 from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
 from soframe.strategies.base import Strategy
@@ -101,6 +103,33 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
             f"given"
         )
     return placement
+
+
+def build(
+    model: nn.Module, choices: Choices, rates: LearningRates, strategy: Strategy, backend: Backend
+) -> tuple[Registration, Placement]:
+    """Register a model and place its blocks; a rank that cannot says so to the others.
+
+    Args:
+        model: The model, unwrapped.
+        choices: What the user chose.
+        rates: The learning rates, which have to know the blocks' parameters.
+        strategy: The strategy.
+        backend: The backend.
+
+    Returns:
+        The registration, and the placement of its blocks.
+
+    Raises:
+        ValueError: See `register` and `place`.
+    """
+    try:
+        registration = register(model, choices)
+        rates.check(registration.blocks)
+        return registration, place(strategy, registration.blocks, backend.world_size)
+    except Exception:  # whatever it is: the other ranks wait, and must be told
+        say_failed(backend)
+        raise
 
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:

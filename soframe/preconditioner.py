@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe import averaging, building, gradients, solving, state
-from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks, say_failed
+from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.clipping import Bounds, clip
@@ -30,6 +30,7 @@ from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
+from soframe.refresh import Refresh
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
@@ -67,6 +68,7 @@ class Preconditioner:
         lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
+        stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
@@ -120,6 +122,7 @@ class Preconditioner:
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
+        stagger: bool = False,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
         loss_average: LossAverage = "local",
@@ -139,7 +142,7 @@ class Preconditioner:
         self._decay = Scheduled("decay", decay, high=1.0)
         self._bounds = Bounds.of(kl_clip, norm_clip)
         self._statistics_every = Every("statistics_every", statistics_every)
-        self._solve_every = Every("solve_every", solve_every)
+        self._refresh = Refresh(Every("solve_every", solve_every), stagger)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
@@ -200,8 +203,7 @@ class Preconditioner:
         work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
-        every = self._solve_every.due(self._steps)
-        due = [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]
+        due = self._refresh.due(self._blocks, self.placement, self._steps)
         raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
@@ -274,15 +276,11 @@ class Preconditioner:
 
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
-        try:
-            registration = building.register(self._model, self._choices)
-            self._lrs.check(registration.blocks)
-            placement = building.place(self._strategy, registration.blocks, self.backend.world_size)
-        except Exception:  # whatever it is: the other ranks wait, and must be told
-            say_failed(self.backend)
-            raise
+        registration, placement = building.build(
+            self._model, self._choices, self._lrs, self._strategy, self.backend
+        )
         numbers = (self._damping, self._decay, self._bounds)
-        intervals = (self._statistics_every, self._solve_every)
+        intervals = (self._statistics_every, self._refresh)
         words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
         words += (self._lrs.which, self._gradients)
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)

@@ -87,6 +87,17 @@ class Every:
             )
         return int(value)
 
+    def at(self, step: int) -> int:
+        """Return the interval at a step.
+
+        Args:
+            step: The number of completed steps.
+
+        Raises:
+            ValueError: If a callable returns no positive integer.
+        """
+        return self._check(self.value(step) if callable(self.value) else self.value)
+
     def due(self, step: int) -> bool:
         """Return whether the step is due.
 
@@ -96,7 +107,7 @@ class Every:
         Returns:
             True at step 0 and at every multiple of the interval.
         """
-        return step % self._check(self.value(step) if callable(self.value) else self.value) == 0
+        return step % self.at(step) == 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement, Reduction
 from soframe.strategies.sharded import OwnerLocal, Sharded
+from soframe.strategies.turns import turns
 
 __all__ = [
     "BlockPlacement",
@@ -20,4 +21,5 @@ __all__ = [
     "assign",
     "compute_cost",
     "memory_cost",
+    "turns",
 ]

@@ -276,7 +276,7 @@ class Placement:
         rank: int,
         *,
         statistics: bool = False,
-        solve: bool = False,
+        solve: bool | Collection[str] = False,
         used: Collection[str] | None = None,
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
@@ -286,7 +286,9 @@ class Placement:
         Args:
             rank: The rank.
             statistics: Whether it is a statistics step.
-            solve: Whether it is a solve step, after there were statistics.
+            solve: Whether it is a solve step, after there were statistics; or the blocks that are
+                solved in it, where solves are staggered (`soframe.strategies.turns`). Deferred
+                statistics are counted as if there were any since the last solve.
             used: The blocks that are used and have been solved; None for all.
 
         Returns:

@@ -77,7 +77,7 @@ def traffic(
     rank: int,
     *,
     statistics: bool = False,
-    solve: bool = False,
+    solve: bool | Collection[str] = False,
     used: Collection[str] | None = None,
 ) -> Traffic:
     """See `Placement.traffic`.
@@ -86,7 +86,7 @@ def traffic(
         placement: The placement.
         rank: The rank.
         statistics: Whether it is a statistics step.
-        solve: Whether it is a solve step.
+        solve: Whether it is a solve step; or the blocks that are solved in it.
         used: The blocks in use; None for all.
 
     Returns:
@@ -94,16 +94,18 @@ def traffic(
     """
     pairs = list(zip(placement.work, placement.blocks, strict=True))
     active = [(w, p) for w, p in pairs if used is None or w.name in used]
+    due = active if solve is True else [(w, p) for w, p in active if solve and w.name in solve]
     phases: Traffic = {}
     if placement.world_size > 1:
         weights = sum(_weights(w, p) for w, p in pairs) if statistics else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights)])
-        _count(phases, "agree", _solve_agreements(active) if solve else [])
-        reduced = [(w, p) for w, p in active if (solve if p.deferred else statistics)]
+        _count(phases, "agree", _solve_agreements(due) if due else [])
+        reduced = [(w, p) for w, p in due if p.deferred]
+        reduced += [(w, p) for w, p in active if statistics and not p.deferred]
         for eager in (True, False):
             own = [(w, p) for w, p in reduced if p.deferred != eager]
             _count(phases, "reduce", _reductions(own, rank))
-        _count(phases, "share", _shares(active, rank) if solve else [])
+        _count(phases, "share", _shares(due, rank))
         _count(phases, "exchange", _exchanges(active, rank))
     total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
     return {**phases, "total": total}

@@ -80,11 +80,12 @@ def triangles(run: Run) -> dict[str, Tensor]:
     return {name: t.tril() if name.count(".") == 1 else t for name, t in found.items()}
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_one_process_goes_on_bit_by_bit_from_every_step(solver):
-    assert (
-        resume_everywhere(lambda: Run(CASE.with_options(solver=solver))) == [(True, True)] * STEPS
-    )
+@pytest.mark.parametrize(
+    ("solver", "stagger"), [("eigen", False), ("inverse", False), ("eigen", True)]
+)
+def test_one_process_goes_on_bit_by_bit_from_every_step(solver, stagger):
+    case = CASE.with_options(solver=solver, stagger=stagger)
+    assert resume_everywhere(lambda: Run(case)) == [(True, True)] * STEPS
 
 
 def resume_on_rank(rank: int, ranks: int, cases: list[Case]) -> list[list[tuple[bool, bool]]]:
@@ -101,6 +102,7 @@ LAYOUTS = {
     "comm": CASE.with_options(strategy="comm-opt"),
     "sharded": CASE.with_options(strategy=Sharded(group=2)),
     "owner-local": CASE.with_options(strategy="owner-local", solver="inverse"),
+    "staggered": CASE.with_options(strategy=Sharded(group=2), stagger=True),
 }
 
 

@@ -1,0 +1,150 @@
+"""Staggered solves: each block once per interval, balanced by cost, the same for every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from soframe.factors import FactorSpec
+from soframe.layers.base import BlockShape
+from soframe.preconditioner import Preconditioner
+from soframe.schedules import GrowingInterval, WarmInterval
+from soframe.solvers import Eigen, Inverse
+from soframe.strategies import MemOpt, Placement, turns
+from soframe.strategies.placement import BlockWork
+from tests.curvature import closing, fill, preconditioner, randn
+from tests.distributed.training import Case, Run
+
+STEPS = 14
+
+
+def placed(sizes: Sequence[tuple[int, int]], ranks: int = 1) -> Placement:
+    """A placement of blocks of these sizes."""
+    work = []
+    for index, (out, into) in enumerate(sizes):
+        factors = (FactorSpec("A", "right", 1, into), FactorSpec("G", "left", 1, out))
+        work.append(BlockWork(f"b{index}", BlockShape(1, out, into), factors))
+    return MemOpt().place(work, ranks)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12),
+    interval=st.integers(1, 15),
+)
+@settings(max_examples=50)
+def test_no_turn_costs_much_more_than_another(sizes: list[tuple[int, int]], interval: int) -> None:
+    found = turns(placed(sizes), interval)
+    assert found == turns(placed(sizes, ranks=3), interval)
+    assert len(found) == len(sizes)
+    assert all(0 <= turn < interval for turn in found)
+    costs = [out**3 + into**3 for out, into in sizes]
+    loads = [0] * interval
+    for cost, turn in zip(costs, found, strict=True):
+        loads[turn] += cost
+    bound = sum(costs) / interval + (1 - 1 / interval) * max(costs, default=0)
+    assert max(loads) <= bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "interval", "expected"),
+    [
+        ([(4, 4)] * 4, 1, (0, 0, 0, 0)),
+        ([(4, 4)] * 4, 2, (0, 1, 0, 1)),
+        ([(1, 1), (9, 9), (8, 8), (2, 2)], 2, (1, 0, 1, 1)),
+        ([(1, 9), (9, 9), (2, 2)], 5, (1, 0, 2)),
+        ([], 5, ()),
+    ],
+)
+def test_turns(sizes: list[tuple[int, int]], interval: int, expected: tuple[int, ...]) -> None:
+    assert turns(placed(sizes), interval) == expected
+
+
+# -- through the preconditioner --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noting(Inverse):
+    """Writes down the sizes that it solves."""
+
+    sizes: tuple[list[int], ...] = ()
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        self.sizes[0].append(matrix.shape[-1])
+        return super().solve(matrix, damping)
+
+
+WIDTHS = [20, 16, 14, 11, 8, 5, 3]
+
+
+def solved(steps: int, **options: Any) -> tuple[Preconditioner, list[list[int]]]:
+    """The blocks that are solved at each step, and the preconditioner."""
+    pairs = itertools.pairwise(WIDTHS)
+    model = fill(nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs)))
+    sizes: list[int] = []
+    found = []
+    own = preconditioner(model, solver=Noting(sizes=(sizes,)), **options)
+    with closing(own):
+        for step in range(steps):
+            sizes.clear()
+            model.zero_grad()
+            model(randn(6, WIDTHS[0], seed=step)).square().mean().backward()
+            own.step()
+            # A and G of each block, whose sizes tell it from all others.
+            found.append([WIDTHS.index(size) for size in sizes[::2]])
+    return own, found
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4, 9])
+def test_every_block_is_solved_once_in_any_interval(interval: int) -> None:
+    own, found = solved(STEPS, solve_every=interval, stagger=True)
+    every = list(range(len(WIDTHS) - 1))
+    assert sorted(found[0]) == every
+    for step in range(1, STEPS - interval + 1):
+        assert sorted(itertools.chain(*found[step : step + interval])) == every
+    planned = turns(own.placement, interval)
+    for step in range(1, STEPS):
+        assert found[step] == [b for b in every if planned[b] == step % interval]
+
+
+def test_unstaggered_solves_all_at_once() -> None:
+    _, found = solved(7, solve_every=3)
+    assert [len(own) for own in found] == [6, 0, 0, 6, 0, 0, 6]
+
+
+@pytest.mark.parametrize(
+    "schedule", [WarmInterval(4, steps=6, first=1), GrowingInterval(4, age=0.5)], ids=str
+)
+def test_intervals_may_change(schedule: Any) -> None:
+    """Where one becomes another, a block waits for less than both together."""
+    _, found = solved(24, solve_every=schedule, stagger=True)
+    for block in range(len(WIDTHS) - 1):
+        steps = [step for step, own in enumerate(found) if block in own]
+        for one, other in itertools.pairwise(steps):
+            together = schedule(one) + schedule(other) - 1
+            assert other - one <= (together if schedule(one) != schedule(other) else schedule(one))
+
+
+@pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
+def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
+    weights = []
+    for stagger in (False, True):
+        options = {"statistics_every": 100, "solve_every": 3, "solver": solver, "stagger": stagger}
+        run = Run(Case(options))
+        for step in range(6):
+            run.step(step)
+        weights.append(run.weights())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_what_stagger_cannot_be(value: Any) -> None:
+    with pytest.raises(TypeError, match="stagger must be True or False"):
+        preconditioner(fill(nn.Linear(2, 2)), stagger=value)
