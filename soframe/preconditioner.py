@@ -30,7 +30,7 @@ from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.refresh import Refresh
+from soframe.refresh import Refresh, follow
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
@@ -204,6 +204,8 @@ class Preconditioner:
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         due = self._refresh.due(self._blocks, self.placement, self._steps)
+        if weights is not None:
+            follow(self._blocks, due, self.placement, self.backend.rank)
         raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)

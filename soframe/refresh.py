@@ -56,3 +56,29 @@ class Refresh:
         if interval not in self._turns:
             self._turns[interval] = turns(placement, interval)
         return self._turns[interval]
+
+
+def follow(blocks: Sequence[Block], due: Sequence[Block], placement: Placement, rank: int) -> None:
+    """Let second-order data follow running factors that have changed, where solvers can do that.
+
+    A factor's data follow where all gradient workers hold the factor, so that they stay the same
+    on all of them; statistics that are not reduced yet are not waited for.
+
+    Args:
+        blocks: All blocks, in the placement's order.
+        due: Those that are about to be solved.
+        placement: Who holds what.
+        rank: This rank.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solver.follows or block in due or not block.solved or block.pending > 0:
+            continue
+        workers = place.gradient_workers
+        for index, factor in enumerate(block.factors):
+            if rank not in workers or not all(place.holds(w, index) for w in workers):
+                continue
+            data = block.second_order[factor.name]
+            new = block.solver.follow(block.matrix(factor), data)
+            if new is not None:
+                # In new tensors: what others kept of the old data stays what it was.
+                block.second_order[factor.name] = {**data, **new}

@@ -168,7 +168,9 @@ class _Job:
         block, factor = self.block, self.factor
         try:
             share = block.solver.shares(traces, damping)[self.index]
-            data, retried = solve_safely(block.solver, block.matrix(factor), share)
+            # An owner that is no gradient worker has no data of the last solve.
+            last = block.second_order.get(factor.name)
+            data, retried = solve_safely(block.solver, block.matrix(factor), share, last)
         except SolveFailedError as error:
             self.failed = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)

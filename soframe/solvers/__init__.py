@@ -3,6 +3,17 @@
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
+from soframe.solvers.newton_schulz import NewtonSchulz
+from soframe.solvers.orthogonal_iteration import OrthogonalIteration
 from soframe.solvers.relative import Relative
 
-__all__ = ["Eigen", "Inverse", "Relative", "SolveFailedError", "Solver", "solve_safely"]
+__all__ = [
+    "Eigen",
+    "Inverse",
+    "NewtonSchulz",
+    "OrthogonalIteration",
+    "Relative",
+    "SolveFailedError",
+    "Solver",
+    "solve_safely",
+]

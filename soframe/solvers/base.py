@@ -29,9 +29,11 @@ class Solver(ABC):
     Attributes:
         damps_factors: Whether the damping is added to each factor by ``solve`` (its share, see
             ``shares``) rather than to their product by ``apply``.
+        follows: Whether ``follow`` does anything.
     """
 
     damps_factors: ClassVar[bool] = False
+    follows: bool = False
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
@@ -58,6 +60,41 @@ class Solver(ABC):
         Raises:
             torch.linalg.LinAlgError: If the factorisation fails.
         """
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the second-order data of a factor that has been solved before.
+
+        For iterations that start where the last ones ended; by default there is nothing to gain.
+        Owners that are no gradient workers keep no second-order data, and call ``solve``.
+
+        Args:
+            matrix: See ``solve``.
+            damping: See ``solve``.
+            last: The data of the last solve, perhaps of another damping; not to be changed.
+
+        Returns:
+            See ``solve``.
+        """
+        del last
+        return self.solve(matrix, damping)
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return the tensors that change because the factor has, between two solves.
+
+        It is called after statistics, on gradient workers, where all of them hold the factor. They
+        must all find the same.
+
+        Args:
+            matrix: The factor as it is now, ``[groups, n, n]``.
+            data: Its second-order data, not to be changed.
+
+        Returns:
+            Some of the tensors, anew; None, the default, to keep the data of the last solve.
+        """
+        del matrix, data
+        return None
 
     @abstractmethod
     def apply(
@@ -116,13 +153,16 @@ class Solver(ABC):
         return [torch.ones_like(trace) * damping for trace in mean_traces]
 
 
-def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[str, Tensor], bool]:
-    """Solve a factor; where that fails, once more in float64.
+def solve_safely(
+    solver: Solver, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], bool]:
+    """Solve a factor; where that fails, once more in float64, from the start.
 
     Args:
         solver: The solver.
         matrix: ``[groups, n, n]``.
         damping: ``[groups]``.
+        last: The data of its last solve, if it had one and they are here.
 
     Returns:
         The second-order data in the dtype of ``matrix``, and whether float64 was needed.
@@ -133,7 +173,10 @@ def solve_safely(solver: Solver, matrix: Tensor, damping: Tensor) -> tuple[dict[
     reason = "the result is not finite"
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         try:
-            data = solver.solve(matrix.to(dtype), damping.to(dtype))
+            if last and dtype == matrix.dtype:
+                data = solver.solve_again(matrix, damping, last)
+            else:
+                data = solver.solve(matrix.to(dtype), damping.to(dtype))
         except LinAlgError as error:
             reason = str(error)
             continue
@@ -154,3 +197,14 @@ def mean_trace(matrix: Tensor) -> Tensor:
         ``[groups]``.
     """
     return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def whole(matrix: Tensor) -> Tensor:
+    """Return symmetric matrices, from their lower triangles.
+
+    Factorisations read one triangle; products need both.
+
+    Args:
+        matrix: ``[groups, n, n]``.
+    """
+    return matrix.tril() + matrix.tril(-1).mT

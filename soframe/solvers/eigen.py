@@ -8,20 +8,29 @@ the gradient is preconditioned, so it may change between solves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.registry import register
-from soframe.solvers.base import Solver
+from soframe.solvers.base import Solver, whole
 
 
 @register("solver", "eigen")
 @dataclass(frozen=True)
 class Eigen(Solver):
-    """Eigenvectors (columns) and eigenvalues (ascending, negative ones from rounding set to 0)."""
+    """Eigenvectors (columns) and eigenvalues (ascending, negative ones from rounding set to 0).
+
+    Attributes:
+        follows: Whether eigenvalues follow the running factors between solves: after statistics
+            they become ``diag(Q^T F Q)``, the best diagonal that the eigenvectors Q of the last
+            solve allow. That is one product per factor, on every gradient worker; where not all of
+            them hold the factor, the eigenvalues are those of the last solve.
+    """
+
+    follows: bool = field(default=False, kw_only=True)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`."""
@@ -34,6 +43,13 @@ class Eigen(Solver):
         """See `Solver.solve`; the damping enters in ``apply``."""
         values, vectors = torch.linalg.eigh(matrix)
         return {"vectors": vectors, "values": values.clamp_(min=0)}
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Solver.follow`."""
+        if not self.follows:
+            return None
+        vectors = data["vectors"]
+        return {"values": rayleigh(vectors, whole(matrix) @ vectors).clamp_(min=0)}
 
     def apply(
         self,
@@ -61,3 +77,16 @@ class Eigen(Solver):
         # Where there is neither curvature nor damping, no step is the least one.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
         return (gradient @ right["vectors"] * inverse) @ right["vectors"].mT
+
+
+def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:
+    """Return ``diag(Q^T F Q)``.
+
+    Args:
+        vectors: Q, ``[groups, n, n]``.
+        product: ``F Q``.
+
+    Returns:
+        ``[groups, n]``.
+    """
+    return (vectors * product).sum(-2)

@@ -73,9 +73,8 @@ class Inverse(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
-        damped = matrix.clone()
-        damped.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1))
-        return {"inverse": torch.cholesky_inverse(torch.linalg.cholesky(damped))}
+        lower = torch.linalg.cholesky(damped(matrix, damping))
+        return {"inverse": torch.cholesky_inverse(lower)}
 
     def apply(
         self,
@@ -93,3 +92,15 @@ class Inverse(Solver):
     ) -> Tensor:
         """See `Solver.apply_right`; the damping is in the inverse already."""
         return gradient @ right["inverse"]
+
+
+def damped(matrix: Tensor, damping: Tensor) -> Tensor:
+    """Return matrices with the damping on their diagonals.
+
+    Args:
+        matrix: ``[groups, n, n]``.
+        damping: ``[groups]``.
+    """
+    result = matrix.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1))
+    return result

@@ -36,6 +36,7 @@ class Relative(Solver):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "damps_factors", self.solver.damps_factors)
+        object.__setattr__(self, "follows", self.solver.follows)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the inner solver's, and the mean trace."""
@@ -55,10 +56,21 @@ class Relative(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`: of the factor with mean eigenvalue one."""
+        scaled, share, trace = _scaled(matrix, damping)
+        return {**self.solver.solve(scaled, share), "mean_trace": trace}
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """See `Solver.solve_again`; the last data are those of mean eigenvalue one, too."""
+        scaled, share, trace = _scaled(matrix, damping)
+        return {**self.solver.solve_again(scaled, share, last), "mean_trace": trace}
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Solver.follow`."""
         trace = mean_trace(matrix)
-        scale = torch.where(trace > 0, trace, 1.0)
-        share = torch.where(trace > 0, damping / scale, 1.0)
-        return {**self.solver.solve(matrix / scale[:, None, None], share), "mean_trace": trace}
+        followed = self.solver.follow(_scaled(matrix, trace)[0], data)
+        return None if followed is None else {**followed, "mean_trace": trace}
 
     def apply(
         self,
@@ -83,3 +95,11 @@ class Relative(Solver):
 def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
     """Divide in place by the mean trace of each group; by zero is zero."""
     return matrix.mul_(torch.where(trace > 0, 1 / trace, 0.0)[:, None, None])
+
+
+def _scaled(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factor with mean eigenvalue one, its share of the damping, its mean trace."""
+    trace = mean_trace(matrix)
+    scale = torch.where(trace > 0, trace, 1.0)
+    share = torch.where(trace > 0, damping / scale, 1.0)
+    return matrix / scale[:, None, None], share, trace

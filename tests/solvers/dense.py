@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from soframe.factors import FactorSpec
-from soframe.solvers import Eigen, Inverse, Solver, solve_safely
+from soframe.solvers import (
+    Eigen,
+    Inverse,
+    NewtonSchulz,
+    OrthogonalIteration,
+    Solver,
+    solve_safely,
+)
 from soframe.solvers.base import mean_trace
 from soframe.testing import kron
 from tests.curvature import randn
@@ -14,6 +21,9 @@ SOLVERS: dict[str, Solver] = {
     "inverse, pi": Inverse(),
     "inverse, sqrt": Inverse(split="sqrt"),
     "inverse, full": Inverse(split="full"),
+    "orthogonal iteration": OrthogonalIteration(),
+    "newton-schulz, pi": NewtonSchulz(),
+    "newton-schulz, full": NewtonSchulz(split="full"),
 }
 
 
@@ -47,12 +57,12 @@ def run(solver: Solver, gradient: Tensor, g: Tensor, a: Tensor, damping: float) 
 def damped(name: str, g: Tensor, a: Tensor, damping: float) -> Tensor:
     """The matrix that a solver inverts, ``[out * in, out * in]``, for one group."""
     identities = torch.eye(len(g), dtype=torch.float64), torch.eye(len(a), dtype=torch.float64)
-    if name == "eigen":
+    if name in ("eigen", "orthogonal iteration"):
         return kron(g, a) + damping * kron(*identities)
     own, other = damping, damping
-    if name != "inverse, full":
+    if not name.endswith("full"):
         pi = 1.0
-        if name == "inverse, pi" and g.trace() > 0 and a.trace() > 0:
+        if name.endswith("pi") and g.trace() > 0 and a.trace() > 0:
             pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
         own, other = damping**0.5 / pi, damping**0.5 * pi
     return kron(g + own * identities[0], a + other * identities[1])

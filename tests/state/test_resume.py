@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
+from soframe.solvers import Eigen
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
@@ -81,7 +82,15 @@ def triangles(run: Run) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("solver", "stagger"), [("eigen", False), ("inverse", False), ("eigen", True)]
+    ("solver", "stagger"),
+    [
+        ("eigen", False),
+        ("inverse", False),
+        ("eigen", True),
+        ("orthogonal-iteration", True),
+        ("newton-schulz", False),
+        (Eigen(follows=True), False),
+    ],
 )
 def test_one_process_goes_on_bit_by_bit_from_every_step(solver, stagger):
     case = CASE.with_options(solver=solver, stagger=stagger)
@@ -102,6 +111,7 @@ LAYOUTS = {
     "comm": CASE.with_options(strategy="comm-opt"),
     "sharded": CASE.with_options(strategy=Sharded(group=2)),
     "owner-local": CASE.with_options(strategy="owner-local", solver="inverse"),
+    "warm": CASE.with_options(strategy=Sharded(group=2), solver="orthogonal-iteration"),
     "staggered": CASE.with_options(strategy=Sharded(group=2), stagger=True),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from soframe.layers import Conv2dHelper, LinearHelper
 from soframe.registry import describe
-from soframe.solvers import Eigen, Inverse, Solver
+from soframe.solvers import Eigen, Inverse, NewtonSchulz, OrthogonalIteration, Solver
 from soframe.strategies import (
     BlockWork,
     CommOpt,
@@ -97,7 +97,16 @@ def test_a_module_without_helper_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "solver", [Eigen(), Inverse(), Inverse(split="sqrt"), Inverse(split="full")], ids=repr
+    "solver",
+    [
+        Eigen(),
+        Inverse(),
+        Inverse(split="sqrt"),
+        Inverse(split="full"),
+        OrthogonalIteration(),
+        NewtonSchulz(),
+    ],
+    ids=repr,
 )
 def test_own_solvers_pass(solver: Solver) -> None:
     check_solver(solver)
