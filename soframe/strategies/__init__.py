@@ -3,8 +3,8 @@
 from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
+from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement, Reduction
-from soframe.strategies.plan import LocalPlan
 from soframe.strategies.sharded import OwnerLocal, Sharded
 
 __all__ = [

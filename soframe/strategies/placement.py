@@ -17,14 +17,11 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape
+from soframe.strategies.local import LocalPlan
 from soframe.text import format_table
-
-if TYPE_CHECKING:
-    from soframe.strategies.plan import LocalPlan
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""

@@ -8,10 +8,10 @@ Bytes of traffic are those of the tensors that a rank gives to or receives from 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
 from math import prod
 
 from soframe.buckets import fill
+from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import (
     ITEM_BYTES,
     BlockPlacement,
@@ -26,21 +26,6 @@ _FLAGS = 3  # of every step: changed, gradients and statistics not finite
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried
-
-
-@dataclass(frozen=True)
-class LocalPlan:
-    """What a plan of traffic has to know of a model with ``gradients="local"``.
-
-    Attributes:
-        rest: The elements and the dtype of each parameter without a block that has a gradient.
-        idle: How many parameters without a block have none.
-        kl_clip: Whether steps are clipped by their KL divergence.
-    """
-
-    rest: tuple[tuple[int, str], ...] = ()
-    idle: int = 0
-    kl_clip: bool = True
 
 
 def memory(
