@@ -103,7 +103,10 @@ class Block:
         """What has to be placed."""
         second_order = tuple(tuple(specs.values()) for specs in self.tensors.values())
         dtype = str(self.dtype).removeprefix("torch.")
-        return BlockWork(self.name, self.shape, self.factors, second_order, dtype, str(self.device))
+        device, parameters = str(self.device), len(self.parameters)
+        return BlockWork(
+            self.name, self.shape, self.factors, second_order, dtype, device, parameters
+        )
 
     def gradient(self) -> Tensor | None:
         """Return the gradient as a matrix in the factors' dtype.

@@ -275,7 +275,9 @@ def precondition(
             if worker == backend.rank:
                 parcel.make = work
             parcels.append((block, parcel))
-    deliver(backend, [parcel for _, parcel in parcels], "exchange")
+    # What stays here may be made in any order: the largest last, whose solving takes the longest.
+    order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
+    deliver(backend, order, "exchange")
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]

@@ -27,8 +27,8 @@ class OrthogonalIteration(Eigen):
 
     The first solve is an eigendecomposition. So is one whose owner lacks the last basis since it is
     no gradient worker of the block, and one at which the factor has changed too much. Where
-    eigenvalues are equal, for example zero, the last basis is arbitrary, so that runs that differ by
-    rounding differ by what the iteration makes of it.
+    eigenvalues are equal, for example zero, the last basis is arbitrary, so that runs that differ
+    by rounding differ by what the iteration makes of it.
 
     Attributes:
         iterations: QR iterations per solve.
