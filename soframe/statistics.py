@@ -146,11 +146,13 @@ class Statistics:
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
         traces = [
-            total.diagonal(dim1=-2, dim2=-1).sum().to("cpu", torch.float64)
+            total.diagonal(dim1=-2, dim2=-1).sum().double()
             for block in self._blocks
             for total in block.sums.values()
         ]
-        return not traces or bool(torch.stack(traces).isfinite().all())
+        # Together on one device: the host waits for it once.
+        on_one = [trace.to(traces[0].device) for trace in traces]
+        return not traces or bool(torch.stack(on_one).isfinite().all())
 
     def weights(self) -> list[float]:
         """Return this rank's weights, to be added up over ranks.

@@ -124,7 +124,10 @@ def test_unstaggered_solves_all_at_once() -> None:
 )
 def test_intervals_may_change(schedule: Any) -> None:
     """Where one becomes another, a block waits for less than both together."""
-    _, found = solved(24, solve_every=schedule, stagger=True)
+    own, found = solved(24, solve_every=schedule, stagger=True)
+    for step in range(1, 24):
+        its = turns(own.placement, schedule(step))
+        assert found[step] == [b for b, turn in enumerate(its) if turn == step % schedule(step)]
     for block in range(len(WIDTHS) - 1):
         steps = [step for step, own in enumerate(found) if block in own]
         for one, other in itertools.pairwise(steps):
