@@ -3,6 +3,7 @@
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
+from soframe.solvers.lazy import Lazy
 from soframe.solvers.newton_schulz import NewtonSchulz
 from soframe.solvers.orthogonal_iteration import OrthogonalIteration
 from soframe.solvers.relative import Relative
@@ -10,6 +11,7 @@ from soframe.solvers.relative import Relative
 __all__ = [
     "Eigen",
     "Inverse",
+    "Lazy",
     "NewtonSchulz",
     "OrthogonalIteration",
     "Relative",
