@@ -26,6 +26,7 @@ from soframe.comm.base import Backend
 from soframe.comm.fusion import Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.factors import FactorSpec
+from soframe.kernels.gram import mirror
 from soframe.strategies.placement import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
@@ -44,7 +45,8 @@ def enter(
     Args:
         backend: The backend.
         used: The blocks that have statistics from any rank, the same on every rank.
-        contributions: This rank's, ``[groups, n, n]``, divided by the added-up weights already;
+        contributions: This rank's, ``[groups, n, n]``, divided by the added-up weights already,
+            of which the lower triangle counts;
             of each block those of the factors that the rank contributes to. They are used up.
         decay: What the running average keeps of its past.
         start_from_identity: Whether averages start from the identity, as kfac-pytorch's do.
@@ -61,6 +63,8 @@ def enter(
     for block, place, factor, total in _sums(backend, eager, contributions, "reduce"):
         if total is None:
             continue
+        if total.dim() == 3 and not place.packed:
+            mirror(total)  # sums are lower triangles; what travelled is packed
         if factor.name not in block.running:
             block.running[factor.name] = store(total, factor.size, place)
             continue

@@ -127,11 +127,13 @@ class Statistics:
             if factor.name not in added:
                 continue
             multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
-            total = block.sums.get(factor.name)
-            if total is None:
-                block.sums[factor.name] = added[factor.name] * multiplier
+            moment, total = added[factor.name], block.sums.get(factor.name)
+            if not isinstance(moment, Tensor):
+                block.sums[factor.name] = moment(total, multiplier)
+            elif total is None:
+                block.sums[factor.name] = moment * multiplier
             else:
-                total.add_(added[factor.name], alpha=multiplier)
+                total.add_(moment, alpha=multiplier)
 
     def _count_samples(self, batch: int, shared: int) -> int:
         if self._samples == "batch":

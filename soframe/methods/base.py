@@ -8,6 +8,7 @@ the gradient as a matrix ``[groups, out, in]`` and the second-order data of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.solvers.base import Solver
+
+Addend = Callable[[Tensor | None, float], Tensor]
+"""Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,17 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def statistics(self, call: Call) -> dict[str, Tensor]:
+    def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
         """Return what a call adds to each factor: plain sums over samples and positions.
 
         Args:
             call: The call.
 
         Returns:
-            A tensor of the factor's shape for each factor; for those of the outputs' side alone
-            where the call has no inputs.
+            For each factor a tensor of its shape, or, to save that tensor, a function that adds to
+            a sum in place (``LayerHelper.input_moment`` with its first arguments, for one). It is
+            called at once, if this rank contributes to the factor. Of either, the lower triangle
+            counts. For factors of the outputs' side alone where the call has no inputs.
         """
 
     @abstractmethod
