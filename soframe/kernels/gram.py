@@ -9,13 +9,33 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# Blocks of columns by the size of the matrix: below the first bound, below the second, above.
-# Narrow blocks waste less of the upper triangle, wide ones use the processor better.
-SMALL, LARGE = 128, 512
-BLOCKS = (1, 2, 8)
+# Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks waste
+# less of the upper triangle, wide ones use the processor better.
+BLOCKS = (0, 128, 256, 1536)
+SMALL = BLOCKS[1]
+TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
+
+
+def zeros(groups: int, size: int, like: Tensor) -> Tensor:
+    """Return an empty sum.
+
+    Args:
+        groups: The leading dimension.
+        size: The size of the matrices.
+        like: Its dtype and device are those of the sum.
+
+    Returns:
+        ``[groups, size, size]``. On the CPU from NumPy's allocator: it gets zeros from the system,
+        in huge pages where there are any, so that large sums are not written an additional time.
+    """
+    name = str(like.dtype).removeprefix("torch.")
+    if like.device.type != "cpu" or name not in ("float32", "float64"):
+        return like.new_zeros(groups, size, size)
+    return torch.from_numpy(np.zeros((groups, size, size), name))
 
 
 def column_blocks(size: int) -> list[tuple[int, int]]:
@@ -27,7 +47,7 @@ def column_blocks(size: int) -> list[tuple[int, int]]:
     Returns:
         Their ranges, in order.
     """
-    number = BLOCKS[(size >= SMALL) + (size >= LARGE)]
+    number = 2 ** (sum(size >= bound for bound in BLOCKS) - 1)
     edges = [size * i // number for i in range(number + 1)]
     return list(pairwise(edges))
 
@@ -113,11 +133,11 @@ def mirror(matrix: Tensor) -> Tensor:
         The same tensor, symmetric to the last bit.
     """
     size = matrix.shape[-1]
-    for start in range(0, size, SMALL):
-        stop = min(start + SMALL, size)
-        corner = matrix[..., start:stop, start:stop]
+    tiles = [slice(start, start + TILE) for start in range(0, size, TILE)]
+    for number, rows in enumerate(tiles):
+        corner = matrix[..., rows, rows]
         lower = corner.tril()
         corner.copy_(lower + lower.tril(-1).mT)
-        if stop < size:
-            matrix[..., start:stop, stop:] = matrix[..., stop:, start:stop].mT
+        for columns in tiles[:number]:
+            matrix[..., columns, rows] = matrix[..., rows, columns].mT
     return matrix

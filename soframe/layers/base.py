@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from soframe.kernels.gram import add_bias, add_moment
+from soframe.kernels.gram import add_bias, add_moment, zeros
 
 
 class BlockShape(NamedTuple):
@@ -221,7 +221,7 @@ class LayerHelper(ABC):
             meaning.
         """
         if total is None:
-            total = output_rows.new_zeros(self.groups, *[self.shape.in_features] * 2)
+            total = zeros(self.groups, self.shape.in_features, output_rows)
         groups, batch, shared, _ = output_rows.shape
         sums = output_rows.new_zeros(groups, 0)
         if self.weight is not None:
@@ -248,7 +248,7 @@ class LayerHelper(ABC):
             ``[groups, out, out]``. Only the lower triangle has a meaning.
         """
         if total is None:
-            total = output_rows.new_zeros(len(output_rows), *[output_rows.shape[3]] * 2)
+            total = zeros(len(output_rows), output_rows.shape[3], output_rows)
         add_moment(total, output_rows, scale)
         return total
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums
-from soframe.kernels.gram import add_bias
+from soframe.kernels.gram import add_bias, zeros
 from soframe.kernels.unfold import patches
 from soframe.layers.base import LayerHelper
 from soframe.registry import register
@@ -85,7 +85,7 @@ class Conv2dHelper(LayerHelper):
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
-            total = output_rows.new_zeros(self.groups, *[self.shape.in_features] * 2)
+            total = zeros(self.groups, self.shape.in_features, output_rows)
         x, geometry = self._padded(inputs[0].to(output_rows.dtype))
         weights = total
         if self.bias is not None:

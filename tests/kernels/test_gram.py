@@ -43,17 +43,17 @@ def test_moment(layout: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(rows, before)
 
 
-@pytest.mark.parametrize("size", [1, 2, 127, 128, 511, 512, 520])
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 255, 256, 1537])
 def test_column_blocks_cover_the_triangle(size: int) -> None:
     covered = torch.zeros(size, size)
     for start, stop in column_blocks(size):
         covered[start:stop, :stop] += 1
     assert (covered.tril() == torch.ones(size, size).tril()).all()
-    if size >= gram.LARGE:
-        assert covered.sum() < 0.6 * size**2
+    bound = {1: 1.0, 2: 1.0, 127: 1.0, 128: 0.75, 255: 0.76, 256: 0.63, 1537: 0.57}[size]
+    assert covered.sum() <= bound * size**2
 
 
-@pytest.mark.parametrize("size", [1, 5, 128, 300])
+@pytest.mark.parametrize("size", [1, 5, 256, 600])
 def test_mirror(size: int) -> None:
     whole = randn(2, size, size)
     whole = whole + whole.mT
