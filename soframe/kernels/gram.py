@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks waste
-# less of the upper triangle, wide ones use the processor better.
+# Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks
+# waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 1536)
 SMALL = BLOCKS[1]
 TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache

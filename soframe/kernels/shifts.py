@@ -1,7 +1,7 @@
 """Products of shifted copies of the input: patches are never written out.
 
-The input lies with its positions first, ``[height, width, batch, channels]``, so that a range of
-rows is one contiguous matrix and every product an ordinary one, with no batch to loop over. Along
+Copies of the input lie with their positions first, ``[height, width, batch, channels]``, so that a
+range of rows is one matrix and every product an ordinary one, with no batch to loop over. Along
 the height, blocks share products as `soframe.kernels.geometry` says. Along the width there are two
 ways:
 
@@ -44,7 +44,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
             key = (start, count, residue)
             if key not in slabs:
                 part = grid[residue::step, start : start + stride * count : stride]
-                slabs[key] = part.flatten(1, 2).contiguous()
+                slabs[key] = part.contiguous().flatten(1, 2)
             return slabs[key]
 
         return rows
@@ -86,9 +86,8 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
 
 
 def _positions_first(x: Tensor) -> Tensor:
-    """Return ``[height, width, batch, channels]``, contiguous."""
-    # In two steps, since the second then moves whole pixels.
-    return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1).contiguous()
+    """Return ``[height, width, batch, channels]``, whose copies move whole pixels."""
+    return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
 
 
 def _add_products(
