@@ -86,8 +86,8 @@ NETWORKS: dict[str, tuple[int, list[Layer]]] = {
     "ResNet-20": (64, resnet20()),
     "ResNet-50": (8, resnet50()),
 }
-# That of the processor leaves out what other processes take. It counts threads that wait as busy, so
-# it is for one thread.
+# That of the processor leaves out what other processes take. It counts threads that wait as busy,
+# so it is for one thread.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Way = Callable[[nn.Conv2d, Tensor, Tensor], object]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +198,15 @@ class LayerHelper(ABC):
                 f"they must be equal"
             )
         return rows
+
+    def input_key(self) -> Hashable | None:
+        """Return what ``input_moment`` depends on besides the tensors of the call.
+
+        Returns:
+            A key: layers with equal keys that are called with the very same tensors have the same
+            moment, which is then computed once (`soframe.sharing`). None if that is never so.
+        """
+        return None
 
     # -- fast paths: override together with a test that holds them equal ----------------------
 

@@ -9,6 +9,7 @@ convolution is a sub-layer of its own, with its own factors.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -93,6 +94,12 @@ class Conv2dHelper(LayerHelper):
             add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
         PATHS[self.path or choose(geometry)](weights, x, geometry, scale)
         return total
+
+    def input_key(self) -> Hashable:
+        """See `LayerHelper.input_key`."""
+        conv = self.module
+        where = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode)
+        return type(self), self.weight is not None, self.bias is not None, conv.groups, *where
 
     def _padded(self, x: Tensor) -> tuple[Tensor, Geometry]:
         """Return a batch with all padding that is not zeros, and the geometry that is left."""

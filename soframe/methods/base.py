@@ -15,6 +15,7 @@ from torch import Tensor
 
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape, LayerHelper
+from soframe.sharing import SharedInputs
 from soframe.solvers.base import Solver
 
 Addend = Callable[[Tensor | None, float], Tensor]
@@ -30,11 +31,40 @@ class Call:
         inputs: The tensors that it was called with; None where they were counted before and only
             the output gradients are new.
         output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
+        shared: Knows the moments of inputs that other layers have in common; None for nothing.
     """
 
     helper: LayerHelper
     inputs: tuple[Tensor, ...] | None
     output_rows: Tensor
+    shared: SharedInputs | None = None
+
+    def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
+
+        Args:
+            total: What is added to, in place: ``[groups, in, in]``; None for zeros.
+            scale: The multiplier.
+
+        Returns:
+            The sum, of which the lower triangle counts.
+        """
+        assert self.inputs is not None
+        if self.shared is None or scale == 0:
+            return self.helper.input_moment(self.inputs, self.output_rows, total, scale)
+        return self.shared.add(self.helper, self.inputs, self.output_rows, total, scale)
+
+    def output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum of ``g g^T``: an `Addend`.
+
+        Args:
+            total: What is added to, in place: ``[groups, out, out]``; None for zeros.
+            scale: The multiplier.
+
+        Returns:
+            The sum, of which the lower triangle counts.
+        """
+        return self.helper.output_moment(self.output_rows, total, scale)
 
 
 class Method(ABC):
@@ -60,9 +90,9 @@ class Method(ABC):
 
         Returns:
             For each factor a tensor of its shape, or, to save that tensor, a function that adds to
-            a sum in place (``LayerHelper.input_moment`` with its first arguments, for one). It is
-            called at once, if this rank contributes to the factor. Of either, the lower triangle
-            counts. For factors of the outputs' side alone where the call has no inputs.
+            a sum in place, such as ``call.output_moment``. It is called at once, if this rank
+            contributes to the factor. Of either, the lower triangle counts. For factors of the
+            outputs' side alone where the call has no inputs.
         """
 
     @abstractmethod

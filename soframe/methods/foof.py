@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class FOOF(Method):
         """See `Method.statistics`."""
         if call.inputs is None:
             return {}
-        return {"A": partial(call.helper.input_moment, call.inputs, call.output_rows)}
+        return {"A": call.input_moment}
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -35,9 +34,9 @@ class KFAC(Method):
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
         """See `Method.statistics`."""
-        moments: dict[str, Addend] = {"G": partial(call.helper.output_moment, call.output_rows)}
+        moments: dict[str, Addend] = {"G": call.output_moment}
         if call.inputs is not None:
-            moments["A"] = partial(call.helper.input_moment, call.inputs, call.output_rows)
+            moments["A"] = call.input_moment
         return moments
 
     def precondition(
