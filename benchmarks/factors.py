@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds < 2:
         parser.error("--rounds must be at least 2: ratios have quartiles")
     try:
-        if PEER in ways:
+        if PEER in (options.resident or ways):
             import_kfac_pytorch(options.kfac_path)
     except ImportError as error:
         print(KFAC_PYTORCH_MISSING.format(error=error, script=__file__), file=sys.stderr)

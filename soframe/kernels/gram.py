@@ -133,7 +133,8 @@ def mirror(matrix: Tensor) -> Tensor:
         The same tensor, symmetric to the last bit.
     """
     size = matrix.shape[-1]
-    tiles = [slice(start, start + TILE) for start in range(0, size, TILE)]
+    tile = TILE if matrix.device.type == "cpu" else max(size, 1)
+    tiles = [slice(start, start + tile) for start in range(0, size, tile)]
     for number, rows in enumerate(tiles):
         corner = matrix[..., rows, rows]
         lower = corner.tril()
