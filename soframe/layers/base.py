@@ -203,7 +203,7 @@ class LayerHelper(ABC):
         """Return what ``input_moment`` depends on besides the tensors of the call.
 
         Returns:
-            A key: layers with equal keys that are called with the very same tensors have the same
+            A key. Layers with equal keys that are called with the very same tensors have the same
             moment, which is then computed once (`soframe.sharing`). None if that is never so.
         """
         return None

@@ -1,8 +1,9 @@
 """The exact block of one layer, in the order of the layer's gradient matrix.
 
 A *layer matrix* is the order that soframe packs a layer's gradient in: ``[out, in(+1)] =
-[weight.flatten(1) | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares
-with ``kron(G, A)``. Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
+[weight | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares with
+``kron(G, A)``. The features of a convolution's weight are in the order kernel position, channel.
+Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
 ``layer_matrix_basis`` translates the one into the other.
 """
 
