@@ -52,7 +52,7 @@ class SharedInputs:
             scale: The multiplier, not zero.
 
         Returns:
-            The sum: ``total`` if it was given.
+            The sum. It is ``total`` if that was given.
         """
         own = helper.input_key()
         if own is None:
