@@ -1,9 +1,9 @@
 """Inputs that several layers have in common: the queries, keys and values of attention, for one.
 
-Their moment is the same matrix, and their calls complete one after another. So the sum of the first
-is remembered, with its input, until another input comes; a layer that was called with the very same
-tensor takes it over, for the price of an addition. Nothing is kept or computed for that: it works
-where the first sum consists of that call alone, as it does with one backward pass per step.
+Their moment is the same matrix, and their calls complete one after another. So it is remembered
+which input the last sum was made of; a layer that was called with the very same tensor takes it
+over, for the price of an addition. No input is kept for that and nothing computed: it works where
+the first sum consists of that call alone, as it does with one backward pass per step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.layers.base import LayerHelper
 
@@ -21,8 +22,8 @@ class _Known:
     """A sum of one call."""
 
     key: Hashable
-    # Held, so that no other tensor can come to lie in the same memory.
-    inputs: tuple[Tensor, ...]
+    # Keeps no data, but the addresses in the key from being those of other inputs.
+    memory: tuple[StorageWeakRef, ...]
     total: Tensor
     version: int
     scale: float
@@ -57,7 +58,10 @@ class SharedInputs:
         own = helper.input_key()
         if own is None:
             return helper.input_moment(inputs, output_rows, total, scale)
-        where = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in inputs)
+        where = tuple(
+            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype)
+            for x in inputs
+        )
         versions = tuple(x._version for x in inputs)
         key = (own, where, versions, output_rows.dtype, output_rows.shape[:3])
         known = self._known
@@ -69,7 +73,8 @@ class SharedInputs:
         fresh = total is None
         total = helper.input_moment(inputs, output_rows, total, scale)
         if fresh:
-            self._known = _Known(key, inputs, total, total._version, scale)
+            memory = tuple(StorageWeakRef(x.untyped_storage()) for x in inputs)
+            self._known = _Known(key, memory, total, total._version, scale)
         return total
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper, LinearHelper
@@ -125,6 +126,19 @@ def test_what_is_not_the_same_is_computed(computed: list[LayerHelper]) -> None:
         assert len(computed) == 1, make
         rows = own.output_rows(randn(len(other), 2))
         compare(mirror(total), moment(own.block_rows((other,), rows)), "its own", rtol=1e-12)
+
+
+def test_the_input_is_not_kept(computed: list[LayerHelper]) -> None:
+    """Nor is another that happens to lie where it lay taken for it."""
+    shared = SharedInputs()
+    x = randn(4, 3)
+    add(shared, helper(), x)
+    memory = StorageWeakRef(x.untyped_storage())
+    del x
+    assert memory.expired()
+    for seed in range(20):
+        add(shared, helper(), randn(4, 3, seed=seed))
+    assert len(computed) == 21
 
 
 def test_convolutions_of_one_image(computed: list[LayerHelper]) -> None:
