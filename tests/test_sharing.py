@@ -131,14 +131,17 @@ def test_what_is_not_the_same_is_computed(computed: list[LayerHelper]) -> None:
 def test_the_input_is_not_kept(computed: list[LayerHelper]) -> None:
     """Nor is another that happens to lie where it lay taken for it."""
     shared = SharedInputs()
-    x = randn(4, 3)
-    add(shared, helper(), x)
-    memory = StorageWeakRef(x.untyped_storage())
-    del x
-    assert memory.expired()
-    for seed in range(20):
-        add(shared, helper(), randn(4, 3, seed=seed))
-    assert len(computed) == 21
+    helpers = [helper() for _ in range(20)]
+    expired = []
+    for number, own in enumerate(helpers):
+        x = torch.full((4, 3), float(number), dtype=torch.float64)
+        add(shared, own, x)
+        memory = StorageWeakRef(x.untyped_storage())
+        del x
+        expired.append(memory.expired())
+        del memory
+    assert all(expired)
+    assert len(computed) == 20
 
 
 def test_convolutions_of_one_image(computed: list[LayerHelper]) -> None:
