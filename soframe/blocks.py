@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from soframe.comm.packing import unpack_triangle
+from soframe.comm.packing import packed_diagonal, unpack_triangle
+from soframe.comm.tasks import Task, finish
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import Counts
-from soframe.solvers.base import Solver
+from soframe.solvers.base import Solver, mean_trace
 from soframe.strategies.placement import BlockWork
 
 
@@ -27,9 +28,10 @@ class Block:
         method: The curvature method.
         solver: The solver.
         dtype: The dtype of factors and second-order data.
-        running: The running factors that this rank holds, by name: ``[groups, n, n]``, or packed
+        arrived: The running factors that this rank holds, by name: ``[groups, n, n]``, or packed
             ``[groups, n (n + 1) / 2]`` where its placement says so; empty before the first
-            statistics.
+            statistics. Without what is under way: see ``running``.
+        under_way: What will bring statistics that travel still into ``arrived``.
         mass: The weight that the running factors' average has gathered: 1 without start-up bias,
             0 before the first statistics. The same on every rank.
         pending: The part of ``mass`` that is in the ranks' accumulators still.
@@ -46,7 +48,8 @@ class Block:
     method: Method
     solver: Solver
     dtype: torch.dtype
-    running: dict[str, Tensor] = field(default_factory=dict)
+    arrived: dict[str, Tensor] = field(default_factory=dict)
+    under_way: list[Task] = field(default_factory=list)
     mass: float = 0.0
     pending: float = 0.0
     local: dict[str, Tensor] = field(default_factory=dict)
@@ -62,6 +65,23 @@ class Block:
         self.tensors: dict[str, dict[str, TensorSpec]] = {
             factor.name: self.solver.tensors(factor) for factor in self.factors
         }
+
+    @property
+    def running(self) -> dict[str, Tensor]:
+        """The running factors, once all statistics so far have arrived."""
+        self.arrive()
+        return self.arrived
+
+    @running.setter
+    def running(self, factors: dict[str, Tensor]) -> None:
+        self.arrive()
+        self.arrived = factors
+
+    def arrive(self) -> None:
+        """Wait for the statistics that are under way; every rank has sent its own already."""
+        under_way, self.under_way = self.under_way, []
+        for task in under_way:
+            finish(task)
 
     @property
     def helper(self) -> LayerHelper:
@@ -83,7 +103,10 @@ class Block:
         """What has to be placed."""
         second_order = tuple(tuple(specs.values()) for specs in self.tensors.values())
         dtype = str(self.dtype).removeprefix("torch.")
-        return BlockWork(self.name, self.shape, self.factors, second_order, dtype, str(self.device))
+        device, parameters = str(self.device), len(self.parameters)
+        return BlockWork(
+            self.name, self.shape, self.factors, second_order, dtype, device, parameters
+        )
 
     def gradient(self) -> Tensor | None:
         """Return the gradient as a matrix in the factors' dtype.
@@ -125,6 +148,20 @@ class Block:
         """
         stored = self.running[factor.name]
         return stored if stored.dim() == 3 else unpack_triangle(stored, factor.size)
+
+    def mean_trace(self, factor: FactorSpec) -> Tensor:
+        """Return the trace of a running factor that this rank holds, over its size.
+
+        Args:
+            factor: The factor.
+
+        Returns:
+            ``[groups]``.
+        """
+        stored = self.running[factor.name]
+        if stored.dim() == 3:
+            return mean_trace(stored)
+        return packed_diagonal(stored, factor.size).mean(-1)
 
     def forget_window(self) -> None:
         """Drop the statistics of the window."""

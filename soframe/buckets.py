@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-BUCKET_BYTES = 2**27
-"""A flat buffer is closed once it is this large: it bounds the memory that packing takes."""
+BUCKET_BYTES = 2**25
+"""A flat buffer is closed once it is this large: it bounds the memory that packing takes, and what
+is in it travels while the next one is made."""
 
 
 def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> list[list[int]]:

@@ -150,10 +150,8 @@ class Preconditioner:
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._fisher = Fisher(
-            fisher,  # type: ignore[arg-type]  # checked there
-            None if loss is None else KINDS["loss"].build(loss, Loss),
-        )
+        chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
+        self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
         forward_only = fisher == "forward-only"
         self._choices = Choices(
             method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
@@ -197,15 +195,14 @@ class Preconditioner:
                 gradients.
         """
         self._require_ready()
+        self._statistics.arrive()
         finite, weights = self._agree()
         work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
             self._statistics.fold(weights, self._decay.at(self._steps))
         every = self._solve_every.due(self._steps)
-        if due := [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]:
-            solving.solve(self._blocks, due, *work, self.counters)
-        raw = self._raw.raw()
-        results = solving.precondition(self._blocks, *work, raw)
+        due = [b for b in self._blocks if b.mass > 0 and (every or not b.solved)]
+        raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
             for block, result in results.items():
@@ -222,9 +219,9 @@ class Preconditioner:
             damping: The damping. Solvers that damp when they solve stay with it until they solve.
         """
         work = (self.placement, self.backend, damping)
-        if due := [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]:
-            solving.solve(self._blocks, due, *work, self.counters)
-        for block, result in solving.precondition(self._blocks, *work, self._raw.now()).items():
+        due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
+        _, results = solving.update(self._blocks, due, *work, self.counters, self._raw.now)
+        for block, result in results.items():
             block.write(result)
 
     @property
@@ -397,4 +394,5 @@ class Preconditioner:
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""
         self._capture.close()
+        self._statistics.arrive()
         self._closed = True

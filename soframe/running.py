@@ -12,19 +12,24 @@ may be taken in either order. *Eagerly*, over ranks first, at every statistics s
     R <- ((m - p) R + sum_r L_r) / m,      L_r <- 0,  p <- 0             at a solve
 
 The weights ``m`` and ``p`` (`Block.mass` and `Block.pending`) are known to every rank.
+
+Eager sums are needed by the next solve at the earliest. They travel while the model goes on, and
+enter when somebody looks at the running factor, at the latest in the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Sum, add_up, own_memory
+from soframe.comm.fusion import Sum, add_up, additions, own_memory
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.comm.tasks import Task, start
 from soframe.factors import FactorSpec
 from soframe.kernels.gram import mirror
 from soframe.strategies.placement import BlockPlacement
@@ -52,6 +57,7 @@ def enter(
         start_from_identity: Whether averages start from the identity, as kfac-pytorch's do.
     """
     for block, place in used:
+        block.arrive()
         if block.mass == 0 and start_from_identity:
             block.mass = 1.0
             _start_from_identity(block, place, backend.rank)
@@ -60,17 +66,46 @@ def enter(
         if place.deferred:
             _gather(block, place, backend.rank, contributions[block], decay)
     eager = [(block, place) for block, place in used if not place.deferred]
-    for block, place, factor, total in _sums(backend, eager, contributions, "reduce"):
-        if total is None:
-            continue
-        if total.dim() == 3 and not place.packed:
-            mirror(total)  # sums are lower triangles; what travelled is packed
-        if factor.name not in block.running:
-            block.running[factor.name] = store(total, factor.size, place)
-            continue
-        rate = (1 - decay) / block.mass
-        new = pack(total) if place.packed else unpack(total, factor.size)
-        block.running[factor.name].lerp_(new, rate)
+    jobs = _jobs(backend, eager, contributions)
+    rates = {block: (1 - decay) / block.mass for block, _ in eager}
+    if any(len(job.sum.way.spread) > 1 for job in jobs):
+        # What travels twice is waited for here: the second way would start out of order.
+        add_up(backend, [job.sum for job in jobs], "reduce")
+        for job in jobs:
+            _enter(job, rates)
+        return
+    job_of = {id(job.sum): job for job in jobs}
+    for parts, addition in additions(backend, [job.sum for job in jobs], "reduce"):
+        together = [job_of[id(part)] for part in parts]
+        task = _arrival(addition, together, rates)
+        start([task], overlap=backend.overlap)
+        for block in {job.block: None for job in together}:
+            block.under_way.append(task)
+    for job in jobs:
+        if not job.sum.travels:
+            _enter(job, rates)
+
+
+def _arrival(addition: Task, jobs: Sequence[_Job], rates: Mapping[Block, float]) -> Task:
+    """Add up, and let the sums enter when they are there."""
+    yield from addition
+    for job in jobs:
+        _enter(job, rates)
+
+
+def _enter(job: _Job, rates: Mapping[Block, float]) -> None:
+    total = job.total()
+    if total is None:
+        return
+    if total.dim() == 3 and not job.place.packed:
+        mirror(total)  # sums are lower triangles; what travelled is packed
+    # Not `running`, which waits for this.
+    factors, name = job.block.arrived, job.factor.name
+    if name not in factors:
+        factors[name] = store(total, job.factor.size, job.place)
+        return
+    new = pack(total) if job.place.packed else unpack(total, job.factor.size)
+    factors[name].lerp_(new, rates[job.block])
 
 
 def _gather(
@@ -128,39 +163,51 @@ def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -
 def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total]:
     locals_ = {block: dict(block.local) for block, _ in due}
     found: list[_Total] = []
-    for block, place, factor, total in _sums(backend, due, locals_, phase):
+    jobs = _jobs(backend, due, locals_)
+    add_up(backend, [job.sum for job in jobs], phase)
+    for job in jobs:
         new = None
-        if total is not None:
+        block, name = job.block, job.factor.name
+        if (total := job.total()) is not None:
             new = pack(total) / block.mass
-            if factor.name in block.running:
+            if name in block.running:
                 share = (block.mass - block.pending) / block.mass
-                new.add_(pack(block.running[factor.name]), alpha=share)
-        found.append((block, place, factor, new))
+                new.add_(pack(block.running[name]), alpha=share)
+        found.append((block, job.place, job.factor, new))
     return found
 
 
-def _sums(
-    backend: Backend,
-    placed: Sequence[Placed],
-    parts: Mapping[Block, dict[str, Tensor]],
-    phase: str,
-) -> list[_Total]:
-    """Add up parts over ranks; each rank has the sums that it is to hold, None of the others."""
-    jobs, sums = [], []
+@dataclass
+class _Job:
+    """One factor whose parts are added up over ranks."""
+
+    block: Block
+    place: BlockPlacement
+    factor: FactorSpec
+    sum: Sum
+    held: bool
+
+    def total(self) -> Tensor | None:
+        """Return the sum, once it is there, if this rank is to hold it."""
+        if not self.held:
+            return None
+        # A holder that is alone with a factor and has no data holds zeros.
+        return self.sum.packed() if self.sum.tensor is None else self.sum.tensor
+
+
+def _jobs(
+    backend: Backend, placed: Sequence[Placed], parts: Mapping[Block, dict[str, Tensor]]
+) -> list[_Job]:
+    """Say what is to be added up; this rank's parts are used up."""
+    jobs = []
     for block, place in placed:
         wire = getattr(torch, place.wire) if place.wire else block.dtype
         for index, factor in enumerate(block.factors):
             own = parts[block].pop(factor.name, None)
             way = place.reductions[index]
-            sums.append(Sum(way, factor.shape, block.dtype, wire, block.device, own))
-            jobs.append((block, place, factor, place.holds(backend.rank, index)))
-    add_up(backend, sums, phase)
-    found: list[_Total] = []
-    for (block, place, factor, held), one in zip(jobs, sums, strict=True):
-        # A holder that is alone with a factor and has no data holds zeros.
-        total = one.packed() if held and one.tensor is None else one.tensor
-        found.append((block, place, factor, total if held else None))
-    return found
+            one = Sum(way, factor.shape, block.dtype, wire, block.device, own)
+            jobs.append(_Job(block, place, factor, one, place.holds(backend.rank, index)))
+    return jobs
 
 
 def pack(factor: Tensor) -> Tensor:

@@ -2,71 +2,200 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver, own_memory
+from soframe.comm.fusion import Parcel, deliver, deliveries, own_memory
+from soframe.comm.tasks import Task, finish, start
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.running import settle
-from soframe.solvers.base import SolveFailedError, mean_trace, solve_safely
+from soframe.solvers.base import SolveFailedError, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
 
 log = logging.getLogger("soframe")
 
 
-def solve(
+_RAISED = 2  # in the outcomes, where 1 is a factor that cannot be solved
+
+
+def update(
     blocks: Sequence[Block],
     due: Sequence[Block],
     placement: Placement,
     backend: Backend,
     damping: float,
     counters: dict[str, int],
-) -> None:
-    """Solve the factors that are due on their owners and share the results.
+    gradients: Callable[[], Mapping[Block, torch.Tensor | None]],
+) -> tuple[Mapping[Block, torch.Tensor | None], dict[Block, torch.Tensor]]:
+    """Solve what is due and precondition.
 
-    A factor that cannot be solved keeps its last good second-order data, on every rank: the ranks
-    agree on the failures before anything is shared.
+    A rank preconditions with what has arrived while others solve still.
 
     Args:
         blocks: All blocks, in the placement's order.
         due: Those to solve, the same on every rank.
-        placement: Who owns and who needs what.
+        placement: Who owns, preconditions and receives what.
         backend: The backend.
         damping: The damping of this step.
         counters: ``retried_solves`` and ``failed_solves`` are raised.
+        gradients: Returns the raw gradients, see `precondition`.
+
+    Returns:
+        The raw gradients, and the preconditioned ones.
+
+    Raises:
+        RuntimeError: If a solver raised something else than its failure on another rank; there,
+            what it raised.
     """
-    where = dict(zip(blocks, placement.blocks, strict=True))
-    settle(backend, [(block, where[block]) for block in due])
-    traces = _mean_traces(due, where, backend)
-    jobs = [(block, i, factor) for block in due for i, factor in enumerate(block.factors)]
-    fresh: dict[tuple[Block, str], dict[str, torch.Tensor]] = {}
-    outcome = torch.zeros(2, len(jobs))  # failed, retried
-    for number, (block, index, factor) in enumerate(jobs):
-        if where[block].owners[index] != backend.rank:
-            continue
+    new = any(not block.solved for block in due)
+    solution = Solution(due, dict(zip(blocks, placement.blocks, strict=True)), backend, damping)
+    if new or not backend.overlap:
+        # Who takes part in what follows depends on which blocks are solved for the first time.
+        solution.conclude(counters)
+    raw = gradients()
+    results = precondition(blocks, placement, backend, damping, raw, solution.arrive)
+    solution.conclude(counters)
+    return raw, results
+
+
+class Solution:
+    """The factors that are due, solved on their owners and on the way to the gradient workers.
+
+    What is solved travels while the next factors are solved. A factor that cannot be solved keeps
+    its last good second-order data on every rank: the gradient workers are sent numbers that are
+    none, and all ranks agree on the failures without waiting for each other before the end.
+
+    Args:
+        due: The blocks to solve, the same on every rank.
+        where: Who owns and who needs what.
+        backend: The backend.
+        damping: The damping of this step.
+    """
+
+    def __init__(
+        self,
+        due: Sequence[Block],
+        where: Mapping[Block, BlockPlacement],
+        backend: Backend,
+        damping: float,
+    ) -> None:
+        self._backend = backend
+        self._jobs: dict[Block, list[_Job]] = {
+            block: [_Job(block, i, factor, where[block]) for i, factor in enumerate(block.factors)]
+            for block in due
+        }
+        self._every = [job for jobs in self._jobs.values() for job in jobs]
+        self._open = bool(due)
+        if not due:
+            return
+        settle(backend, [(block, where[block]) for block in due])
+        traces = _mean_traces(due, where, backend)
+        for job in self._every:
+            if job.owner == backend.rank:
+                job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+        job_of = {id(job.parcel): job for job in self._every}
+
+        def tasks() -> Iterator[Task]:
+            parcels = [job.parcel for job in self._every]
+            for bucket, task in deliveries(backend, parcels, "share"):
+                for parcel in bucket:
+                    job_of[id(parcel)].task = task
+                yield task
+
+        self._end = start(tasks(), overlap=backend.overlap)
+        outcome = [[job.failed for job in self._every], [job.retried for job in self._every]]
+        vector = torch.tensor(outcome, dtype=torch.float32).flatten()
+        self._outcome = vector.to(backend.wire_device(vector.device))
+        self._agreement = backend.all_reduce(self._outcome, "agree")
+
+    def arrive(self, block: Block) -> None:
+        """Let a gradient worker have what was solved of a block.
+
+        Args:
+            block: The block, due or not.
+        """
+        for job in self._jobs.get(block, ()):
+            job.arrive(self._backend.rank)
+
+    def conclude(self, counters: dict[str, int]) -> None:
+        """Wait for everything, once.
+
+        Args:
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._end()
+        for block in self._jobs:
+            self.arrive(block)
+        self._agreement.wait()
+        numbers = [int(value) for value in self._outcome.tolist()]
+        failed, retried = numbers[: len(self._every)], numbers[len(self._every) :]
+        _raise_errors(self._every, failed)
+        counters["failed_solves"] += sum(failed)
+        counters["retried_solves"] += sum(retried)
+        for job, bad in zip(self._every, failed, strict=True):
+            if not bad:
+                job.block.solved_factors.add(job.factor.name)
+
+
+class _Job:
+    """One factor to solve."""
+
+    def __init__(self, block: Block, index: int, factor: FactorSpec, place: BlockPlacement) -> None:
+        self.block, self.index, self.factor = block, index, factor
+        self.owner, self.workers = place.owners[index], place.gradient_workers
+        self.specs = block.tensors[factor.name]
+        self.failed = self.retried = 0
+        self.error: Exception | None = None
+        self.task: Task | None = None
+        self.taken = False
+        group = share_group(self.owner, self.workers)
+        specs = tuple(self.specs.values())
+        self.parcel = Parcel(
+            self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
+        )
+
+    def solve(self, traces: list[torch.Tensor], damping: float) -> list[torch.Tensor] | None:
+        """Solve on the owner; None if that fails."""
+        block, factor = self.block, self.factor
         try:
-            data, retried = _solve_factor(block, index, factor, traces[block], damping)
+            share = block.solver.shares(traces, damping)[self.index]
+            data, retried = solve_safely(block.solver, block.matrix(factor), share)
         except SolveFailedError as error:
-            outcome[0, number] = 1
+            self.failed = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
-        else:
-            outcome[1, number] = retried
-            fresh[block, factor.name] = data
-    failed, retried_on = _agree(outcome, backend)
-    counters["failed_solves"] += sum(failed)
-    counters["retried_solves"] += sum(retried_on)
-    solved = [job for job, bad in zip(jobs, failed, strict=True) if not bad]
-    _share(solved, fresh, where, backend)
-    for block in due:
-        block.solved_factors.update(f.name for b, _, f in solved if b is block)
+            return None
+        except Exception as error:  # whatever it is: the other ranks wait, and must be told
+            self.failed, self.error = _RAISED, error
+            return None
+        self.retried = int(retried)
+        return [data[name] for name in self.specs]
+
+    def arrive(self, rank: int) -> None:
+        """Take what has been solved, where it is needed and good."""
+        if self.taken or rank not in self.workers:
+            return
+        self.taken = True
+        if self.task is not None and rank != self.owner:
+            finish(self.task)
+        tensors, self.parcel.tensors = self.parcel.tensors, None
+        # All of a factor that could not be solved is not finite, and nothing of any other.
+        if tensors is None or not all(bool(t.flatten()[0].isfinite()) for t in tensors[:1]):
+            return
+        kept = map(own_memory, tensors)
+        self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))
 
 
 def _mean_traces(
-    due: Sequence[Block], where: dict[Block, BlockPlacement], backend: Backend
+    due: Sequence[Block], where: Mapping[Block, BlockPlacement], backend: Backend
 ) -> dict[Block, list[torch.Tensor]]:
     """Return the mean traces of the factors of the blocks that this rank solves for.
 
@@ -81,7 +210,7 @@ def _mean_traces(
         strict=True,
     ):
         if where[block].owners[index] == backend.rank:
-            part.copy_(mean_trace(block.matrix(factor)))
+            part.copy_(block.mean_trace(factor))
     if told:
         numbers = numbers.to(backend.wire_device(numbers.device))
         backend.all_reduce(numbers, "agree").wait()
@@ -91,54 +220,19 @@ def _mean_traces(
         if block in told:
             traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.factors]
         elif backend.rank in where[block].owners:
-            traces[block] = [mean_trace(block.matrix(factor)) for factor in block.factors]
+            traces[block] = [block.mean_trace(factor) for factor in block.factors]
     return traces
 
 
-def _solve_factor(
-    block: Block, index: int, factor: FactorSpec, traces: list[torch.Tensor], damping: float
-) -> tuple[dict[str, torch.Tensor], bool]:
-    shares = block.solver.shares(traces, damping)
-    return solve_safely(block.solver, block.matrix(factor), shares[index])
-
-
-def _agree(outcome: torch.Tensor, backend: Backend) -> tuple[list[int], list[int]]:
-    vector = outcome.flatten().to(backend.wire_device(outcome.device))
-    backend.all_reduce(vector, "agree").wait()
-    numbers = [int(value) for value in vector.tolist()]
-    return numbers[: outcome.shape[1]], numbers[outcome.shape[1] :]
-
-
-def _share(
-    solved: Sequence[tuple[Block, int, FactorSpec]],
-    fresh: dict[tuple[Block, str], dict[str, torch.Tensor]],
-    where: dict[Block, BlockPlacement],
-    backend: Backend,
-) -> None:
-    parcels = []
-    for block, index, factor in solved:
-        place = where[block]
-        specs = block.tensors[factor.name]
-        own = fresh.get((block, factor.name))
-        group = share_group(place.owners[index], place.gradient_workers)
-        tensors = None if own is None else [own[name] for name in specs]
-        parcels.append(
-            Parcel(
-                place.owners[index],
-                group,
-                tuple(specs.values()),
-                block.dtype,
-                block.device,
-                tensors,
-            )
-        )
-    deliver(backend, parcels, "share")
-    for (block, _, factor), parcel in zip(solved, parcels, strict=True):
-        if backend.rank in where[block].gradient_workers:
-            assert parcel.tensors is not None
-            names = block.tensors[factor.name]
-            kept = map(own_memory, parcel.tensors)
-            block.second_order[factor.name] = dict(zip(names, kept, strict=True))
+def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
+    """Raise on every rank, if a solver raised on any."""
+    raised = [job for job, how in zip(jobs, failed, strict=True) if how == _RAISED]
+    for job in raised:
+        if job.error is not None:
+            raise job.error
+    if raised:
+        names = ", ".join(f"{job.block.name}.{job.factor.name}" for job in raised)
+        raise RuntimeError(f"the solver raised for {names} on another rank; see its own error")
 
 
 def precondition(
@@ -147,6 +241,7 @@ def precondition(
     backend: Backend,
     damping: float,
     gradients: Mapping[Block, torch.Tensor | None],
+    arrive: Callable[[Block], None],
 ) -> dict[Block, torch.Tensor]:
     """Precondition on the gradient workers and send the result to the receivers.
 
@@ -160,29 +255,41 @@ def precondition(
         damping: The damping of this step.
         gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
             this rank is no gradient worker.
+        arrive: Called for a block before its second-order data is used.
 
     Returns:
         The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
     """
-    ready = [(b, p) for b, p in zip(blocks, placement.blocks, strict=True) if b.solved]
     results: dict[Block, torch.Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
-    for block, place in ready:
-        gradient = gradients.get(block)
-        if backend.rank in place.gradient_workers:
-            if gradient is None:
-                results[block] = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
-            else:
-                results[block] = block.method.precondition(
-                    gradient, block.second_order, block.solver, damping
-                )
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solved:
+            continue
+        work = functools.partial(_precondition, block, gradients.get(block), damping, arrive)
+        spec = (TensorSpec(tuple(block.shape)),)
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
-            tensors = [results[block]] if worker == backend.rank else None
-            spec = (TensorSpec(tuple(block.shape)),)
-            parcels.append((block, Parcel(worker, group, spec, block.dtype, block.device, tensors)))
-    deliver(backend, [parcel for _, parcel in parcels], "exchange")
+            parcel = Parcel(worker, group, spec, block.dtype, block.device)
+            if worker == backend.rank:
+                parcel.make = work
+            parcels.append((block, parcel))
+    # What stays here may be made in any order: the largest last, whose solving takes the longest.
+    order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
+    deliver(backend, order, "exchange")
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
     return {block: results[block] for block in gradients}
+
+
+def _precondition(
+    block: Block,
+    gradient: torch.Tensor | None,
+    damping: float,
+    arrive: Callable[[Block], None],
+) -> list[torch.Tensor] | None:
+    """Precondition on a gradient worker; None without a gradient."""
+    if gradient is None:
+        return None
+    arrive(block)
+    return [block.method.precondition(gradient, block.second_order, block.solver, damping)]

@@ -222,6 +222,11 @@ class Statistics:
         """
         self._passes, self._loss_scale = before._passes, before._loss_scale
 
+    def arrive(self) -> None:
+        """Let the statistics of earlier windows enter the running factors, if they travel still."""
+        for block in self._blocks:
+            block.arrive()
+
     def clear(self) -> None:
         """Begin a new window."""
         self._passes = {}

@@ -38,11 +38,14 @@ class Backend(ABC):
         rank: This process's rank in the group.
         world_size: The number of ranks.
         on_paper: Whether the other ranks exist on paper only; this one then speaks for all.
+        overlap: Whether tensors travel while others are computed (`soframe.comm.tasks`); the
+            results are the same bit by bit, with less waiting and more memory in buffers.
     """
 
     rank: int = 0
     world_size: int = 1
     on_paper: bool = False
+    overlap: bool = True
 
     def __init__(self) -> None:
         self._traffic: dict[str, dict[str, int]] = {}

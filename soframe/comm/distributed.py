@@ -20,6 +20,7 @@ class TorchDistributed(Backend):
     Args:
         group: The process group; None for the default one. Only its members may build this.
         meet_timeout: How long ``meet`` waits for the other ranks, in seconds (Gloo).
+        overlap: See `Backend`.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
@@ -27,9 +28,14 @@ class TorchDistributed(Backend):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, meet_timeout: float = 300.0
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        meet_timeout: float = 300.0,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
+        self.overlap = overlap
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "backend 'torch': torch.distributed is not initialised; call "

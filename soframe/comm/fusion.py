@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from soframe.buckets import fill
-from soframe.comm.base import Backend, Handle
+from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.comm.tasks import Task, run
 from soframe.factors import TensorSpec
 from soframe.strategies.placement import Reduction
 
@@ -26,6 +27,9 @@ class Parcel:
         dtype: Their dtype.
         device: Their device.
         tensors: The tensors, on the source; after `deliver`, on every rank of the group.
+        make: Called on the source for its tensors, when their turn has come; None where they are
+            there.
+        otherwise: What travels in every place where ``make`` returns None.
     """
 
     source: int
@@ -34,11 +38,52 @@ class Parcel:
     dtype: torch.dtype
     device: torch.device
     tensors: list[Tensor] | None = None
+    make: Callable[[], list[Tensor] | None] | None = None
+    otherwise: float = 0.0
 
     @property
     def numel(self) -> int:
         """Elements that travel."""
         return sum(spec.packed_numel for spec in self.specs)
+
+    @property
+    def travels(self) -> bool:
+        """Whether there is anyone to send it to."""
+        return len(self.group) > 1
+
+    def write(self, part: Tensor) -> None:
+        """Write what travels into a buffer, on the source.
+
+        Args:
+            part: ``[numel]``.
+        """
+        if self.make is not None:
+            self.tensors = self.make()
+        if self.tensors is None:
+            part.fill_(self.otherwise)
+            return
+        parts = part.split([spec.packed_numel for spec in self.specs])
+        for spec, tensor, own in zip(self.specs, self.tensors, parts, strict=True):
+            if spec.symmetric:
+                pack_triangle(tensor, out=own)
+            else:
+                own.view(spec.shape).copy_(tensor)
+
+    def read(self, part: Tensor) -> None:
+        """Take the tensors from a buffer.
+
+        Args:
+            part: ``[numel]``; tensors that are not symmetric become views of it.
+        """
+        parts = part.split([spec.packed_numel for spec in self.specs])
+        self.tensors = [_whole(own, spec) for spec, own in zip(self.specs, parts, strict=True)]
+
+
+def _whole(part: Tensor, spec: TensorSpec) -> Tensor:
+    if not spec.symmetric:
+        return part.view(spec.shape)
+    *leading, n, _ = spec.shape
+    return unpack_triangle(part.view(*leading, packed_size(n)), n)
 
 
 def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
@@ -53,22 +98,47 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
         parcels: The parcels; their ``tensors`` are filled in.
         phase: The phase that the traffic is counted under.
     """
-    under_way: list[tuple[Handle, Tensor, list[Parcel]]] = []
-    for bucket in _buckets([p for p in parcels if backend.rank in p.group and len(p.group) > 1]):
-        first = bucket[0]
-        if backend.rank == first.source:
-            flat = torch.cat([_flatten(parcel) for parcel in bucket])
-        else:
-            numel = sum(parcel.numel for parcel in bucket)
-            flat = torch.empty(numel, dtype=first.dtype, device=first.device)
-        flat = flat.to(backend.wire_device(first.device))
-        under_way.append((backend.broadcast(flat, first.source, first.group, phase), flat, bucket))
-    for handle, flat, bucket in under_way:
-        handle.wait()
-        # The source too takes what travelled, so that all ranks go on with the same bits.
-        sizes = [parcel.numel for parcel in bucket]
+    tasks = (task for _, task in deliveries(backend, parcels, phase))
+    run(tasks, overlap=backend.overlap)
+
+
+def deliveries(
+    backend: Backend, parcels: Sequence[Parcel], phase: str
+) -> Iterator[tuple[list[Parcel], Task]]:
+    """Yield the tasks of `deliver`, each with its parcels.
+
+    Parcels that are made here and stay here come last: they are made while others travel. On the
+    source all parcels have their tensors once their task has begun.
+
+    Args:
+        backend: The backend.
+        parcels: See `deliver`.
+        phase: See `deliver`.
+    """
+    mine = [p for p in parcels if backend.rank in p.group]
+    for bucket in _buckets([p for p in mine if p.travels]):
+        yield bucket, _delivery(backend, bucket, phase)
+    for parcel in mine:
+        if not parcel.travels and parcel.make is not None:
+            parcel.tensors = parcel.make()
+
+
+def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:
+    first = bucket[0]
+    sizes = [parcel.numel for parcel in bucket]
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    if backend.rank == first.source:
         for parcel, part in zip(bucket, flat.split(sizes), strict=True):
-            parcel.tensors = _unflatten(part.to(parcel.device), parcel.specs)
+            parcel.write(part)
+            # It takes what travels, like the others, so that all ranks go on with the same bits.
+            parcel.read(part)
+    wire = flat.to(backend.wire_device(first.device))
+    handle = backend.broadcast(wire, first.source, first.group, phase)
+    yield
+    handle.wait()
+    if backend.rank != first.source:
+        for parcel, part in zip(bucket, wire.split(sizes), strict=True):
+            parcel.read(part.to(parcel.device))
 
 
 @dataclass
@@ -93,12 +163,44 @@ class Sum:
     device: torch.device
     tensor: Tensor | None = None
 
+    @property
+    def numel(self) -> int:
+        """Elements that travel."""
+        return self.shape[0] * packed_size(self.shape[1])
+
+    @property
+    def travels(self) -> bool:
+        """Whether it is a sum over more than one rank."""
+        return len(self.way.group) > 1
+
     def packed(self) -> Tensor:
         """Return this rank's part, packed: ``[groups, n (n + 1) / 2]``."""
         if self.tensor is None:
             groups, n, _ = self.shape
             return torch.zeros(groups, packed_size(n), dtype=self.dtype, device=self.device)
         return pack_triangle(self.tensor) if self.tensor.dim() == 3 else self.tensor
+
+    def write(self, part: Tensor) -> None:
+        """Write this rank's part into a buffer, and forget it.
+
+        Args:
+            part: ``[numel]``, in the dtype of the wire.
+        """
+        if self.tensor is None:
+            part.zero_()
+        elif self.tensor.dim() == 3:
+            pack_triangle(self.tensor, out=part)
+        else:
+            part.copy_(self.tensor.flatten())
+        self.tensor = None
+
+    def read(self, part: Tensor) -> None:
+        """Take the sum from a buffer.
+
+        Args:
+            part: ``[numel]``, in the dtype of the wire.
+        """
+        self.tensor = part.view(self.shape[0], -1).to(self.device, self.dtype)
 
 
 def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
@@ -111,41 +213,65 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
         sums: The sums; their ``tensor`` becomes the sum where it is to be, and None elsewhere.
         phase: The phase that the traffic is counted under.
     """
-    mine = [s for s in sums if backend.rank in s.way.group and len(s.way.group) > 1]
-    under_way: list[tuple[Handle, Tensor, list[Sum]]] = []
-    for bucket in fill([(_route(s, s.way.group), _wire_bytes(s)) for s in mine]):
+    run((task for _, task in additions(backend, sums, phase)), overlap=backend.overlap)
+    run(_spreads(backend, sums, phase), overlap=backend.overlap)
+
+
+def additions(
+    backend: Backend, sums: Sequence[Sum], phase: str
+) -> Iterator[tuple[list[Sum], Task]]:
+    """Yield the tasks of `add_up`, each with its sums, but for those that spread sums further.
+
+    Args:
+        backend: The backend.
+        sums: See `add_up`.
+        phase: See `add_up`.
+    """
+    mine = [s for s in sums if backend.rank in s.way.group and s.travels]
+    for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine]):
         parts = [mine[index] for index in bucket]
-        way, wire = parts[0].way, parts[0].wire
-        flat = torch.cat([part.packed().flatten().to(wire) for part in parts])
-        flat = flat.to(backend.wire_device(flat.device))
-        if way.destination is None:
-            handle = backend.all_reduce(flat, phase)
-        else:
-            handle = backend.reduce(flat, way.destination, way.group, phase)
-        under_way.append((handle, flat, parts))
-    for handle, flat, parts in under_way:
-        handle.wait()
-        for part, own in zip(parts, _split(flat, parts), strict=True):
-            kept = part.way.destination in (None, backend.rank)
-            part.tensor = own if kept else None
-    _spread(backend, sums, phase)
+        yield parts, _addition(backend, parts, phase)
 
 
-def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
-    """Send sums from where they are to the other ranks that hold them."""
+def _addition(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
+    way = parts[0].way
+    flat, sizes = _written(backend, parts)
+    if way.destination is None:
+        handle = backend.all_reduce(flat, phase)
+    else:
+        handle = backend.reduce(flat, way.destination, way.group, phase)
+    yield
+    handle.wait()
+    if way.destination in (None, backend.rank):
+        for part, own in zip(parts, flat.split(sizes), strict=True):
+            part.read(own)
+
+
+def _spreads(backend: Backend, sums: Sequence[Sum], phase: str) -> Iterator[Task]:
+    """Yield the tasks that send sums from where they are to the other ranks that hold them."""
     mine = [s for s in sums if backend.rank in s.way.spread and len(s.way.spread) > 1]
-    under_way = []
-    for bucket in fill([(_route(s, s.way.spread), _wire_bytes(s)) for s in mine]):
-        parts = [mine[index] for index in bucket]
-        source, group = parts[0].way.destination, parts[0].way.spread
-        assert source is not None
-        flat = torch.cat([part.packed().flatten().to(part.wire) for part in parts])
-        flat = flat.to(backend.wire_device(flat.device))
-        under_way.append((backend.broadcast(flat, source, group, phase), flat, parts))
-    for handle, flat, parts in under_way:
-        handle.wait()
-        for part, own in zip(parts, _split(flat, parts), strict=True):
-            part.tensor = own
+    for bucket in fill([(_route(s, s.way.spread), s.numel * s.wire.itemsize) for s in mine]):
+        yield _spread(backend, [mine[index] for index in bucket], phase)
+
+
+def _spread(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
+    source, group = parts[0].way.destination, parts[0].way.spread
+    assert source is not None
+    flat, sizes = _written(backend, parts)
+    handle = backend.broadcast(flat, source, group, phase)
+    yield
+    handle.wait()
+    for part, own in zip(parts, flat.split(sizes), strict=True):
+        part.read(own)
+
+
+def _written(backend: Backend, parts: Sequence[Sum]) -> tuple[Tensor, list[int]]:
+    """Return a buffer that has this rank's parts, where it can travel, and their sizes."""
+    sizes = [part.numel for part in parts]
+    flat = torch.empty(sum(sizes), dtype=parts[0].wire, device=parts[0].device)
+    for part, own in zip(parts, flat.split(sizes), strict=True):
+        part.write(own)
+    return flat.to(backend.wire_device(flat.device)), sizes
 
 
 def own_memory(tensor: Tensor) -> Tensor:
@@ -165,40 +291,7 @@ def _route(part: Sum, group: tuple[int, ...]) -> tuple[object, ...]:
     return (group, part.way.destination, part.wire, part.device)
 
 
-def _wire_bytes(part: Sum) -> int:
-    return part.shape[0] * packed_size(part.shape[1]) * part.wire.itemsize
-
-
-def _split(flat: Tensor, parts: Sequence[Sum]) -> list[Tensor]:
-    """Undo the fusion of sums, into tensors ``[groups, n (n + 1) / 2]``."""
-    sizes = [part.shape[0] * packed_size(part.shape[1]) for part in parts]
-    return [
-        own.view(part.shape[0], -1).to(part.device, part.dtype)
-        for part, own in zip(parts, flat.split(sizes), strict=True)
-    ]
-
-
 def _buckets(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
     """Group parcels that can share a buffer, in the order of their first parcel."""
     items = [((p.source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize) for p in parcels]
     return [[parcels[index] for index in bucket] for bucket in fill(items)]
-
-
-def _flatten(parcel: Parcel) -> Tensor:
-    assert parcel.tensors is not None
-    parts = [
-        (pack_triangle(tensor) if spec.symmetric else tensor).reshape(-1)
-        for spec, tensor in zip(parcel.specs, parcel.tensors, strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def _unflatten(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    tensors = []
-    for spec, part in zip(specs, flat.split([s.packed_numel for s in specs]), strict=True):
-        if spec.symmetric:
-            *leading, n, _ = spec.shape
-            tensors.append(unpack_triangle(part.view(*leading, -1), n))
-        else:
-            tensors.append(part.view(spec.shape))
-    return tensors

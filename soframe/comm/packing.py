@@ -2,13 +2,18 @@
 
 The lower triangle of an n x n matrix is folded into a rectangle (rectangular full packed format:
 Gustavson et al., 2010): the trailing triangle fills the unused corner above the leading columns.
-So packing is two block copies, where an index tensor would take four times the packed memory.
+So packing is block copies, where an index tensor would take four times the packed memory. Only
+blocks on a diagonal need a mask; all others are copied as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+_BLOCK = 256  # rows that share a mask; their transposes stay in the cache
 
 
 def packed_size(n: int) -> int:
@@ -16,24 +21,29 @@ def packed_size(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def pack_triangle(matrix: Tensor) -> Tensor:
+def pack_triangle(matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the lower triangle of symmetric matrices.
 
     Args:
         matrix: ``[..., n, n]``; only the lower triangle is read.
+        out: Where to write it, contiguous, of as many elements; perhaps of another dtype. None
+            for a new tensor.
 
     Returns:
         ``[..., n (n + 1) / 2]``.
     """
-    n = matrix.shape[-1]
-    half, odd = n // 2, n % 2
-    leading, trailing = matrix[..., : half + odd], matrix[..., half + odd :, half + odd :]
-    # An even n needs one more row, which makes room for the trailing diagonal.
-    rows = matrix.new_empty((*matrix.shape[:-2], n + 1 - odd, half + odd))
-    rows[..., 1 - odd :, :] = leading
-    corner = rows[..., :half, odd:]
-    corner.copy_(torch.where(_upper(half, matrix), trailing.mT, corner))
-    return rows.flatten(-2)
+    *leading, n, _ = matrix.shape
+    if out is None:
+        out = matrix.new_empty((*leading, packed_size(n)))
+    edge, corner = _fold(out.view(*leading, packed_size(n)), n)
+    half = n - edge.shape[-1]
+    edge.copy_(matrix[..., : n - half])
+    trailing = matrix[..., n - half :, n - half :].to(out.dtype)
+    for rows, rest in _blocks(half):
+        diagonal = corner[..., rows, rows]
+        diagonal.copy_(torch.where(_upper(diagonal), trailing[..., rows, rows].mT, diagonal))
+        corner[..., rows, rest] = trailing[..., rest, rows].mT
+    return out.view(*leading, packed_size(n))
 
 
 def unpack_triangle(packed: Tensor, n: int) -> Tensor:
@@ -46,16 +56,63 @@ def unpack_triangle(packed: Tensor, n: int) -> Tensor:
     Returns:
         ``[..., n, n]``, both triangles filled.
     """
+    matrix = packed.new_empty((*packed.shape[:-1], n, n))
+    edge, corner = _fold(packed, n)
+    half = n - edge.shape[-1]
+    first, last = slice(n - half), slice(n - half, n)
+    matrix[..., last, first] = edge[..., last, :]
+    matrix[..., first, last] = edge[..., last, :].mT
+    _mirror(matrix[..., first, first], edge[..., first, :])
+    _mirror(matrix[..., last, last], corner.mT)
+    return matrix
+
+
+def packed_diagonal(packed: Tensor, n: int) -> Tensor:
+    """Return the diagonal of packed matrices.
+
+    Args:
+        packed: ``[..., n (n + 1) / 2]``.
+        n: The size of the matrices.
+
+    Returns:
+        ``[..., n]``.
+    """
+    parts = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
+    return torch.cat(parts, dim=-1)
+
+
+def _fold(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the parts of the rectangle, as views.
+
+    Args:
+        packed: ``[..., n (n + 1) / 2]``.
+        n: The size of the matrices.
+
+    Returns:
+        The leading columns ``[..., n, n - n // 2]``, whose upper triangle is not theirs; and the
+        trailing triangle ``[..., n // 2, n // 2]``, transposed, whose lower one is not its own.
+    """
     half, odd = n // 2, n % 2
+    # An even n needs one more row, which makes room for the trailing diagonal.
     rows = packed.unflatten(-1, (n + 1 - odd, half + odd))
-    matrix = packed.new_zeros((*packed.shape[:-1], n, n))
-    matrix[..., : half + odd] = rows[..., 1 - odd :, :]
-    corner = rows[..., :half, odd:]
-    upper = _upper(half, packed)
-    matrix[..., half + odd :, half + odd :] = torch.where(upper, corner, 0).mT
-    lower = matrix.tril()
-    return lower + lower.tril(-1).mT
+    return rows[..., 1 - odd :, :], rows[..., :half, odd:]
 
 
-def _upper(n: int, like: Tensor) -> Tensor:
-    return torch.ones(n, n, dtype=torch.bool, device=like.device).triu()
+def _mirror(matrix: Tensor, lower: Tensor) -> None:
+    """Fill symmetric matrices from their lower triangles; the upper ones are not read."""
+    for rows, rest in _blocks(lower.shape[-1]):
+        diagonal = lower[..., rows, rows]
+        matrix[..., rows, rows] = torch.where(_upper(diagonal), diagonal.mT, diagonal)
+        matrix[..., rest, rows] = lower[..., rest, rows]
+        matrix[..., rows, rest] = lower[..., rest, rows].mT
+
+
+def _blocks(n: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows of each block on the diagonal, and those below."""
+    for start in range(0, n, _BLOCK):
+        end = min(start + _BLOCK, n)
+        yield slice(start, end), slice(end, n)
+
+
+def _upper(like: Tensor) -> Tensor:
+    return torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).triu()

@@ -52,6 +52,7 @@ class Recording(Backend):
         self.rank = inner.rank if inner is not None else rank
         self.world_size = inner.world_size if inner is not None else world_size
         self.on_paper = inner is None
+        self.overlap = inner is None or inner.overlap
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
 

@@ -13,14 +13,14 @@ does slows all of them alike.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from soframe.experiments import outcomes
 from soframe.experiments.config import ClockName, OptimizerName, RunConfig
 from soframe.experiments.launch import Worker
 from soframe.experiments.records import RunRecord
@@ -151,10 +151,7 @@ class Tuned:
         Returns:
             The path of the file.
         """
-        path = folder / f"{self.protocol.workload}-{self.optimizer}.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
+        return outcomes.write(folder, self.protocol.workload, self.optimizer, self)
 
 
 def load(workload_name: str, optimizer: str, folder: Path = FOLDER) -> Tuned:
@@ -171,13 +168,9 @@ def load(workload_name: str, optimizer: str, folder: Path = FOLDER) -> Tuned:
     Raises:
         FileNotFoundError: If that optimizer was never tuned on that workload.
     """
-    path = folder / f"{workload_name}-{optimizer}.json"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{optimizer} was never tuned on {workload_name}: "
-            f"python benchmarks/time_to_target.py {workload_name} --tune --optimizers {optimizer}"
-        )
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    script = "benchmarks/time_to_target.py"
+    command = f"python {script} {workload_name} --tune --optimizers {optimizer}"
+    fields = outcomes.read(folder, workload_name, optimizer, command)
     protocol = dict(fields["protocol"])
     protocol["targets"] = tuple(protocol["targets"])
     protocol["rungs"] = tuple((count, share) for count, share in protocol["rungs"])

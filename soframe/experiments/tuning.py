@@ -10,15 +10,15 @@ repeats it.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from soframe.experiments import outcomes
 from soframe.experiments.config import OptimizerName, RunConfig
 from soframe.experiments.records import RunRecord
 from soframe.experiments.train import run
@@ -171,14 +171,7 @@ class Tuned:
         Returns:
             The path of the file.
         """
-        path = folder / _file_name(self.protocol.workload, self.optimizer)
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
-
-
-def _file_name(workload_name: str, optimizer: str) -> str:
-    return f"{workload_name}-{optimizer}.json"
+        return outcomes.write(folder, self.protocol.workload, self.optimizer, self)
 
 
 def load(workload_name: str, optimizer: str, folder: Path = FOLDER) -> Tuned:
@@ -195,13 +188,8 @@ def load(workload_name: str, optimizer: str, folder: Path = FOLDER) -> Tuned:
     Raises:
         FileNotFoundError: If that optimizer was never tuned on that workload.
     """
-    path = folder / _file_name(workload_name, optimizer)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{optimizer} was never tuned on {workload_name}: "
-            f"python benchmarks/tune.py {workload_name} {optimizer}"
-        )
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    command = f"python benchmarks/tune.py {workload_name} {optimizer}"
+    fields = outcomes.read(folder, workload_name, optimizer, command)
     return Tuned(
         protocol=Protocol(**fields["protocol"]),
         optimizer=fields["optimizer"],

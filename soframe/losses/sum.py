@@ -94,7 +94,8 @@ class SumLoss(Loss):
 
         SumLoss([Term("cross-entropy", slice(0, 10)), Term("mse", slice(10, None), weight=0.5)])
 
-    Over several outputs, for ``preconditioner.observe((logits, values))``::
+    Over several outputs, for ``preconditioner.observe((logits, values))`` and for the models of
+    `soframe.TrustRegion` that return several tensors::
 
         SumLoss([Term("cross-entropy", output=0), Term("mse", weight=0.5, output=1)])
 
@@ -114,12 +115,7 @@ class SumLoss(Loss):
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """See `Loss.hessian_product`."""
-        self._check([outputs])
-        total = torch.zeros_like(vectors)
-        for term in self.terms:
-            product = term.own.hessian_product(term.of(outputs), term.of(vectors))
-            total += term.embed(term.weight * product, outputs)
-        return total
+        return self.hessian_products([outputs], [vectors])[0]
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: the columns of every term."""
@@ -130,6 +126,26 @@ class SumLoss(Loss):
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """See `Loss.sample`: the sum of samples of every term."""
         return self.samples([outputs], generator)[0]
+
+    def hessian_products(
+        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the Hessian in several outputs, times a vector; no term couples two of them.
+
+        Args:
+            outputs: ``[N, ...]`` each.
+            vectors: ``[N, ...]`` each.
+
+        Returns:
+            ``[N, ...]`` for each output.
+        """
+        self._check(outputs)
+        totals = [torch.zeros_like(vector) for vector in vectors]
+        for term in self.terms:
+            output, vector = outputs[term.output], vectors[term.output]
+            product = term.own.hessian_product(term.of(output), term.of(vector))
+            totals[term.output] += term.embed(term.weight * product, output)
+        return totals
 
     def half_factors(self, outputs: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
         """Yield the columns of a square root of the Hessian in several outputs.

@@ -3,6 +3,7 @@
 from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
+from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement, Reduction
 from soframe.strategies.sharded import OwnerLocal, Sharded
 
@@ -11,6 +12,7 @@ __all__ = [
     "BlockWork",
     "CommOpt",
     "HybridOpt",
+    "LocalPlan",
     "MemOpt",
     "OwnerLocal",
     "Placement",

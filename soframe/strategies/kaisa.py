@@ -8,6 +8,9 @@ to the others. With one column every rank preconditions everything and no gradie
 
 Where the number of gradient workers does not divide the number of ranks, columns differ in length
 by one; a rank whose row has no rank of the block's column receives from the column's first rank.
+
+Every rank has every running factor, as in KAISA. Statistics travel as triangles, and between the
+solves they stay what they are: half the memory, and nothing to unpack where only the owner solves.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class _Grid(Strategy):
                 tuple(owners[i]),
                 members[column_of[i]],
                 _sources(members[column_of[i]], ranks, columns),
+                packed=ranks > 1,
             )
             for i, block in enumerate(work)
         )

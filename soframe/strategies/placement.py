@@ -20,6 +20,7 @@ from functools import cached_property
 
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape
+from soframe.strategies.local import LocalPlan
 from soframe.text import format_table
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,6 +42,7 @@ class BlockWork:
             traffic need them, so they are no part of the placement's identity.
         dtype: The dtype of factors and second-order data, by its name; likewise.
         device: Where they live; likewise.
+        parameters: How many parameters the block has; likewise.
     """
 
     name: str
@@ -49,6 +51,7 @@ class BlockWork:
     second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
     dtype: str = field(default="float32", compare=False)
     device: str = field(default="cpu", compare=False)
+    parameters: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ class Placement:
         """The placement's SHA-256; equal on all ranks, or they must not start."""
         everything = asdict(self)
         for work in everything["work"]:
-            for name in ("second_order", "dtype", "device"):
+            for name in ("second_order", "dtype", "device", "parameters"):
                 del work[name]
         text = json.dumps(everything, sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
@@ -278,6 +281,7 @@ class Placement:
         statistics: bool = False,
         solve: bool = False,
         used: Collection[str] | None = None,
+        local: LocalPlan | None = None,
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
@@ -288,13 +292,14 @@ class Placement:
             statistics: Whether it is a statistics step.
             solve: Whether it is a solve step, after there were statistics.
             used: The blocks that are used and have been solved; None for all.
+            local: What else there is with ``gradients="local"``; None for averaged ones.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
         from soframe.strategies import plan
 
-        return plan.traffic(self, rank, statistics=statistics, solve=solve, used=used)
+        return plan.traffic(self, rank, statistics=statistics, solve=solve, used=used, local=local)
 
     def __str__(self) -> str:
         told = any(_statistics(w, b) for w, b in zip(self.work, self.blocks, strict=True))
@@ -356,7 +361,7 @@ def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
 
 
 def _statistics(work: BlockWork, block: BlockPlacement) -> str:
-    """Say where statistics come from and go to; nothing where it is from and to all ranks."""
+    """Say where statistics come from and go to; nothing where they simply go from all to all."""
     ways: dict[str, list[str]] = {}
     for index, factor in enumerate(work.factors):
         way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"
@@ -368,7 +373,8 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
         *(["packed"] if block.packed else []),
         *([block.wire] if block.wire else []),
     ]
-    return "" if words == [f"{everyone}=>{everyone}"] else " ".join(words)
+    simply = f"{everyone}=>{everyone}"
+    return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Iterable
 from math import prod
 
 from soframe.buckets import fill
+from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import (
     ITEM_BYTES,
     BlockPlacement,
@@ -79,6 +80,7 @@ def traffic(
     statistics: bool = False,
     solve: bool = False,
     used: Collection[str] | None = None,
+    local: LocalPlan | None = None,
 ) -> Traffic:
     """See `Placement.traffic`.
 
@@ -88,6 +90,7 @@ def traffic(
         statistics: Whether it is a statistics step.
         solve: Whether it is a solve step.
         used: The blocks in use; None for all.
+        local: What else there is with local gradients.
 
     Returns:
         Phase -> bytes and calls.
@@ -97,7 +100,8 @@ def traffic(
     phases: Traffic = {}
     if placement.world_size > 1:
         weights = sum(_weights(w, p) for w, p in pairs) if statistics else 0
-        _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights)])
+        present = _present(pairs, local) if local is not None else 0
+        _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present)])
         _count(phases, "agree", _solve_agreements(active) if solve else [])
         reduced = [(w, p) for w, p in active if (solve if p.deferred else statistics)]
         for eager in (True, False):
@@ -105,6 +109,11 @@ def traffic(
             _count(phases, "reduce", _reductions(own, rank))
         _count(phases, "share", _shares(active, rank) if solve else [])
         _count(phases, "exchange", _exchanges(active, rank))
+        if local is not None:
+            _count(phases, "gradients", _averages(active, local))
+            # One inner product, in the dtype of the first block that is preconditioned.
+            clip = [ITEM_BYTES[active[0][0].dtype]] if active and local.kl_clip else []
+            _count(phases, "agree", clip)
     total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
     return {**phases, "total": total}
 
@@ -164,6 +173,22 @@ def _exchanges(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -
                 size = ITEM_BYTES[work.dtype] * prod(work.shape)
                 parcels.append(((worker, group, work.dtype, work.device), size))
     return _calls(parcels)
+
+
+def _present(pairs: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan) -> int:
+    """Flags that say which gradients a rank has."""
+    return sum(work.parameters for work, _ in pairs) + len(local.rest) + local.idle
+
+
+def _averages(active: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan) -> list[int]:
+    items: list[tuple[Hashable, int]] = []
+    device = "cpu"
+    for work, place in active:
+        workers, device = place.gradient_workers, work.device
+        to = workers[0] if len(workers) == 1 else None
+        items.append(((to, work.dtype, device), ITEM_BYTES[work.dtype] * prod(work.shape)))
+    items += [((None, dtype, device), ITEM_BYTES[dtype] * size) for size, dtype in local.rest]
+    return _calls(items)
 
 
 def _calls(items: list[tuple[Hashable, int]]) -> list[int]:

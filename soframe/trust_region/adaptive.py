@@ -23,15 +23,20 @@ from soframe.trust_region.quadratic import Direction
 class AdaptiveDamping:
     """A damping that moves among neighbours.
 
+    Trials pay while the damping is on its way. So the steps between two of them double where one
+    keeps the damping or turns it back, and halve where it moves on.
+
     Attributes:
         ratio: Neighbours are a factor of this apart.
-        interval: Steps between trials.
+        interval: The fewest steps between trials.
+        longest: The most steps between trials.
         low: The least damping.
         high: The largest damping.
     """
 
     ratio: float = 2.0
     interval: int = 3
+    longest: int = 12
     low: float = 1e-12
     high: float = 1e8
 
@@ -41,9 +46,16 @@ class AdaptiveDamping:
             raise ValueError(f"{name}: ratio must be above 1, not {self.ratio}")
         if self.interval < 1:
             raise ValueError(f"{name}: interval must be at least 1, not {self.interval}")
+        if self.longest < self.interval:
+            raise ValueError(
+                f"{name}: longest must be at least interval ({self.interval}), not {self.longest}"
+            )
         if not 0 < self.low < self.high:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
         self._now: float | None = None
+        self._wait = self.interval  # between the last trial and the next
+        self._due = 0  # the step of the next
+        self._moved = 0.0  # where the last one went: -1, 0 or 1
 
     def at(self, start: float) -> float:
         """Return the damping.
@@ -64,25 +76,34 @@ class AdaptiveDamping:
         Returns:
             An empty list where no trial is due.
         """
-        if self._now is None or step % self.interval:
+        if self._now is None or step < self._due:
             return []
         around = (self._within(self._now / self.ratio), self._within(self._now * self.ratio))
         return [damping for damping in around if damping != self._now]
 
-    def choose(self, damping: float) -> None:
-        """Go on with a damping.
+    def choose(self, damping: float, step: int) -> None:
+        """Go on with a damping, after a trial.
 
         Args:
             damping: One that was tried.
+            step: Completed steps.
         """
-        self._now = damping
+        assert self._now is not None
+        moved = float((damping > self._now) - (damping < self._now))
+        if moved and moved != -self._moved:
+            self._wait = max(self.interval, self._wait // 2)
+        else:
+            self._wait = min(self.longest, self._wait * 2)
+        self._now, self._moved, self._due = damping, moved, step + self._wait
 
     def _within(self, damping: float) -> float:
         return min(self.high, max(self.low, damping))
 
     def state(self) -> dict[str, float]:
         """Return what `load` needs."""
-        return {} if self._now is None else {"now": self._now}
+        if self._now is None:
+            return {}
+        return {"now": self._now, "wait": self._wait, "due": self._due, "moved": self._moved}
 
     def load(self, state: Mapping[str, float]) -> None:
         """Continue from a state.
@@ -91,6 +112,9 @@ class AdaptiveDamping:
             state: What `state` returned.
         """
         self._now = state.get("now")
+        self._wait = int(state.get("wait", self.interval))
+        self._due = int(state.get("due", 0))
+        self._moved = state.get("moved", 0.0)
 
 
 @dataclass(frozen=True)

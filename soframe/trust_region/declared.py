@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from soframe.losses.base import Loss
+from soframe.losses.sum import SumLoss
 from soframe.trust_region.quadratic import Forward
 
 
@@ -23,22 +25,39 @@ def check_declared_loss(declared: Loss | None, forwards: Sequence[Forward]) -> N
     """
     assert declared is not None
     forward = forwards[0]
-    output = forward.output.detach()
-    generator = torch.Generator(output.device).manual_seed(0)  # the user's stays as it is
-    tangent = torch.randn(
-        output.shape, generator=generator, dtype=output.dtype, device=output.device
-    )
-    per_sample = declared.hessian_product(output, tangent)
-    expected = float((tangent * per_sample).sum())
-    actual = float((tangent * forward.hessian_product(tangent)).sum())
-    actual *= len(output) * len(forwards)
+    outputs = [output.detach() for output in forward.outputs]
+    generator = torch.Generator(outputs[0].device).manual_seed(0)  # the user's stays as it is
+    tangents = [
+        torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+        for output in outputs
+    ]
+    expected = _inner(tangents, _hessian_products(declared, outputs, tangents))
+    samples = len(outputs[0])
+    actual = _inner(tangents, forward.hessian_product(tangents)) * samples * len(forwards)
     # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
-    rounding = 16 * torch.finfo(output.dtype).eps
-    noise = rounding * float(tangent.square().sum())
+    rounding = 16 * torch.finfo(outputs[0].dtype).eps
+    noise = rounding * _inner(tangents, tangents)
     if not math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
         times = actual / expected if expected else math.inf
         raise ValueError(
             f"the closure's loss has {times:.4g} times the curvature of loss={declared!r}, as a "
-            f"mean over {len(output)} samples and {len(forwards)} closure(s); declare the loss "
+            f"mean over {samples} samples and {len(forwards)} closure(s); declare the loss "
             f"that the closure returns"
         )
+
+
+def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    return sum(float((a * b).sum()) for a, b in zip(one, other, strict=True))
+
+
+def _hessian_products(
+    declared: Loss, outputs: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    if len(outputs) == 1:
+        return [declared.hessian_product(outputs[0], vectors[0])]
+    if not isinstance(declared, SumLoss):
+        raise TypeError(
+            f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with a "
+            f"Term for each (output=0, 1, ...) rather than {declared!r}"
+        )
+    return declared.hessian_products(outputs, vectors)

@@ -26,6 +26,7 @@ from soframe import registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
+from soframe.schedules import WarmInterval
 from soframe.trust_region.adaptive import AdaptiveDamping, Proposal, propose
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 from soframe.trust_region.declared import check_declared_loss
@@ -46,7 +47,12 @@ from soframe.trust_region.replay import Replay
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
-PRECONDITIONER = {"solver": "inverse", "decay": 0.5, "statistics_every": 1, "solve_every": 1}
+PRECONDITIONER: dict[str, Any] = {
+    "solver": "inverse",
+    "decay": 0.5,
+    "statistics_every": 3,
+    "solve_every": 3,
+}
 """What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
 
 
@@ -54,8 +60,9 @@ class TrustRegion(torch.optim.Optimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
 
     Args:
-        model: The model; it returns one tensor. Wrapped in DistributedDataParallel on several
-            ranks: the closure calls the wrapper.
+        model: The model; it returns a tensor, or several as a tuple or list: then the loss is a
+            `soframe.losses.SumLoss` with a term for each. Wrapped in DistributedDataParallel on
+            several ranks: the closure calls the wrapper.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
             instance. It must be the loss of the closure; the first step checks it.
         damping: The damping policy: a name, class or instance; or a number, or a callable of the
@@ -67,7 +74,7 @@ class TrustRegion(torch.optim.Optimizer):
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
-        burn_in: Batches that only give statistics, before the first update.
+        burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives reuse the activations of the first pass; see
             `soframe.trust_region.memo`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
@@ -120,13 +127,17 @@ class TrustRegion(torch.optim.Optimizer):
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
         self._own_damping = own
+        settings = {**PRECONDITIONER, **preconditioner}
+        for name in ("statistics_every", "solve_every"):
+            if burn_in > 0 and isinstance(settings[name], int):
+                settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **{**PRECONDITIONER, **preconditioner},
+            **settings,
         )
         self._outputs = Outputs(self._model)
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -196,13 +207,15 @@ class TrustRegion(torch.optim.Optimizer):
             memo = Memo() if self._reuse else None
             with torch.enable_grad():
                 with memo.record() if memo else nullcontext():
-                    output, loss = self._outputs.of(closure)
-                (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
-                require_only_through(output, loss, parameters)
-                self.preconditioner.observe(output)
-                # From the output, not the loss: the Hessian needs the graph in between again.
-                output.backward(gradient.detach())
-            forwards.append(Forward(closure, replay, output, gradient, memo))
+                    outputs, loss = self._outputs.of(closure)
+                gradients = torch.autograd.grad(
+                    loss, outputs, create_graph=True, materialize_grads=True
+                )
+                require_only_through(outputs, loss, parameters)
+                self.preconditioner.observe(outputs if len(outputs) > 1 else outputs[0])
+                # From the outputs, not the loss: the Hessian needs the graph in between again.
+                torch.autograd.backward(outputs, [gradient.detach() for gradient in gradients])
+            forwards.append(Forward(closure, replay, outputs, gradients, memo))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):
             self._checked = True
@@ -274,8 +287,8 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> tuple[list[Direction], Quadratic]:
         """Keep the proposal whose step the model predicts to bring most."""
         best, model = quadratic.best_with_one_of(len(proposals))
-        if isinstance(self._own_damping, AdaptiveDamping):
-            self._own_damping.choose(proposals[best].damping)
+        if isinstance(self._own_damping, AdaptiveDamping) and len(proposals) > 1:
+            self._own_damping.choose(proposals[best].damping, self._steps)
             self.preconditioner.second_order = proposals[best].second_order
         return [proposals[best].direction, *directions[len(proposals) :]], model
 
@@ -327,8 +340,12 @@ class TrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, curvature: bool = True) -> dict[str, Any]:
         """Return the optimizer's state, the preconditioner's and the damping's.
+
+        Args:
+            curvature: Whether the preconditioner's is in it, gathered from all ranks; without it
+                save `soframe.checkpoint.part` of ``preconditioner`` beside.
 
         Returns:
             For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
@@ -336,7 +353,7 @@ class TrustRegion(torch.optim.Optimizer):
         own = self._own_damping
         return {
             **super().state_dict(),
-            "curvature": self.preconditioner.state_dict(),
+            "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
                 "steps": self._steps,
                 "burn_in": self._burn_in,
@@ -350,7 +367,8 @@ class TrustRegion(torch.optim.Optimizer):
         """Continue from a state.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: What `state_dict` returned. If it is without curvature, the preconditioner
+                stays as it is: see `soframe.checkpoint.load`.
 
         Raises:
             ValueError: If it is not the state of a TrustRegion on such a model.
@@ -362,7 +380,8 @@ class TrustRegion(torch.optim.Optimizer):
         own = state_dict["trust_region"]
         if set(own["damping"]) != set(self.damping.state()):
             raise ValueError(f"the state is that of another damping policy than {self.damping!r}")
-        self.preconditioner.load_state_dict(state_dict["curvature"])
+        if state_dict["curvature"] is not None:
+            self.preconditioner.load_state_dict(state_dict["curvature"])
         super().load_state_dict(rest)
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])

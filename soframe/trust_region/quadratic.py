@@ -119,29 +119,38 @@ class Forward:
     Attributes:
         closure: What was run.
         replay: How to run it again.
-        output: The model's output.
-        gradient: The gradient of the loss in it, itself differentiable.
+        outputs: The model's outputs, one or several.
+        gradients: The gradients of the loss in them, themselves differentiable.
         memo: What the pass computed; None to compute it again.
     """
 
     closure: Closure
     replay: Replay
-    output: Tensor
-    gradient: Tensor
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
     memo: Memo | None = None
 
-    def hessian_product(self, tangent: Tensor) -> Tensor:
-        """Return the Hessian of the loss in the output, times a tangent.
+    def hessian_product(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the Hessian of the loss in the outputs, times a tangent.
 
         Args:
-            tangent: Of the output's shape.
+            tangents: One of each output's shape.
+
+        Returns:
+            One of each output's shape.
         """
-        if not self.gradient.requires_grad:  # a loss that is linear in the output
-            return torch.zeros_like(tangent)
-        (product,) = torch.autograd.grad(
-            self.gradient, self.output, tangent, retain_graph=True, materialize_grads=True
+        rows = [
+            (gradient, tangent)
+            for gradient, tangent in zip(self.gradients, tangents, strict=True)
+            if gradient.requires_grad  # not where the loss is linear in the output
+        ]
+        if not rows:
+            return tuple(torch.zeros_like(tangent) for tangent in tangents)
+        gradients, vectors = zip(*rows, strict=True)
+        products: tuple[Tensor, ...] = torch.autograd.grad(
+            gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
         )
-        return product
+        return products
 
 
 class Outputs:
@@ -152,37 +161,43 @@ class Outputs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen: list[Tensor] | None = None
+        self._seen: list[tuple[Tensor, ...]] | None = None
         self._cut = False
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> Tensor | None:
+    def _hook(self, module: nn.Module, args: object, output: object) -> object:
         if self._seen is None:
             return None
-        if not isinstance(output, Tensor):
+        found = (output,) if isinstance(output, Tensor) else output
+        if not isinstance(found, tuple | list) or not all(isinstance(o, Tensor) for o in found):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
-                f"needs a model that returns one tensor: let it concatenate its outputs along "
-                f"the features, and declare a soframe.losses.SumLoss over its parts"
+                f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
-        self._seen.append(output)
-        return fwd.unpack_dual(output).primal if self._cut else None
+        self._seen.append(tuple(found))
+        if not self._cut:
+            return None
+        primals = [fwd.unpack_dual(tensor).primal for tensor in found]
+        if isinstance(output, Tensor):
+            return primals[0]
+        named = hasattr(output, "_fields")
+        return type(output)(*primals) if named else type(output)(primals)  # type: ignore[call-arg]
 
-    def of(self, closure: Closure, *, cut: bool = False) -> tuple[Tensor, Tensor]:
+    def of(self, closure: Closure, *, cut: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run a closure.
 
         Args:
             closure: It runs the model once and returns a scalar loss.
-            cut: Whether tangents end at the model's output: the loss is computed without.
+            cut: Whether tangents end at the model's outputs: the loss is computed without.
 
         Returns:
-            The model's output and the loss.
+            The model's outputs and the loss.
 
         Raises:
             RuntimeError: If the model was not run exactly once.
             TypeError: If the loss is no scalar tensor.
         """
-        seen: list[Tensor] = []
+        seen: list[tuple[Tensor, ...]] = []
         self._seen, self._cut = seen, cut
         try:
             loss: object = closure()
@@ -202,11 +217,13 @@ class Outputs:
         self._handle.remove()
 
 
-def require_only_through(output: Tensor, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Check that a loss depends on the parameters through the model's output alone.
+def require_only_through(
+    outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Check that a loss depends on the parameters through the model's outputs alone.
 
     Args:
-        output: The model's output.
+        outputs: The model's outputs.
         loss: The loss.
         parameters: The parameters.
 
@@ -214,7 +231,7 @@ def require_only_through(output: Tensor, loss: Tensor, parameters: Sequence[nn.P
         RuntimeError: If it does not: such a term has no place in the model of the loss.
     """
     own = {id(parameter) for parameter in parameters}
-    seen = {output.grad_fn, None}
+    seen = {None, *(output.grad_fn for output in outputs)}
     todo = [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -255,9 +272,12 @@ def curvature_along(
             jacobian_product(model, forward, outputs, parameters, direction)
             for direction in directions
         ]
-        products = [forward.hessian_product(tangent).flatten() for tangent in tangents]
-        flat = torch.stack([tangent.flatten() for tangent in tangents])
-        total += (torch.stack(products) @ flat.T).double().cpu()
+        for i, tangent in enumerate(tangents):
+            products = forward.hessian_product(tangent)
+            # One by one: copies of outputs into one matrix would cost more than the products.
+            for product, *others in zip(products, *tangents, strict=True):
+                row = [product.flatten() @ other.flatten() for other in others]
+                total[i] += torch.stack(row).double().cpu()
     return (total + total.T) / 2
 
 
@@ -267,8 +287,8 @@ def jacobian_product(
     outputs: Outputs,
     parameters: Sequence[nn.Parameter],
     direction: Direction,
-) -> Tensor:
-    """Return the derivative of the model's output along a direction.
+) -> tuple[Tensor, ...]:
+    """Return the derivative of the model's outputs along a direction.
 
     Args:
         model: The model.
@@ -278,7 +298,7 @@ def jacobian_product(
         direction: One tensor per parameter.
 
     Returns:
-        A tensor of the output's shape.
+        One of each output's shape.
     """
     tangents = {id(p): d for p, d in zip(parameters, direction, strict=True)}
     with (
@@ -288,9 +308,11 @@ def jacobian_product(
         dual_parameters(model, tangents),
         nullcontext() if forward.memo is None else forward.memo.recall(),
     ):
-        output, _ = outputs.of(forward.closure, cut=True)
-        primal, tangent = fwd.unpack_dual(output)
-    return torch.zeros_like(primal) if tangent is None else tangent
+        found, _ = outputs.of(forward.closure, cut=True)
+        duals = [fwd.unpack_dual(output) for output in found]
+    return tuple(
+        torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent for dual in duals
+    )
 
 
 def inner_products(directions: Sequence[Direction]) -> Tensor:

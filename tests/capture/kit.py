@@ -199,7 +199,12 @@ def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:
     assert len({b.name for b in preconditioner._blocks}) == len(preconditioner._blocks)
     return {
         "gradients": {n: p.grad.clone() for n, p in named if p.grad is not None},
-        **{kind: {b.name: b.running[kind][0].clone() for b in blocks} for kind in "AG"},
+        **{
+            kind: {
+                b.name: b.matrix(f)[0].clone() for b in blocks for f in b.factors if f.name == kind
+            }
+            for kind in "AG"
+        },
     }
 
 

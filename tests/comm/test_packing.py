@@ -9,9 +9,17 @@ from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from tests.curvature import randn
 
 
-@given(n=st.integers(0, 9), leading=st.lists(st.integers(0, 3), max_size=2))
-@settings(max_examples=40)
-def test_there_and_back(n: int, leading: list[int]) -> None:
+@given(
+    n=st.integers(0, 13), leading=st.lists(st.integers(0, 3), max_size=2), block=st.integers(1, 8)
+)
+@settings(max_examples=60)
+def test_there_and_back(n: int, leading: list[int], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("soframe.comm.packing._BLOCK", block)
+        there_and_back(n, leading)
+
+
+def there_and_back(n: int, leading: list[int]) -> None:
     matrix = randn(*leading, n, n)
     packed = pack_triangle(matrix)
     assert packed.shape == (*leading, packed_size(n))
@@ -35,3 +43,14 @@ def test_packing_is_linear(n: int) -> None:
 def test_a_matrix_that_is_not_contiguous() -> None:
     matrix = randn(5, 5, 3).permute(2, 1, 0)
     assert torch.equal(pack_triangle(matrix), pack_triangle(matrix.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_packing_into_a_part_of_a_buffer(dtype: torch.dtype) -> None:
+    matrix = randn(2, 5, 5)
+    buffer = torch.zeros(40, dtype=dtype)
+    packed = pack_triangle(matrix, out=buffer[7:37])
+    assert torch.equal(packed, pack_triangle(matrix).to(dtype))
+    assert torch.equal(buffer[7:37], packed.flatten())
+    assert not buffer[:7].any()
+    assert not buffer[37:].any()

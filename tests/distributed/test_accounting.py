@@ -89,11 +89,14 @@ def expected_traffic(placement: Placement, solver: str, rank: int) -> dict[str, 
 
 
 def expected_memory(placement: Placement, solver: str, rank: int) -> dict[str, int]:
-    factors = sum(g * (out * out + into * into) for g, out, into in SHAPES.values())
-    held = 0
+    factors = held = 0
     for block in placement.blocks:
-        if block.block in SHAPES and rank in block.gradient_workers:
-            groups, out, into = SHAPES[block.block]
+        if block.block not in SHAPES:
+            continue
+        groups, out, into = SHAPES[block.block]
+        stored = triangle if block.packed else (lambda n: n * n)
+        factors += groups * (stored(out) + stored(into))
+        if rank in block.gradient_workers:
             held += second_order(solver, groups, out) + second_order(solver, groups, into)
     usage = {"factors": DOUBLE * factors, "accumulators": 0}
     usage |= {"second_order": DOUBLE * held, "statistics": 0}

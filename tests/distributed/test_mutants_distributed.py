@@ -38,7 +38,7 @@ def train(rank: int, world_size: int, strategy: str, together: int) -> dict[str,
             parameter.grad /= world_size
         own.step()
     return {
-        "factors": {f"{b.name}.{k}": f for b in own._blocks for k, f in b.running.items()},
+        "factors": {f"{b.name}.{f.name}": b.matrix(f) for b in own._blocks for f in b.factors},
         "gradients": {name: p.grad for name, p in model.named_parameters()},
     }
 

@@ -310,11 +310,11 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert [bool(block.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
     assert own.memory_usage()["statistics"] == plan.window(own.placement, 1)
 
-    def solve(blocks, *args):
-        held.extend(bool(block.sums) for block in blocks)
+    def settle(backend, placed):
+        held.extend(bool(block.sums) for block, _ in placed)
 
     held: list[bool] = []
-    monkeypatch.setattr("soframe.solving.solve", solve)
+    monkeypatch.setattr("soframe.solving.settle", settle)
     own.step()
     assert held == [False] * 4, "the window's sums are freed before anything is solved"
 

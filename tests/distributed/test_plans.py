@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from soframe import Placement, Preconditioner
 from soframe.comm import Recording
 from soframe.solvers import Eigen, Inverse
-from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded, Strategy
+from soframe.strategies import (
+    CommOpt,
+    HybridOpt,
+    LocalPlan,
+    MemOpt,
+    OwnerLocal,
+    Sharded,
+    Strategy,
+)
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_accounting import Apart as KaisaApart
@@ -51,7 +60,12 @@ def add(one: Traffic, other: Traffic) -> Traffic:
 
 
 def planned(
-    placement: Placement, rank: int, steps: int, every: tuple[int, int], used: Iterable[str]
+    placement: Placement,
+    rank: int,
+    steps: int,
+    every: tuple[int, int],
+    used: Iterable[str],
+    local: LocalPlan | None = None,
 ) -> Traffic:
     """All of a run; before the first step the ranks compare two digests."""
     start = {"start": {"bytes": 64, "calls": 1}} if placement.world_size > 1 else {}
@@ -59,7 +73,7 @@ def planned(
     names = list(used)
     for step in range(steps):
         kinds = {"statistics": step % every[0] == 0, "solve": step % every[1] == 0}
-        start = add(start, placement.traffic(rank, **kinds, used=names))
+        start = add(start, placement.traffic(rank, **kinds, used=names, local=local))
     return start
 
 
@@ -177,3 +191,65 @@ def test_on_ranks_the_plan_is_what_is_sent_and_held(ranks, solver):
             where = (name, rank)
             assert traffic == planned(placement, rank, 4, (2, 3), SHAPES), where
             assert memory == placement.memory(rank, used=SHAPES), where
+
+
+class Partly(nn.Module):
+    """Layers with blocks, others without, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4, dtype=torch.float64)
+        self.body = nn.Linear(4, 5, dtype=torch.float64)
+        self.head = nn.Linear(5, 3, bias=False, dtype=torch.float64)
+        self.never = nn.Bilinear(2, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.norm(self.embedding(x).double())).tanh())
+
+
+def train_locally(
+    rank: int, ranks: int, names: list[str], kl_clip: float | None
+) -> list[tuple[Placement, Traffic]]:
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        model = Partly()
+        own = Preconditioner(
+            model,
+            strategy=EVERY[name],
+            gradients="local",
+            kl_clip=kl_clip,
+            lr=0.1,
+            statistics_every=1,
+            solve_every=2,
+        )
+        for step in range(4):
+            if step == 1:  # at the first one nothing was solved yet
+                before = own.traffic()
+            model.zero_grad(set_to_none=False)
+            model(torch.tensor([rank, 3, 5])).square().mean().backward()
+            own.step()
+        found.append((own.placement, add(own.traffic(), _negative(before))))
+        own.close()
+    return found
+
+
+def _negative(one: Traffic) -> Traffic:
+    return {phase: {key: -number for key, number in count.items()} for phase, count in one.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+def test_with_local_gradients_too(kl_clip):
+    names = ["comm", "mem", "hybrid", "sharded", "deferred", "apart"]
+    local = LocalPlan(rest=((28, "float32"), (4, "float64"), (4, "float64")), idle=2)
+    local = dataclasses.replace(local, kl_clip=kl_clip is not None)
+    for rank, own in enumerate(run_ranks(train_locally, 3, names, kl_clip)):
+        for name, (placement, traffic) in zip(names, own, strict=True):
+            steps: Traffic = {}
+            for solve in (False, True, False):
+                one = placement.traffic(rank, statistics=True, solve=solve, local=local)
+                steps = add(steps, one)
+            assert {k: v for k, v in traffic.items() if v["calls"]} == steps, (name, rank)

@@ -1,7 +1,7 @@
 """Sums of losses: their Hessian is the sum of the terms', over one output and over several."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from soframe.fisher import Fisher
 from soframe.losses import Loss, SquaredError, SumLoss, Term
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from soframe.trust_region import LevenbergMarquardt
 from tests.curvature import (
     blocks,
     closing,
@@ -273,14 +274,62 @@ def test_the_trust_region_takes_parts_of_one_output() -> None:
     compare(kit.vector(model) - before, expected, "the step")
 
 
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda pair: Pair(*pair)])
+def test_the_trust_region_takes_several_outputs_as_one_joined(kind: Callable[..., Any]) -> None:
+    class Kind(Net):
+        def forward(self, x: Tensor) -> Any:
+            outputs = super().forward(x)
+            return outputs if self.joined else kind(outputs)
+
+    batches = [(randn(n, 3, seed=n), randn(n, 5, seed=9 + n)) for n in (4, 2)]
+    found = []
+    for joined, loss in ((True, JOINED_HEADS), (False, HEADS)):
+        model = fill(Kind(joined, nn.Tanh()))
+        own = kit.trust_region(model, loss, damping=LevenbergMarquardt(interval=2), fisher="type-2")
+
+        def joined_outputs(output: Any, y: Tensor) -> Tensor:
+            whole = output if isinstance(output, Tensor) else torch.cat(list(output), 1)
+            return heads_criterion(whole, y)
+
+        for _ in range(4):
+            own.step(kit.closures(model, batches, joined_outputs))
+        found.append((kit.vector(model), own.last["predicted"], own.last["ratio"]))
+        own.close()
+    one, other = found
+    compare(other[0], one[0], "weights")
+    assert one[1:] == pytest.approx(other[1:], rel=1e-9)
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 
 def test_the_trust_region_names_the_remedy_for_several_outputs() -> None:
     model = fill(Net(False, nn.Tanh()))
-    own = kit.trust_region(model, HEADS)
-    with pytest.raises(TypeError, match=r"returns tuple; .* concatenate its outputs .*SumLoss"):
-        own.step(lambda: sum(part.sum() for part in model(randn(2, 3))))
+    own = kit.trust_region(model, "mse")
+    with pytest.raises(TypeError, match="several outputs need a loss for each: SumLoss"):
+        own.step(lambda: sum(part.square().mean() for part in model(randn(2, 3))))
+    own.close()
+    own = kit.trust_region(model, "mse", fisher="forward-only")  # which asks no loss for samples
+    with pytest.raises(TypeError, match=r"2 tensors: declare a .*SumLoss with a Term for each"):
+        own.step(lambda: sum(part.square().mean() for part in model(randn(2, 3))))
+    own.close()
+
+
+@pytest.mark.parametrize("output", [{"logits": 1}, [torch.ones(2), None]], ids=["dict", "None"])
+def test_outputs_that_are_no_tensors_are_refused_by_the_trust_region(output: Any) -> None:
+    class Odd(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            super().forward(x)
+            return output
+
+    own = kit.trust_region(model := fill(Odd(nn.Linear(3, 2))), "mse")
+    with pytest.raises(TypeError, match=r"Odd returns (dict|list); .* tuple or list of tensors"):
+        own.step(lambda: model(randn(2, 3)))
     own.close()
 
 

@@ -65,7 +65,7 @@ def test_every_placement_can_be_executed(shapes, ranks, strategy):
             assert not (block.contributors)
             assert not (block.holders)
             assert not (block.deferred)
-            assert not (block.packed)
+            assert block.packed == (ranks > 1)
         assert list(block.gradient_workers) == sorted(block.gradient_workers)
 
 
@@ -136,7 +136,7 @@ CHANGES = {
             "contributors": ((0,), (0, 1)),
             "holders": ((0,), (0,)),
             "deferred": True,
-            "packed": True,
+            "packed": not BASE.blocks[0].packed,
             "wire": "bfloat16",
         }.items()
     },

@@ -33,7 +33,8 @@ def trust_region(
     """An optimizer with the type-2 Fisher, and a damping that is constant unless a policy."""
     if not isinstance(damping, DampingPolicy):
         damping = ConstantDamping(damping)
-    plain = {"solver": "eigen", "decay": 0.95, "preconditioner_damping": 1.0}
+    plain: dict[str, Any] = {"solver": "eigen", "decay": 0.95, "preconditioner_damping": 1.0}
+    plain |= {"statistics_every": 1, "solve_every": 1}
     settings = {"fisher": "type-2", **plain, **settings}
     return soframe.TrustRegion(model, loss, damping=damping, **settings)
 

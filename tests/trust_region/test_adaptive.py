@@ -1,6 +1,7 @@
 """The preconditioner's own damping: which dampings are tried, and that the best one is kept."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
     assert damping.at(2.0) == 2.0
     assert damping.at(7.0) == 2.0
     assert damping.neighbours(0) == [0.5, 8.0]
+    damping.choose(0.5, 0)
     assert damping.neighbours(1) == damping.neighbours(2) == []
-    damping.choose(0.5)
     assert damping.at(7.0) == 0.5
     assert damping.neighbours(3) == [0.125, 2.0]
-    damping.choose(0.125)
-    assert damping.neighbours(3) == [0.1, 0.5]
-    damping.choose(0.1)
-    assert damping.neighbours(6) == [0.4]  # itself is tried anyway
+    damping.choose(0.125, 3)
+    assert damping.neighbours(6) == [0.1, 0.5]
+    damping.choose(0.1, 6)
+    assert damping.neighbours(9) == [0.4]  # itself is tried anyway
     again = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
     again.load(damping.state())
     assert again.at(5.0) == 0.1
@@ -33,11 +34,31 @@ def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
     assert again.at(50.0) == 8.0
 
 
+def test_trials_become_rare_where_the_damping_stays() -> None:
+    damping = AdaptiveDamping(ratio=2.0, interval=2, longest=8)
+    damping.at(1.0)
+    trials = []
+    # To: where each trial goes, as a power of the ratio.
+    for to in (-1, -2, -2, -3, -2, -1, -1, -1, -1, 0, 1):
+        step = next(s for s in range(1000) if damping.neighbours(s))
+        assert damping.neighbours(step + 5) == damping.neighbours(step)
+        again = AdaptiveDamping(ratio=2.0, interval=2, longest=8)
+        again.load(damping.state())
+        assert again.state() == damping.state()
+        damping = again
+        damping.choose(2.0**to, step)
+        trials.append(step)
+    waits = [after - before for before, after in itertools.pairwise(trials)]
+    # On its way; kept; on its way from there; turned back; on its way; kept, kept, kept; up, up.
+    assert waits == [2, 2, 4, 2, 4, 2, 4, 8, 8, 4]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"ratio": 1.0}, "ratio must be above 1, not 1.0"),
         ({"interval": 0}, "interval must be at least 1, not 0"),
+        ({"interval": 4, "longest": 3}, r"longest must be at least interval \(4\), not 3"),
         ({"low": 0.0}, "needs 0 < low < high"),
         ({"low": 2.0, "high": 1.0}, "needs 0 < low < high, not 2.0, 1.0"),
     ],
@@ -65,7 +86,7 @@ def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
 def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
     """Against three optimizers, each with one of the dampings."""
     model = deep()
-    adaptive = AdaptiveDamping(ratio=5.0, interval=3)
+    adaptive = AdaptiveDamping(ratio=5.0, interval=3, longest=3)
     own = trust_region(
         model,
         "cross-entropy",

@@ -25,9 +25,9 @@ from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher
 
 def forward_of(model: nn.Module, outputs: Outputs, closure: Callable[[], Tensor]) -> Forward:
     replay = Replay(model)
-    output, loss = outputs.of(closure)
-    (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
-    return Forward(closure, replay, output, gradient)
+    found, loss = outputs.of(closure)
+    gradients = torch.autograd.grad(loss, found, create_graph=True)
+    return Forward(closure, replay, found, gradients)
 
 
 def directions_of(model: nn.Module, count: int) -> list[list[Tensor]]:
@@ -177,6 +177,45 @@ def test_a_loss_linear_in_the_output_has_no_curvature() -> None:
     assert torch.equal(found, torch.zeros(2, 2, dtype=torch.float64))
 
 
+class Heads(nn.Module):
+    """Two outputs, of one body; and all that two terms of a loss are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.one(hidden), self.other(hidden)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_several_outputs_against_the_dense_matrix(coupled: bool) -> None:
+    """Also where the loss couples them, which no sum of terms does: the model is of any loss."""
+
+    def criterion(f: Tensor, y: Tensor) -> Tensor:
+        product = f[:, 0] * f[:, 3] if coupled else f[:, 3]
+        return log_cosh(f[:, :2], y[:, :2]) + product.square().mean()
+
+    model = fill(Heads())
+    batches = [(randn(n, 3, seed=n), randn(n, 5, seed=9 + n)) for n in (4, 2)]
+    directions = directions_of(model, 2)
+    each = closures(model, batches, lambda f, y: criterion(torch.cat(f, 1), y))
+    found = curvature(model, each, directions)
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(self.model(x), 1)
+
+    f = fisher(Joined(), batches, criterion)
+    d = torch.stack([flat(direction) for direction in directions])
+    compare(found, d @ f @ d.T, "curvature")
+
+
 @pytest.mark.parametrize(
     ("term", "fits"),
     [
@@ -190,10 +229,10 @@ def test_a_loss_goes_through_the_output(term: Callable[[Any, Tensor], Tensor], f
     model = deep()
     output = model(randn(4, 3))
     if fits:
-        require_only_through(output, term(model, output), list(model.parameters()))
+        require_only_through([output], term(model, output), list(model.parameters()))
     else:
         with pytest.raises(RuntimeError, match="other than through the model's output"):
-            require_only_through(output, term(model, output), list(model.parameters()))
+            require_only_through([output], term(model, output), list(model.parameters()))
 
 
 # -- the collector ---------------------------------------------------------------------------
@@ -208,7 +247,7 @@ def test_what_runs_outside_a_closure_is_not_held() -> None:
         outputs.of(lambda: model(randn(2, 3)).sum() * (1 // 0))
     assert outputs._seen is None
     model(randn(2, 3))
-    output, loss = outputs.of(lambda: model(randn(2, 3)).sum())
+    (output,), loss = outputs.of(lambda: model(randn(2, 3)).sum())
     assert torch.equal(output.sum(), loss)
     outputs.close()
     assert not model._forward_hooks
@@ -231,16 +270,6 @@ def test_closures_that_are_none(
     model, x = deep(), randn(2, 3)
     with pytest.raises(error, match=message):
         Outputs(model).of(lambda: closure(model, x))
-
-
-def test_a_model_of_several_outputs_is_refused() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x
-
-    model = Two()
-    with pytest.raises(TypeError, match="Two returns tuple"):
-        Outputs(model).of(closures(model, [(randn(2), randn(2))], lambda f, _: f[0].sum())[0])
 
 
 # -- the minimum -----------------------------------------------------------------------------

@@ -2,15 +2,19 @@
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from soframe import checkpoint
+from soframe.strategies import Sharded
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping, ConstantDamping, LevenbergMarquardt
 from tests.curvature import fill, randn
@@ -96,24 +100,84 @@ def test_foreign_states_are_refused() -> None:
         own.load_state_dict(other.state_dict())
 
 
-def train_rank(
-    rank: int, ranks: int, adaptive: bool
-) -> tuple[Tensor, dict[str, float], dict[str, int]]:
+def part_of(rank: int, ranks: int) -> slice:
+    return slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+
+
+def adaptive(**settings: Any) -> dict[str, Any]:
+    damping = AdaptiveDamping(interval=2)
+    return {"solver": "inverse", "preconditioner_damping": damping, **settings}
+
+
+RANK_CASES: dict[str, dict[str, Any]] = {
+    "tied damping": {},
+    "adaptive": adaptive(),
+    "mem-opt": adaptive(strategy="mem-opt"),
+    "sharded": adaptive(strategy="sharded"),
+    "deferred": adaptive(
+        strategy=Sharded(deferred=True), statistics_every=1, solve_every=2, decay=0.5
+    ),
+}
+
+
+def train_rank(rank: int, ranks: int, case: str) -> tuple[Tensor, dict[str, float], dict[str, int]]:
     model = net()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    settings = {"solver": "inverse", "preconditioner_damping": AdaptiveDamping(interval=2)}
-    own = optimizer_of(wrapped, **(settings if adaptive else {}))
-    train(wrapped, own, 0, 6, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks))
+    own = optimizer_of(wrapped, **copy.deepcopy(RANK_CASES[case]))
+    train(wrapped, own, 0, 6, part_of(rank, ranks))
     own.close()
     return vector(model), own.last, own.counters
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_two_ranks_are_one_process(adaptive: bool) -> None:
-    weights, last, counters = train_rank(0, 1, adaptive)
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_two_ranks_are_one_process(case: str) -> None:
+    weights, last, counters = train_rank(0, 1, case)
     assert counters["rejected_steps"] > 0
-    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, adaptive, timeout=60):
+    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, case, timeout=60):
         compare(own_weights, weights, "weights")
         assert own_last == pytest.approx(last, rel=1e-7)
         assert own_counters == counters
+
+
+def resume_rank(rank: int, ranks: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+    """Train with a stop in between, from a sharded checkpoint, and without one."""
+    settings = RANK_CASES["sharded"]
+    found = []
+    for stop in (False, True):
+        model = net()
+        wrapped = DistributedDataParallel(model)
+        own = optimizer_of(wrapped, **copy.deepcopy(settings))
+        train(wrapped, own, 0, 5, part_of(rank, ranks))
+        if stop:
+            state = {
+                "model": model.state_dict(),
+                "optimizer": own.state_dict(curvature=False),
+                "preconditioner": checkpoint.part(own.preconditioner),
+            }
+            curvature = state["optimizer"]["curvature"]
+            assert curvature is None
+            mine = io.BytesIO()  # momentum and damping are every rank's own copy
+            torch.save((state.pop("model"), state.pop("optimizer")), mine)
+            dcp.save(state, checkpoint_id=folder)
+            own.close()
+            model = fill(net(), seed=1)
+            wrapped = DistributedDataParallel(model)
+            own = optimizer_of(wrapped, **copy.deepcopy(settings))
+            weights, optimizer = torch.load(io.BytesIO(mine.getvalue()), weights_only=True)
+            model.load_state_dict(weights)
+            own.load_state_dict(optimizer)
+            checkpoint.load(own.preconditioner, folder)
+        train(wrapped, own, 5, STEPS + 2, part_of(rank, ranks))
+        found.append(vector(model))
+        own.close()
+    return found[0], found[1], own.counters["rejected_steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_it_goes_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+    for whole, resumed, rejected in run_ranks(resume_rank, 2, tmp_path, timeout=60):
+        assert torch.equal(whole, resumed)
+        assert rejected > 0  # the counters are those of the whole run
