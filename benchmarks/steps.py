@@ -36,6 +36,8 @@ from soframe.experiments.networks import NETWORKS, Network
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 
 KINDS = ("precondition", "statistics", "solve")
+TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
+CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
 INTERVALS = ((1, 10), (10, 100))
 LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
@@ -53,40 +55,61 @@ class Contender:
 
     Attributes:
         name: What it is called.
+        model: Its copy of the network.
         step: Takes a step.
         clock: Returns seconds, once the device has nothing more to do.
-        kind: The kind of the next step.
+        preconditioner: A library's preconditioner, if there is one.
+        taken: Completed steps.
         times: The seconds of the steps of each kind in each round.
     """
 
     name: str
+    model: nn.Module
     step: Callable[[], None]
     clock: Callable[[], float]
-    kind: str = "solve"
+    preconditioner: Any = None
+    taken: int = 0
     times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in KINDS})
 
-    def run(self, kind: str, count: int) -> None:
-        """Time steps of a kind.
+    def turn(self, kind: str, count: int) -> None:
+        """Time the next steps.
 
         Args:
-            kind: One of `KINDS`.
-            count: How many steps.
+            kind: What they are.
+            count: How many.
         """
-        self.kind = kind
         found = []
         for _ in range(count):
+            assert kind_of(self.taken) == kind
             start = self.clock()
             self.step()
             found.append(self.clock() - start)
+            self.taken += 1
         self.times[kind].append(found)
 
-    def interval(self, *kinds: str) -> Callable[[int], int]:
-        """Return a schedule under which something is due at steps of some kinds.
+    def warm_up(self) -> None:
+        """Take the first step and a cycle, and forget their times."""
+        for kind, count in (("solve", 1), *TURNS):
+            self.turn(kind, count)
+        self.times = {kind: [] for kind in KINDS}
 
-        Args:
-            *kinds: Which.
-        """
-        return lambda step: 1 if step == 0 or self.kind in kinds else step + 1
+
+def kind_of(step: int) -> str:
+    """Return the kind of a step, which libraries may ask before and after it is taken.
+
+    Args:
+        step: Completed steps.
+    """
+    return "solve" if step == 0 else CYCLE[(step - 1) % len(CYCLE)]
+
+
+def interval(*kinds: str) -> Callable[[int], int]:
+    """Return a schedule under which something is due at steps of some kinds.
+
+    Args:
+        *kinds: Which.
+    """
+    return lambda step: 1 if kind_of(step) in kinds else step + 1
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -120,14 +143,14 @@ def contender(
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     forward = torch.compile(model) if compiled else model
-    result = Contender(name, lambda: None, clock_of(device))
-    precondition = preconditioner(name, model, sgd, result, settings)
+    result = Contender(name, model, lambda: None, clock_of(device))
+    result.preconditioner = preconditioner(name, model, sgd, settings)
 
     def step() -> None:
         sgd.zero_grad()
         network.loss(forward(inputs), targets).backward()
-        if precondition is not None:
-            precondition()
+        if result.preconditioner is not None:
+            result.preconditioner.step()
         sgd.step()
 
     result.step = step
@@ -138,13 +161,11 @@ def preconditioner(
     name: str,
     model: nn.Module,
     sgd: torch.optim.Optimizer,
-    result: Contender,
     settings: dict[str, Any],
-) -> Callable[[], None] | None:
+) -> Any:
     if name.startswith("sgd"):
         return None
-    statistics_every = result.interval("statistics", "solve")
-    solve_every = result.interval("solve")
+    statistics_every, solve_every = interval("statistics", "solve"), interval("solve")
     common = {"damping": DAMPING, "kl_clip": KL_CLIP}
     solver = "eigen" if "eigen" in name else "inverse"
     if name.startswith("soframe"):
@@ -155,10 +176,10 @@ def preconditioner(
             statistics_every=statistics_every,
             solve_every=solve_every,
             **{"solver": solver, **common, **settings},
-        ).step
+        )
     from kfac.preconditioner import KFACPreconditioner
 
-    own = KFACPreconditioner(
+    return KFACPreconditioner(
         model,
         lr=LR,
         factor_decay=DECAY,
@@ -167,8 +188,6 @@ def preconditioner(
         compute_method=solver,
         **common,
     )
-    step: Callable[[], None] = own.step
-    return step
 
 
 def mean_step(times: dict[str, float], every: int, solve_every: int) -> float:
@@ -198,24 +217,20 @@ def spread(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def race(contenders: list[Contender], seconds: float, counts: dict[str, int]) -> int:
+def race(contenders: list[Contender], seconds: float) -> int:
     """Let contenders take turns until time is up, and return the number of rounds.
 
     Args:
         contenders: SGD first.
         seconds: For all of them together.
-        counts: Steps of each kind in a turn.
     """
-    for one in contenders:  # warm up, and forget it
-        for kind in KINDS:
-            one.run(kind, 1)
-        one.run("precondition", 2)
-        one.times = {kind: [] for kind in KINDS}
+    for one in contenders:
+        one.warm_up()
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 3 or time.perf_counter() < end:
-        for kind in KINDS:
+        for kind, count in TURNS:
             for one in contenders:
-                one.run(kind, counts[kind])
+                one.turn(kind, count)
         rounds += 1
     return rounds
 
@@ -279,8 +294,7 @@ def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> f
         import_kfac_pytorch(path)
     network, where = NETWORKS[key], torch.device(device)
     one = contender(name, network, network.model(), where, SOFRAME_OWN[key])
-    for kind in ("solve", "statistics", "precondition", "solve"):
-        one.run(kind, 1)
+    one.warm_up()
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -326,8 +340,7 @@ def main() -> int:
         torch.manual_seed(0)
         model = network.model()
         contenders = [contender(name, network, model, device, SOFRAME_OWN[key]) for name in names]
-        counts = {"precondition": 2, "statistics": 2, "solve": 1}
-        rounds = race(contenders, options.seconds, counts)
+        rounds = race(contenders, options.seconds)
         rows = figures(contenders)
         del contenders
         if options.memory:
