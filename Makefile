@@ -47,7 +47,11 @@ docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnin
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
 
 .PHONY: bench
-bench: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
+bench: $(VENV)/.stamp-test ## time whole steps of four networks, beside kfac-pytorch if it is installed
+	$(BIN)/python benchmarks/steps.py $(ARGS)
+
+.PHONY: bench-kernels
+bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 	$(PYTEST) benchmarks --benchmark-only $(PYTEST_ARGS)
 
 .PHONY: time-to-target

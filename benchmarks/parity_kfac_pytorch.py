@@ -155,9 +155,22 @@ def attach_soframe(
     )
 
     def factors() -> Numbers:
-        return {f"{b.name}.{f}": tensor[0] for b in own._blocks for f, tensor in b.running.items()}
+        found = {f"{b.name}.{f}": tensor[0] for b in own._blocks for f, tensor in b.running.items()}
+        for block in own._blocks:
+            if isinstance(block.helper.module, nn.Conv2d):
+                order = patch_order(block.helper.module, len(found[f"{block.name}.A"]))
+                found[f"{block.name}.A"] = found[f"{block.name}.A"][order][:, order]
+        return found
 
     return own.step, factors
+
+
+def patch_order(conv: nn.Conv2d, size: int) -> Tensor:
+    """Where soframe has each feature of kfac-pytorch's patches, which begin with the channel."""
+    kernel, channels = conv.kernel_size, conv.in_channels
+    order = torch.arange(channels * kernel[0] * kernel[1]).view(*kernel, channels)
+    order = order.permute(2, 0, 1).flatten()
+    return torch.cat([order, torch.arange(len(order), size)])  # and the bias
 
 
 def attach_kfac_pytorch(

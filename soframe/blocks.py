@@ -39,7 +39,7 @@ class Block:
             placement defers the reduction of statistics to the solves.
         second_order: Factor name -> tensor name -> tensor; empty where this rank has none.
         solved_factors: The factors that their owners have ever solved: the same on every rank.
-        sums: The statistics of the window, by factor.
+        sums: The statistics of the window, by factor: the lower triangles of ``[groups, n, n]``.
         counts: What they count.
     """
 

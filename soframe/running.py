@@ -31,6 +31,7 @@ from soframe.comm.fusion import Sum, add_up, additions, own_memory
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.factors import FactorSpec
+from soframe.kernels.gram import mirror
 from soframe.strategies.placement import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
@@ -49,7 +50,8 @@ def enter(
     Args:
         backend: The backend.
         used: The blocks that have statistics from any rank, the same on every rank.
-        contributions: This rank's, ``[groups, n, n]``, divided by the added-up weights already;
+        contributions: This rank's, ``[groups, n, n]``, divided by the added-up weights already,
+            of which the lower triangle counts;
             of each block those of the factors that the rank contributes to. They are used up.
         decay: What the running average keeps of its past.
         start_from_identity: Whether averages start from the identity, as kfac-pytorch's do.
@@ -95,6 +97,8 @@ def _enter(job: _Job, rates: Mapping[Block, float]) -> None:
     total = job.total()
     if total is None:
         return
+    if total.dim() == 3 and not job.place.packed:
+        mirror(total)  # sums are lower triangles; what travelled is packed
     # Not `running`, which waits for this.
     factors, name = job.block.arrived, job.factor.name
     if name not in factors:

@@ -27,7 +27,9 @@ from soframe.running import settled, store
 from soframe.strategies.placement import BlockPlacement, Placement
 
 FORMAT = "soframe.Preconditioner"
-VERSION = 1
+# 2: the features of a convolution are in the order kernel row, kernel column, channel; before, the
+# channel came first.
+VERSION = 2
 
 
 def save(

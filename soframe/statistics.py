@@ -25,6 +25,7 @@ from soframe.layers.base import LayerHelper
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
 from soframe.running import enter
+from soframe.sharing import SharedInputs
 from soframe.strategies.placement import Placement
 
 Samples = Literal["batch", "positions"] | Callable[[], int]
@@ -70,6 +71,7 @@ class Statistics:
         self._grad_scale = grad_scale
         self._passes: dict[int, int] = {}
         self._loss_scale: float | None = None
+        self._shared = SharedInputs()
 
     def listen(self, capture: Capture) -> None:
         """Take the calls that a capture sees from now on.
@@ -120,18 +122,20 @@ class Statistics:
             return
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
         counted = again or not self._wants_inputs(helper)
-        call = Call(helper, None if counted else inputs, rows.to(block.dtype))
+        call = Call(helper, None if counted else inputs, rows.to(block.dtype), self._shared)
         added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight
         for factor in mine:
             if factor.name not in added:
                 continue
             multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
-            total = block.sums.get(factor.name)
-            if total is None:
-                block.sums[factor.name] = added[factor.name] * multiplier
+            moment, total = added[factor.name], block.sums.get(factor.name)
+            if not isinstance(moment, Tensor):
+                block.sums[factor.name] = moment(total, multiplier)
+            elif total is None:
+                block.sums[factor.name] = moment * multiplier
             else:
-                total.add_(added[factor.name], alpha=multiplier)
+                total.add_(moment, alpha=multiplier)
 
     def _count_samples(self, batch: int, shared: int) -> int:
         if self._samples == "batch":
@@ -181,6 +185,7 @@ class Statistics:
             weights: The added-up `weights` of all ranks.
             decay: What the running average keeps of its past.
         """
+        self._shared.forget()
         numbers = iter(weights)
         used = []
         contributions: dict[Block, dict[str, Tensor]] = {}
@@ -228,6 +233,7 @@ class Statistics:
         """Begin a new window."""
         self._passes = {}
         self._loss_scale = None
+        self._shared.forget()
         for block in self._blocks:
             block.forget_window()
 

@@ -116,9 +116,10 @@ def blocks(own: soframe.Preconditioner) -> dict[str, Block]:
 
 
 def factors(own: soframe.Preconditioner, layer: str) -> tuple[Tensor, Tensor]:
-    """The running A ``[groups, in, in]`` and G ``[groups, out, out]`` of a layer."""
-    running = blocks(own)[layer].running
-    return running["A"], running["G"]
+    """The running A ``[groups, in, in]`` and G ``[groups, out, out]`` of a layer, unpacked."""
+    block = blocks(own)[layer]
+    a, g = (block.matrix(factor) for factor in block.factors)
+    return a, g
 
 
 def put_gradients(model: nn.Module, seed: int = 7) -> None:
@@ -130,13 +131,14 @@ def put_gradients(model: nn.Module, seed: int = 7) -> None:
 
 def gradient_matrix(block: Block) -> Tensor:
     """The gradient ``[groups, out, in]`` of a block, taken from the parameters by hand."""
-    module = block.helper.module
+    module = block.helper.module  # features of a convolution: kernel position, channel
     groups = getattr(module, "groups", 1)
     columns = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None
-            rows = parameter.grad.reshape(len(parameter), -1)
+            grad = parameter.grad
+            rows = (grad.permute(0, 2, 3, 1) if grad.dim() == 4 else grad).reshape(len(grad), -1)
             columns.append((name != "weight", rows))
     matrix = torch.cat([rows for _, rows in sorted(columns, key=lambda pair: pair[0])], 1)
     return matrix.reshape(groups, len(matrix) // groups, -1)

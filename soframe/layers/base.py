@@ -7,20 +7,22 @@ A layer's gradient is the matrix ``[groups, out, in]``; the bias, where it is pa
 the last input column, and its input is one.
 
 ``input_rows`` and ``output_rows`` make a helper correct; everything else has a default that they
-imply. ``input_moment`` and ``output_moment`` may be overridden to be fast, and are then held equal
-to the plain version by ``soframe.testing.check_layer_helper``. No helper scales anything: that is
-the method's (``soframe/methods/scaling.py``).
+imply. ``input_moment`` and ``output_moment`` add to a sum in place; they may be overridden to be
+fast, and are then held equal to the plain version by ``soframe.testing.check_layer_helper``. No
+helper chooses a scale: that is the method's (``soframe/methods/scaling.py``).
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from soframe.kernels.gram import add_bias, add_moment, zeros
 
 
 class BlockShape(NamedTuple):
@@ -184,6 +186,10 @@ class LayerHelper(ABC):
         ones = output_rows.new_ones(()).expand(*output_rows.shape[:3], 1)
         if self.weight is None:
             return ones
+        rows = self._weight_rows(inputs, output_rows)
+        return rows if self.bias is None else torch.cat([rows, ones], dim=3)
+
+    def _weight_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         rows = self.input_rows(*inputs).to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
@@ -191,36 +197,73 @@ class LayerHelper(ABC):
                 f"{tuple(rows.shape[:3])} and output_rows {tuple(output_rows.shape[:3])}; "
                 f"they must be equal"
             )
-        return rows if self.bias is None else torch.cat([rows, ones], dim=3)
+        return rows
+
+    def input_key(self) -> Hashable | None:
+        """Return what ``input_moment`` depends on besides the tensors of the call.
+
+        Returns:
+            A key. Layers with equal keys that are called with the very same tensors have the same
+            moment, which is then computed once (`soframe.sharing`). None if that is never so.
+        """
+        return None
 
     # -- fast paths: override together with a test that holds them equal ----------------------
 
-    def input_moment(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Return the sum of ``a a^T`` over batch and positions.
+    def input_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over batch and positions.
 
         Args:
             inputs: The tensors of the call.
             output_rows: The rows of the same call's output gradient, in the factors' dtype.
+            total: What is added to, in place: ``[groups, in, in]``; None for zeros.
+            scale: The multiplier.
 
         Returns:
-            ``[groups, in, in]`` in the dtype of ``output_rows``.
+            ``[groups, in, in]`` in the dtype of ``output_rows``. Only the lower triangle has a
+            meaning.
         """
-        return moment(self.block_rows(inputs, output_rows))
+        if total is None:
+            total = zeros(self.groups, self.shape.in_features, output_rows)
+        groups, batch, shared, _ = output_rows.shape
+        sums = output_rows.new_zeros(groups, 0)
+        if self.weight is not None:
+            rows = self._weight_rows(inputs, output_rows)
+            add_moment(total if self.bias is None else total[:, :-1, :-1], rows, scale)
+            if self.bias is not None:
+                sums = rows.sum((1, 2))
+        if self.bias is not None:
+            add_bias(total, sums, batch * shared, scale)
+        return total
 
-    def output_moment(self, output_rows: Tensor) -> Tensor:
-        """Return the sum of ``g g^T`` over batch and positions.
+    def output_moment(
+        self, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """Return ``total`` plus ``scale`` times the sum of ``g g^T`` over batch and positions.
 
         Args:
-            output_rows: ``[groups, batch, shared, out]`` in the factors' dtype.
+            output_rows: ``[groups, batch, shared, out]`` in the factors' dtype. Rows that are a
+                view of an image, channels first or last, are not copied.
+            total: What is added to, in place: ``[groups, out, out]``; None for zeros.
+            scale: The multiplier.
 
         Returns:
-            ``[groups, out, out]``.
+            ``[groups, out, out]``. Only the lower triangle has a meaning.
         """
-        return moment(output_rows)
+        if total is None:
+            total = zeros(len(output_rows), output_rows.shape[3], output_rows)
+        add_moment(total, output_rows, scale)
+        return total
 
 
 def moment(rows: Tensor) -> Tensor:
-    """Return the sum of the outer products of rows.
+    """Return the sum of the outer products of rows: the plain twin of what helpers add up.
 
     Args:
         rows: ``[groups, batch, shared, features]``.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor, nn
 
 from soframe.layers.base import LayerHelper
@@ -19,6 +21,10 @@ class LinearHelper(LayerHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """See `LayerHelper.output_rows`."""
         return _rows(grad_output)
+
+    def input_key(self) -> Hashable:
+        """See `LayerHelper.input_key`."""
+        return type(self), self.weight is not None, self.bias is not None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -8,13 +8,18 @@ the gradient as a matrix ``[groups, out, in]`` and the second-order data of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape, LayerHelper
+from soframe.sharing import SharedInputs
 from soframe.solvers.base import Solver
+
+Addend = Callable[[Tensor | None, float], Tensor]
+"""Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,40 @@ class Call:
         inputs: The tensors that it was called with; None where they were counted before and only
             the output gradients are new.
         output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
+        shared: Knows the moments of inputs that other layers have in common; None for nothing.
     """
 
     helper: LayerHelper
     inputs: tuple[Tensor, ...] | None
     output_rows: Tensor
+    shared: SharedInputs | None = None
+
+    def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
+
+        Args:
+            total: What is added to, in place: ``[groups, in, in]``; None for zeros.
+            scale: The multiplier.
+
+        Returns:
+            The sum, of which the lower triangle counts.
+        """
+        assert self.inputs is not None
+        if self.shared is None or scale == 0:
+            return self.helper.input_moment(self.inputs, self.output_rows, total, scale)
+        return self.shared.add(self.helper, self.inputs, self.output_rows, total, scale)
+
+    def output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum of ``g g^T``: an `Addend`.
+
+        Args:
+            total: What is added to, in place: ``[groups, out, out]``; None for zeros.
+            scale: The multiplier.
+
+        Returns:
+            The sum, of which the lower triangle counts.
+        """
+        return self.helper.output_moment(self.output_rows, total, scale)
 
 
 class Method(ABC):
@@ -48,15 +82,17 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def statistics(self, call: Call) -> dict[str, Tensor]:
+    def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
         """Return what a call adds to each factor: plain sums over samples and positions.
 
         Args:
             call: The call.
 
         Returns:
-            A tensor of the factor's shape for each factor; for those of the outputs' side alone
-            where the call has no inputs.
+            For each factor a tensor of its shape, or, to save that tensor, a function that adds to
+            a sum in place, such as ``call.output_moment``. It is called at once, if this rank
+            contributes to the factor. Of either, the lower triangle counts. For factors of the
+            outputs' side alone where the call has no inputs.
         """
 
     @abstractmethod

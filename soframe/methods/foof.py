@@ -8,13 +8,14 @@ gathered, solved, sent or saved.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape
-from soframe.methods.base import Call, Method
+from soframe.methods.base import Addend, Call, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
 
@@ -28,11 +29,11 @@ class FOOF(Method):
         """See `Method.factors`: A alone, as K-FAC has it."""
         return (FactorSpec("A", "right", shape.groups, shape.in_features),)
 
-    def statistics(self, call: Call) -> dict[str, Tensor]:
+    def statistics(self, call: Call) -> Mapping[str, Addend]:
         """See `Method.statistics`."""
         if call.inputs is None:
             return {}
-        return {"A": call.helper.input_moment(call.inputs, call.output_rows)}
+        return {"A": call.input_moment}
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float

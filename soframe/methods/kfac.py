@@ -7,13 +7,14 @@ for convolutions is KFC (Grosse and Martens, 2016).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape
-from soframe.methods.base import Call, Method
+from soframe.methods.base import Addend, Call, Method
 from soframe.methods.foof import FOOF
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -31,11 +32,11 @@ class KFAC(Method):
             FactorSpec("G", "left", shape.groups, shape.out_features),
         )
 
-    def statistics(self, call: Call) -> dict[str, Tensor]:
+    def statistics(self, call: Call) -> Mapping[str, Addend]:
         """See `Method.statistics`."""
-        moments = {"G": call.helper.output_moment(call.output_rows)}
+        moments: dict[str, Addend] = {"G": call.output_moment}
         if call.inputs is not None:
-            moments["A"] = call.helper.input_moment(call.inputs, call.output_rows)
+            moments["A"] = call.input_moment
         return moments
 
     def precondition(

@@ -1,8 +1,9 @@
 """The exact block of one layer, in the order of the layer's gradient matrix.
 
 A *layer matrix* is the order that soframe packs a layer's gradient in: ``[out, in(+1)] =
-[weight.flatten(1) | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares
-with ``kron(G, A)``. Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
+[weight | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares with
+``kron(G, A)``. The features of a convolution's weight are in the order kernel position, channel.
+Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
 ``layer_matrix_basis`` translates the one into the other.
 """
 
@@ -77,8 +78,8 @@ def layer_matrix_basis(
 
     Args:
         module: A Linear, or a convolution of 1 to 3 dimensions, with
-            weight ``[out, in/groups, *kernel]``. Input features follow ``weight.flatten(1)``:
-            channel, then kernel position, the last kernel axis fastest.
+            weight ``[out, in/groups, *kernel]``. Input features are in the order kernel position
+            (the last kernel axis fastest), then channel.
         weight: Whether the flat vector holds the weight; by default whether it is trainable.
         bias: The same for the bias.
 
@@ -100,9 +101,10 @@ def layer_matrix_basis(
     if not (weight or bias):
         raise ValueError("a layer matrix needs the weight, the bias or both")
     offset = out * fan_in if weight else 0
+    places = torch.arange(fan_in).reshape(module.weight.shape[1:]).movedim(0, -1).flatten().tolist()
     rows = []
     for o in range(out):
-        row = [o * fan_in + i for i in range(fan_in)] if weight else []
+        row = [o * fan_in + i for i in places] if weight else []
         rows.append(row + ([offset + o] if bias else []))
     return torch.tensor(rows, dtype=torch.int64).reshape(groups, out // groups, -1)
 

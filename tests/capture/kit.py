@@ -312,7 +312,7 @@ class Recorder:
         return found
 
     def _precondition(self, module: nn.Module, A: Tensor, G: Tensor) -> None:
-        parts = [module.weight.grad.flatten(1)] if module.weight.requires_grad else []
+        parts = [channels_last(module.weight.grad)] if module.weight.requires_grad else []
         if trainable(module)[1]:
             parts.append(module.bias.grad[:, None])
         result = dense_preconditioned(kron(G, A), torch.cat(parts, 1), DAMPING)
@@ -320,7 +320,9 @@ class Recorder:
             module.bias.grad.copy_(result[:, -1])
             result = result[:, :-1]
         if module.weight.requires_grad:
-            module.weight.grad.copy_(result.reshape(module.weight.shape))
+            _, channels, *kernel = module.weight.shape
+            result = result.reshape(-1, *kernel, channels)
+            module.weight.grad.copy_(result.movedim(-1, 1))
 
 
 def trainable(module: nn.Module) -> tuple[bool, bool]:
@@ -354,7 +356,13 @@ def rows_in(module: nn.Module, x: Tensor) -> Tensor:
     patches = F.unfold(
         x, module.kernel_size, padding=module.padding, stride=module.stride
     )  # [N, in * kernel, positions]
-    return patches.transpose(1, 2).reshape(-1, patches.shape[1])
+    patches = patches.unflatten(1, (x.shape[1], -1)).permute(0, 3, 2, 1)
+    return patches.reshape(-1, patches.shape[2] * patches.shape[3])
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    """Return a weight as a matrix, features in the order kernel position, channel."""
+    return weight.movedim(1, -1).flatten(1)
 
 
 def rows_out(module: nn.Module, gradient: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper
 from soframe.testing import compare
 from tests.curvature import fill, randn
@@ -87,7 +88,7 @@ def rows_by_loops(conv: nn.Conv2d, inputs: Tensor) -> Tensor:
             top, left = t // width * sh, t % width * sw
             patch = x[:, g * channels : (g + 1) * channels, top:, left:]
             patch = patch[:, :, : (kh - 1) * dh + 1 : dh, : (kw - 1) * dw + 1 : dw]
-            rows[g, :, t] = patch.flatten(1)
+            rows[g, :, t] = patch.permute(0, 2, 3, 1).flatten(1)
     return rows
 
 
@@ -101,7 +102,9 @@ def rows_by_autograd(conv: nn.Conv2d, inputs: Tensor) -> Tensor:
 
     jacobian = torch.autograd.functional.jacobian(outputs, conv.weight.detach())
     # The first output channel of a group depends on its own row of the weight alone.
-    return torch.stack([jacobian[:, g, :, g * first].flatten(2) for g in range(conv.groups)])
+    return torch.stack(
+        [jacobian[:, g, :, g * first].movedim(2, -1).flatten(2) for g in range(conv.groups)]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says that it copies
@@ -150,12 +153,12 @@ def check_rows(conv: nn.Conv2d, inputs: Tensor) -> None:
         assert torch.equal(packed, own)
 
     compare(
-        helper.input_moment((inputs,), output_rows),
+        mirror(helper.input_moment((inputs,), output_rows)),
         sum(torch.einsum("gi,gj->gij", r, r) for r in block_rows.flatten(1, 2).unbind(1)),
         "the moment of the inputs",
     )
     compare(
-        helper.output_moment(output_rows),
+        mirror(helper.output_moment(output_rows)),
         sum(torch.einsum("gi,gj->gij", r, r) for r in output_rows.flatten(1, 2).unbind(1)),
         "the moment of the output gradients",
     )
@@ -170,6 +173,8 @@ def test_frozen_parts_have_no_column(frozen: str) -> None:
     (gradient,) = torch.autograd.grad(conv(inputs), [conv.get_parameter(kept)], start)
     rows = helper.output_rows(start)
     product = torch.einsum("gnto,gnti->goi", rows, helper.block_rows((inputs,), rows))
+    if kept == "weight":
+        gradient = gradient.permute(0, 2, 3, 1)
     compare(product, gradient.reshape(2, 3, -1), f"the gradient of the {kept}")
     assert tuple(product.shape) == helper.shape
     weight, bias = helper.from_matrix(product)

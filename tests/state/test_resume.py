@@ -197,7 +197,7 @@ def test_each_rank_keeps_what_its_placement_says():
     triangles = [
         f.numel() for b in load_state(saved)["blocks"].values() for f in b["factors"].values()
     ]
-    assert all(m["factors"] == 8 * sum(triangles) for m in memory)
+    assert all(m["factors"] == 8 * sum(triangles) < alone["factors"] for m in memory)
     memory = [m for *_, m in run_ranks(train_on_rank, 2, SHARDED, saved, 4, 4, timeout=60)]
     assert sum(m["factors"] for m in memory) == 8 * sum(triangles)
     assert sum(m["second_order"] for m in memory) == alone["second_order"]

@@ -55,8 +55,15 @@ class Averaged(LinearHelper):
 
 
 class WrongFastPath(LinearHelper):
-    def output_moment(self, output_rows: Tensor) -> Tensor:
-        return super().output_moment(output_rows) * 2
+    def output_moment(
+        self, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        return super().output_moment(output_rows, total, 2 * scale)
+
+
+class ForgetsTheTotal(LinearHelper):
+    def input_moment(self, inputs: tuple[Tensor, ...], output_rows: Tensor, *_: Any) -> Tensor:
+        return super().input_moment(inputs, output_rows)
 
 
 class MixedSamples(LinearHelper):
@@ -77,6 +84,7 @@ class LosesBias(LinearHelper):
     [
         (Averaged, "gradient of sample 0"),
         (WrongFastPath, "fast output_moment"),
+        (ForgetsTheTotal, "fast input_moment, added"),
         (MixedSamples, "keep the batch"),
         (LosesBias, "loses the bias"),
     ],

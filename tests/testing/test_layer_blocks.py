@@ -29,12 +29,12 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize(("kind", "options"), CONVOLUTIONS)
-def test_basis_is_weight_flattened_beside_bias(
+def test_basis_is_weight_with_channels_last_beside_bias(
     kind: type[nn.Conv2d], options: dict[str, Any]
 ) -> None:
     module = kind(**options)
     flat = torch.cat([p.detach().flatten() for p in module.parameters()])
-    matrix = module.weight.detach().flatten(1)
+    matrix = module.weight.detach().movedim(1, -1).flatten(1)
     if module.bias is not None:
         matrix = torch.cat([matrix, module.bias.detach()[:, None]], 1)
     basis = layer_matrix_basis(module)
@@ -81,6 +81,7 @@ def test_grouped_convolution_block_per_group() -> None:
         for g in range(2):
             channels = x[n : n + 1, 2 * g : 2 * g + 2]
             patches = F.unfold(channels, (2, 1), stride=(1, 2), padding=(1, 0))[0].T
+            patches = patches.unflatten(1, (2, 2)).mT.flatten(1)  # channels last
             row = (residual[3 * g : 3 * g + 3] @ with_one(patches)).flatten()
             expected[g] += torch.outer(row, row) / 3
     blocks = layer_fisher(conv, "", x, half_square, y)

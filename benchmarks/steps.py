@@ -1,0 +1,362 @@
+"""Times whole training steps: SGD, kfac-pytorch and soframe, side by side in one process.
+
+    python benchmarks/steps.py resnet20 gpt --kfac-path kfac-pytorch
+    python benchmarks/steps.py --device cuda --networks all --seconds 100
+
+Every contender trains its own copy of the network on the same batch, and all take turns. Three
+kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
+one that also solves. What a setting costs is their mean over an interval: at statistics every F and
+solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are to
+SGD in the same round; their median over rounds is printed, with the quartiles. Needs torch and the
+repository only; kfac-pytorch if it is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import soframe
+from soframe.experiments.networks import NETWORKS, Network
+from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+
+KINDS = ("precondition", "statistics", "solve")
+TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
+CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
+INTERVALS = ((1, 10), (10, 100))
+LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
+SOFRAME_OWN: dict[str, dict[str, Any]] = {
+    "resnet20": {"solver": "inverse", "channels_last": True},
+    "resnet50": {"solver": "inverse", "channels_last": True},
+    "gpt": {"solver": "inverse"},
+    "bert-large-layer": {"solver": "inverse"},
+}
+"""soframe's own best for each network, as far as it is exact."""
+
+
+@dataclass
+class Contender:
+    """A network in training, with an optimizer and perhaps a preconditioner.
+
+    Attributes:
+        name: What it is called.
+        model: Its copy of the network.
+        step: Takes a step.
+        clock: Returns seconds, once the device has nothing more to do.
+        preconditioner: A library's preconditioner, if there is one.
+        taken: Completed steps.
+        times: The seconds of the steps of each kind in each round.
+    """
+
+    name: str
+    model: nn.Module
+    step: Callable[[], None]
+    clock: Callable[[], float]
+    preconditioner: Any = None
+    taken: int = 0
+    times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in KINDS})
+
+    def turn(self, kind: str, count: int) -> None:
+        """Time the next steps.
+
+        Args:
+            kind: What they are.
+            count: How many.
+        """
+        found = []
+        for _ in range(count):
+            assert kind_of(self.taken) == kind
+            start = self.clock()
+            self.step()
+            found.append(self.clock() - start)
+            self.taken += 1
+        self.times[kind].append(found)
+
+    def warm_up(self) -> None:
+        """Take the first step and a cycle, and forget their times."""
+        for kind, count in (("solve", 1), *TURNS):
+            self.turn(kind, count)
+        self.times = {kind: [] for kind in KINDS}
+
+
+def kind_of(step: int) -> str:
+    """Return the kind of a step, which libraries may ask before and after it is taken.
+
+    Args:
+        step: Completed steps.
+    """
+    return "solve" if step == 0 else CYCLE[(step - 1) % len(CYCLE)]
+
+
+def interval(*kinds: str) -> Callable[[int], int]:
+    """Return a schedule under which something is due at steps of some kinds.
+
+    Args:
+        *kinds: Which.
+    """
+    return lambda step: 1 if kind_of(step) in kinds else step + 1
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised if device.type == "cuda" else time.perf_counter
+
+
+def contender(
+    name: str, network: Network, model: nn.Module, device: torch.device, own: dict[str, Any]
+) -> Contender:
+    """Set a contender up.
+
+    Args:
+        name: ``"sgd"``, or a library and what it does.
+        network: The network.
+        model: Its weights, which are copied.
+        device: The device.
+        own: What ``"soframe, own"`` is.
+    """
+    model = copy.deepcopy(model).to(device)
+    settings = dict(own) if name.endswith("own") else {}
+    last = settings.pop("channels_last", False) or name.endswith("channels_last")
+    compiled = settings.pop("compile", False) or name.endswith("compiled")
+    torch.manual_seed(1)
+    inputs, targets = (tensor.to(device) for tensor in network.batch())
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    forward = torch.compile(model) if compiled else model
+    result = Contender(name, model, lambda: None, clock_of(device))
+    result.preconditioner = preconditioner(name, model, sgd, settings)
+
+    def step() -> None:
+        sgd.zero_grad()
+        network.loss(forward(inputs), targets).backward()
+        if result.preconditioner is not None:
+            result.preconditioner.step()
+        sgd.step()
+
+    result.step = step
+    return result
+
+
+def preconditioner(
+    name: str,
+    model: nn.Module,
+    sgd: torch.optim.Optimizer,
+    settings: dict[str, Any],
+) -> Any:
+    if name.startswith("sgd"):
+        return None
+    statistics_every, solve_every = interval("statistics", "solve"), interval("solve")
+    common = {"damping": DAMPING, "kl_clip": KL_CLIP}
+    solver = "eigen" if "eigen" in name else "inverse"
+    if name.startswith("soframe"):
+        return soframe.Preconditioner(
+            model,
+            optimizer=sgd,
+            decay=DECAY,
+            statistics_every=statistics_every,
+            solve_every=solve_every,
+            **{"solver": solver, **common, **settings},
+        )
+    from kfac.preconditioner import KFACPreconditioner
+
+    return KFACPreconditioner(
+        model,
+        lr=LR,
+        factor_decay=DECAY,
+        factor_update_steps=statistics_every,
+        inv_update_steps=solve_every,
+        compute_method=solver,
+        **common,
+    )
+
+
+def mean_step(times: dict[str, float], every: int, solve_every: int) -> float:
+    """Return the mean over an interval.
+
+    Args:
+        times: Of a step of each kind.
+        every: Statistics' interval.
+        solve_every: The solves'.
+    """
+    taken = solve_every // every
+    total = (solve_every - taken) * times["precondition"] + (taken - 1) * times["statistics"]
+    return (total + times["solve"]) / solve_every
+
+
+def rounds_of(one: Contender) -> Iterator[dict[str, float]]:
+    """Yield for each round the median of each kind."""
+    for parts in zip(*(one.times[kind] for kind in KINDS), strict=True):
+        yield {kind: statistics.median(part) for kind, part in zip(KINDS, parts, strict=True)}
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Return the quartiles, the median in the middle."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def race(contenders: list[Contender], seconds: float) -> int:
+    """Let contenders take turns until time is up, and return the number of rounds.
+
+    Args:
+        contenders: SGD first.
+        seconds: For all of them together.
+    """
+    for one in contenders:
+        one.warm_up()
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for kind, count in TURNS:
+            for one in contenders:
+                one.turn(kind, count)
+        rounds += 1
+    return rounds
+
+
+def figures(contenders: list[Contender]) -> list[dict[str, Any]]:
+    """Return a row for each contender."""
+    sgd = contenders[0]
+    plain = [statistics.median(part["precondition"] for part in [one]) for one in rounds_of(sgd)]
+    rows = []
+    for one in contenders:
+        rounds = list(rounds_of(one))
+        row: dict[str, Any] = {"name": one.name}
+        for kind in KINDS:
+            row[kind] = 1e3 * statistics.median(times[kind] for times in rounds)
+        for every, solve_every in INTERVALS:
+            means = [mean_step(times, every, solve_every) for times in rounds]
+            ratios = [mean / base for mean, base in zip(means, plain, strict=True)]
+            row[f"{every}/{solve_every}"] = spread(ratios)
+        worst = [times["solve"] / times["precondition"] for times in rounds]
+        row["worst"] = spread(worst)
+        rows.append(row)
+    return rows
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Return rows as text."""
+    head = ["", *(f"{kind} ms" for kind in KINDS)]
+    head += [f"mean {f}/{k} : SGD" for f, k in INTERVALS] + ["solve : usual step"]
+    lines = [head]
+    for row in rows:
+        cells = [row["name"], *(f"{row[kind]:.1f}" for kind in KINDS)]
+        for key in [*(f"{f}/{k}" for f, k in INTERVALS), "worst"]:
+            low, middle, high = row[key]
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        if "memory" in row:
+            cells.append(f"{row['memory']:.0f}")
+        lines.append(cells)
+    if "memory" in rows[0]:
+        head.append("peak MB")
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = [f"\n{title}"]
+    for line in lines:
+        first, *rest = (cell for cell in line)
+        padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *padded]))
+    return "\n".join(text)
+
+
+def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> float:
+    """Return the peak memory of a contender in MB: resident, or on the device.
+
+    Args:
+        name: Of the contender.
+        key: Of the network.
+        device: Of the contender.
+        threads: Of torch.
+        path: Of kfac-pytorch.
+    """
+    torch.set_num_threads(threads)
+    if name.startswith("kfac"):
+        import_kfac_pytorch(path)
+    network, where = NETWORKS[key], torch.device(device)
+    one = contender(name, network, network.model(), where, SOFRAME_OWN[key])
+    one.warm_up()
+    if where.type == "cuda":
+        return torch.cuda.max_memory_allocated(where) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", help=f"from: {', '.join(NETWORKS)}; all if none")
+    parser.add_argument("--contenders", help="names separated by ';'; sgd is always there")
+    parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each network")
+    parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if unknown := set(options.networks) - set(NETWORKS):
+        parser.error(f"no network {sorted(unknown)[0]!r}; there are: {', '.join(NETWORKS)}")
+    names = ["sgd", "soframe, eigen", "soframe, inverse", "soframe, own"]
+    try:
+        import_kfac_pytorch(options.kfac_path)
+        names[1:1] = ["kfac-pytorch, eigen", "kfac-pytorch, inverse"]
+    except ImportError as error:
+        script = "benchmarks/steps.py"
+        print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
+    if options.contenders:
+        names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
+    warnings.filterwarnings("ignore", category=UserWarning)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": where,
+        "threads": options.threads,
+        "networks": {},
+    }
+    for key in options.networks or NETWORKS:
+        network = NETWORKS[key]
+        torch.manual_seed(0)
+        model = network.model()
+        contenders = [contender(name, network, model, device, SOFRAME_OWN[key]) for name in names]
+        rounds = race(contenders, options.seconds)
+        rows = figures(contenders)
+        del contenders
+        if options.memory:
+            context = multiprocessing.get_context("spawn")
+            for row in rows:
+                with context.Pool(1) as pool:
+                    asked = (row["name"], key, options.device, options.threads, options.kfac_path)
+                    row["memory"] = pool.apply(peak, asked)
+        results["networks"][key] = {"title": network.title, "rounds": rounds, "rows": rows}
+        if not options.json:
+            title = f"{network.title}; {where}, {options.threads} threads, {rounds} rounds"
+            print(table(title, rows), flush=True)
+    if options.json:
+        print(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

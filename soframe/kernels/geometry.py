@@ -1,0 +1,177 @@
+"""The geometry of a convolution, and which products of shifted positions its factor is made of.
+
+Along one axis, output ``t`` and kernel position ``k`` meet at the input position
+``u = stride t + dilation k - before``. The block ``(k, k')`` of the factor is a sum of
+``x[u] x[u + shift]^T`` with ``shift = dilation (k' - k)``, over the ``u`` that ``k`` meets while
+both positions are within the input (outside are zeros). Blocks with the same shift mostly sum over
+the same positions. `segments` cuts all these ranges where they begin and end: every product of a
+segment is needed once, and added to all blocks that contain it. Nothing is ever subtracted, so no
+digits are lost, whatever the padding. Two axes cross: a rectangle is a segment of rows times one of
+columns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution with zeros for padding.
+
+    Attributes:
+        size: Positions of the input.
+        kernel: Positions of the kernel.
+        stride: The stride.
+        dilation: The dilation.
+        before: Zeros before the input.
+        after: Zeros after it.
+    """
+
+    size: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def out(self) -> int:
+        """Positions of the output."""
+        reach = self.dilation * (self.kernel - 1) + 1
+        return (self.size + self.before + self.after - reach) // self.stride + 1
+
+    def inside(self, k: int) -> tuple[int, int]:
+        """Return the range of outputs whose kernel position ``k`` is within the input.
+
+        Args:
+            k: The kernel position.
+
+        Returns:
+            ``start, stop``; empty where ``stop <= start``.
+        """
+        first = self.before - self.dilation * k
+        start = max(0, -(-first // self.stride))
+        return start, min(self.out, (self.size - 1 + first) // self.stride + 1)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a factor of a convolution's inputs depends on, besides numbers.
+
+    Attributes:
+        batch: Samples.
+        groups: Groups of the convolution.
+        channels: Input channels of a group.
+        rows: The axis of the height.
+        columns: The axis of the width.
+    """
+
+    batch: int
+    groups: int
+    channels: int
+    rows: Axis
+    columns: Axis
+
+    @property
+    def features(self) -> int:
+        """The length of a patch."""
+        return self.rows.kernel * self.columns.kernel * self.channels
+
+    @property
+    def positions(self) -> int:
+        """Output positions of the whole batch."""
+        return self.batch * self.rows.out * self.columns.out
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Positions ``start, start + stride, ...`` and the blocks that sum over them.
+
+    Attributes:
+        start: The first position.
+        count: How many there are.
+        shift: The other position, minus this one.
+        first: The first kernel position of the run ``first, first + step, ...``.
+        step: The step of the run.
+        kernels: The length of the run.
+        other: ``k' - k``.
+    """
+
+    start: int
+    count: int
+    shift: int
+    first: int
+    step: int
+    kernels: int
+    other: int
+
+
+@lru_cache(maxsize=1024)
+def segments(axis: Axis) -> tuple[Segment, ...]:
+    """Return the segments of an axis, for shifts of either sign.
+
+    Args:
+        axis: The axis.
+
+    Returns:
+        The segments, by the length of their shift. Each block's range is the disjoint union of the
+        segments whose run contains its ``k``.
+    """
+    stride, found = axis.stride, []
+    ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for k in range(axis.kernel):
+        origin = axis.dilation * k - axis.before
+        for other in range(axis.kernel):
+            (a, b), (c, d) = axis.inside(k), axis.inside(other)
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                # Positions of one residue are counted alike, whichever kernel position meets them.
+                offset = origin // stride
+                key = (other - k, origin % stride)
+                ranges[key].append((start + offset, stop + offset, k))
+    for (other, residue), own in ranges.items():
+        edges = sorted({edge for start, stop, _ in own for edge in (start, stop)})
+        for start, stop in pairwise(edges):
+            ks = sorted(k for a, b, k in own if a <= start and stop <= b)
+            if not ks:
+                continue
+            step = ks[1] - ks[0] if len(ks) > 1 else 1
+            assert ks == list(range(ks[0], ks[-1] + 1, step))
+            shift = axis.dilation * other
+            run = (ks[0], step, len(ks), other)
+            found.append(Segment(start * stride + residue, stop - start, shift, *run))
+    return tuple(sorted(found, key=lambda s: (abs(s.shift), s.shift, s.start)))
+
+
+def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return the sum of all patches: what the bias shares with the weight.
+
+    Args:
+        x: ``[batch, channels, height, width]``.
+        geometry: The geometry.
+
+    Returns:
+        ``[groups, features]``, in the order kernel row, kernel column, channel.
+    """
+    rows, columns = (_meets(axis, x) for axis in (geometry.rows, geometry.columns))
+    sums = rows @ x.sum(0) @ columns.T  # [channels, kernel rows, kernel columns]
+    by_group: Tensor = sums.unflatten(0, (geometry.groups, geometry.channels))
+    return by_group.permute(0, 2, 3, 1).flatten(1)
+
+
+def _meets(axis: Axis, like: Tensor) -> Tensor:
+    """Return ``[kernel, size]``: one where a kernel position meets an input position."""
+    meets = torch.zeros(axis.kernel, axis.size)
+    for k in range(axis.kernel):
+        start, stop = axis.inside(k)
+        if start < stop:
+            first = axis.dilation * k - axis.before
+            meets[k, first + axis.stride * start : first + axis.stride * stop : axis.stride] = 1
+    return meets.to(like.device, like.dtype)

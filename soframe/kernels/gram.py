@@ -1,0 +1,144 @@
+"""Sums of outer products, added in place to the lower triangle of a running sum.
+
+Cholesky factorisations, eigendecompositions and packing read one triangle, and `mirror` fills the
+other where somebody reads both. A large product is done by blocks of columns, each against the
+columns up to its own: little more than half the arithmetic, and no matrix besides the sum.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks
+# waste less of the upper triangle, wide ones use the processor better.
+BLOCKS = (0, 128, 256, 1536)
+SMALL = BLOCKS[1]
+TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
+
+
+def zeros(groups: int, size: int, like: Tensor) -> Tensor:
+    """Return an empty sum.
+
+    Args:
+        groups: The leading dimension.
+        size: The size of the matrices.
+        like: Its dtype and device are those of the sum.
+
+    Returns:
+        ``[groups, size, size]``. On the CPU from NumPy's allocator: it gets zeros from the system,
+        in huge pages where there are any, so that large sums are not written an additional time.
+    """
+    name = str(like.dtype).removeprefix("torch.")
+    if like.device.type != "cpu" or name not in ("float32", "float64"):
+        return like.new_zeros(groups, size, size)
+    return torch.from_numpy(np.zeros((groups, size, size), name))
+
+
+def column_blocks(size: int) -> list[tuple[int, int]]:
+    """Return the column blocks of a symmetric product.
+
+    Args:
+        size: The size of the matrix.
+
+    Returns:
+        Their ranges, in order.
+    """
+    number = 2 ** (sum(size >= bound for bound in BLOCKS) - 1)
+    edges = [size * i // number for i in range(number + 1)]
+    return list(pairwise(edges))
+
+
+def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale rows^T rows`` to the lower triangle.
+
+    Args:
+        total: ``[n, n]``, changed in place; what is above the diagonal is undefined afterwards.
+        rows: ``[m, n]``.
+        scale: The multiplier.
+    """
+    for start, stop in column_blocks(rows.shape[1]):
+        left, right = rows[:, start:stop].T, rows[:, :stop]
+        total[start:stop, :stop].addmm_(left, right, alpha=scale)
+
+
+def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale sum_b maps[b] maps[b]^T`` to the lower triangle: images, channels first.
+
+    Args:
+        total: ``[n, n]``, as for `add_rows`.
+        maps: ``[batch, n, positions]``.
+        scale: The multiplier.
+    """
+    batch, size, positions = maps.shape
+    if size < SMALL:
+        total.add_(torch.bmm(maps, maps.mT).sum(0), alpha=scale)
+    elif positions < size:
+        # Many short products into one large matrix: its memory traffic costs more than a copy.
+        add_rows(total, maps.permute(0, 2, 1).reshape(batch * positions, size), scale)
+    else:
+        for start, stop in column_blocks(size):
+            left, right = maps[:, start:stop], maps[:, :stop].mT
+            total[start:stop, :stop].addbmm_(left, right, alpha=scale)
+
+
+def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale`` times the sum of the outer products of rows to the lower triangles.
+
+    Rows that lie in memory like an image, channels first or last, are not copied.
+
+    Args:
+        total: ``[groups, n, n]``, as for `add_rows`.
+        rows: ``[groups, batch, shared, n]``.
+        scale: The multiplier.
+    """
+    groups, batch, shared, size = rows.shape
+    if groups > 1 and size < SMALL:
+        if size == 1:
+            total.add_(rows.square().sum((1, 2, 3)).view(groups, 1, 1), alpha=scale)
+            return
+        flat = rows.flatten(1, 2)
+        total.baddbmm_(flat.mT, flat, alpha=scale)
+        return
+    for own, part in zip(total, rows, strict=True):
+        if part.stride(2) != 1 and part.stride(1) == 1:
+            add_maps(own, part.mT, scale)
+        else:
+            add_rows(own, part.reshape(batch * shared, size), scale)
+
+
+def add_bias(total: Tensor, sums: Tensor, count: int, scale: float = 1.0) -> None:
+    """Add what an input of one has in common with the others, and with itself, as the last row.
+
+    Args:
+        total: ``[groups, n + 1, n + 1]``.
+        sums: ``[groups, n]``, the sums of the rows.
+        count: The number of rows.
+        scale: The multiplier.
+    """
+    total[:, -1, :-1].add_(sums, alpha=scale)
+    total[:, -1, -1].add_(count * scale)
+
+
+def mirror(matrix: Tensor) -> Tensor:
+    """Copy the lower triangle over the upper one, in place.
+
+    Args:
+        matrix: ``[..., n, n]``.
+
+    Returns:
+        The same tensor, symmetric to the last bit.
+    """
+    size = matrix.shape[-1]
+    tile = TILE if matrix.device.type == "cpu" else max(size, 1)
+    tiles = [slice(start, start + tile) for start in range(0, size, tile)]
+    for number, rows in enumerate(tiles):
+        corner = matrix[..., rows, rows]
+        lower = corner.tril()
+        corner.copy_(lower + lower.tril(-1).mT)
+        for columns in tiles[:number]:
+            matrix[..., columns, rows] = matrix[..., rows, columns].mT
+    return matrix

@@ -1,0 +1,31 @@
+"""Kernels of one position: the factor is the Gram matrix of the strided input itself."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from soframe.kernels.geometry import Axis, Geometry
+from soframe.kernels.gram import add_moment
+
+
+def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches, without a copy where the stride is one.
+
+    Args:
+        total: ``[groups, features, features]``; the lower triangle is added to.
+        x: ``[batch, channels, height, width]``.
+        geometry: Its geometry; the kernel is 1 x 1.
+        scale: The multiplier.
+    """
+    rows, columns = geometry.rows, geometry.columns
+    # Padding is zeros, which add nothing.
+    seen = x[:, :, _slice(rows), _slice(columns)]
+    batch, _, height, width = seen.shape
+    maps = seen.reshape(batch, geometry.groups, geometry.channels, height * width)
+    add_moment(total, maps.permute(1, 0, 3, 2), scale)
+
+
+def _slice(axis: Axis) -> slice:
+    start, stop = axis.inside(0)
+    first = axis.stride * start - axis.before
+    return slice(first, first + axis.stride * max(stop - start, 0), axis.stride)

@@ -1,0 +1,157 @@
+"""Products of shifted copies of the input: patches are never written out.
+
+Copies of the input lie with their positions first, ``[height, width, batch, channels]``, so that a
+range of rows is one matrix and every product an ordinary one, with no batch to loop over. Along
+the height, blocks share products as `soframe.kernels.geometry` says. Along the width there are two
+ways:
+
+- `add`: likewise. A 3 x 3 kernel takes 13 products of ``[positions, channels]`` matrices instead of
+  45, and a few small ones for the borders.
+- `add_by_rows`: the kernel columns are written out side by side, which makes matrices of kernel
+  columns times channels. Fewer, wider products: for inputs of few channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from soframe.kernels.geometry import Geometry, Segment, segments
+
+Slab = Callable[[int], Tensor]
+"""The matrices of the rows of one residue: ``[rows, positions, groups * features]``."""
+
+
+def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches, by shifts along both axes.
+
+    Args:
+        total: ``[groups, features, features]``; the lower triangle is added to.
+        x: ``[batch, channels, height, width]``.
+        geometry: Its geometry.
+        scale: The multiplier.
+    """
+    grid = _positions_first(x)
+    step, stride = geometry.rows.stride, geometry.columns.stride
+    slabs: dict[tuple[int, int, int], Tensor] = {}
+    length = 0
+
+    def slab(start: int, count: int) -> Slab:
+        def rows(residue: int) -> Tensor:
+            key = (start, count, residue)
+            if key not in slabs:
+                part = grid[residue::step, start : start + stride * count : stride]
+                slabs[key] = part.contiguous().flatten(1, 2)
+            return slabs[key]
+
+        return rows
+
+    for columns in segments(geometry.columns):
+        if abs(columns.shift) != length:
+            # A shift and its opposite share copies, no others do.
+            slabs.clear()
+            length = abs(columns.shift)
+        left = slab(columns.start, columns.count)
+        right = slab(columns.start + columns.shift, columns.count)
+        _add_products(total, left, right, columns, geometry, scale)
+
+
+def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches, by shifts along the height alone.
+
+    Args:
+        total: ``[groups, features, features]``; the lower triangle is added to.
+        x: ``[batch, channels, height, width]``.
+        geometry: Its geometry.
+        scale: The multiplier.
+    """
+    axis, step = geometry.columns, geometry.rows.stride
+    grid = _positions_first(F.pad(x, (axis.before, axis.after)))
+    grid = grid.unflatten(3, (geometry.groups, geometry.channels))
+    slabs: dict[int, Tensor] = {}
+
+    def slab(residue: int) -> Tensor:
+        if residue not in slabs:
+            part = grid[residue::step]
+            # [rows, columns, batch, groups, channels, kernel columns]
+            part = part.unfold(1, axis.dilation * (axis.kernel - 1) + 1, axis.stride)
+            part = part[..., :: axis.dilation].transpose(4, 5)
+            slabs[residue] = part.reshape(len(part), axis.out * geometry.batch, -1)
+        return slabs[residue]
+
+    _add_products(total, slab, slab, None, geometry, scale)
+
+
+def _positions_first(x: Tensor) -> Tensor:
+    """Return ``[height, width, batch, channels]``, whose copies move whole pixels."""
+    return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
+
+
+def _add_products(
+    total: Tensor,
+    left: Slab,
+    right: Slab,
+    columns: Segment | None,
+    geometry: Geometry,
+    scale: float,
+) -> None:
+    """Add every product over rows of one segment of columns, or of all columns."""
+    step = geometry.rows.stride
+    for rows in segments(geometry.rows):
+        if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
+            continue  # above the diagonal
+        a = _rows_of(left, rows.start, rows.count, step)
+        b = _rows_of(right, rows.start + rows.shift, rows.count, step)
+        blocks = _blocks(total, rows, columns, geometry)
+        if geometry.groups == 1 and blocks.shape[1] == blocks.shape[2] == 1:
+            blocks[0, 0, 0].addmm_(a.T, b, alpha=scale)
+        else:
+            blocks.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
+
+
+def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
+    """Return a range of rows as one matrix, ``[positions, groups * features]``."""
+    first = start // step
+    return slab(start % step)[first : first + count].flatten(0, 1)
+
+
+def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
+    """Return ``a^T b`` of each group."""
+    if groups == 1:
+        return (a.T @ b).unsqueeze(0)
+    if a.shape[1] == groups:
+        return (a * b).sum(0).view(groups, 1, 1)
+    a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))
+    return torch.bmm(a.permute(1, 2, 0), b.transpose(0, 1))
+
+
+def _blocks(total: Tensor, rows: Segment, columns: Segment | None, geometry: Geometry) -> Tensor:
+    """Return the blocks that a product is added to, as one strided view.
+
+    Args:
+        total: ``[groups, features, features]``.
+        rows: The segment of rows.
+        columns: That of columns; None where a block has all kernel columns.
+        geometry: The geometry.
+
+    Returns:
+        ``[groups, kernel rows, kernel columns, size, size]`` of the segments' runs. A run moves
+        along the diagonal, so that a step is one along both of the total's dimensions.
+    """
+    channels = geometry.channels
+    line = geometry.columns.kernel * channels  # features of a kernel row
+    group, row, column = total.stride()
+    size, first, other = line, rows.first * line, rows.other * line
+    runs, steps = [rows.kernels], [rows.step * line]
+    if columns is None:
+        runs, steps = [*runs, 1], [*steps, 0]
+    else:
+        size, first = channels, first + columns.first * channels
+        other += columns.other * channels
+        runs, steps = [*runs, columns.kernels], [*steps, columns.step * channels]
+    offset = total.storage_offset() + first * row + (first + other) * column
+    strides = (group, *(step * (row + column) for step in steps), row, column)
+    return total.as_strided((total.shape[0], *runs, size, size), strides, offset)

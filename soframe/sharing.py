@@ -1,0 +1,82 @@
+"""Inputs that several layers have in common: the queries, keys and values of attention, for one.
+
+Their moment is the same matrix, and their calls complete one after another. So it is remembered
+which input the last sum was made of; a layer that was called with the very same tensor takes it
+over, for the price of an addition. No input is kept for that and nothing computed: it works where
+the first sum consists of that call alone, as it does with one backward pass per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from soframe.layers.base import LayerHelper
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A sum of one call."""
+
+    key: Hashable
+    # Keeps no data, but the addresses in the key from being those of other inputs.
+    memory: tuple[StorageWeakRef, ...]
+    total: Tensor
+    version: int
+    scale: float
+
+
+class SharedInputs:
+    """Remembers the sum of the last call's inputs."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def add(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Do what ``helper.input_moment`` does.
+
+        Args:
+            helper: The helper.
+            inputs: The tensors of the call.
+            output_rows: The rows of its output gradient.
+            total: What is added to; None for zeros.
+            scale: The multiplier, not zero.
+
+        Returns:
+            The sum. It is ``total`` if that was given.
+        """
+        own = helper.input_key()
+        if own is None:
+            return helper.input_moment(inputs, output_rows, total, scale)
+        where = tuple(
+            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype)
+            for x in inputs
+        )
+        versions = tuple(x._version for x in inputs)
+        key = (own, where, versions, output_rows.dtype, output_rows.shape[:3])
+        known = self._known
+        # Whatever was written since then, to the input or to the sum, has changed its version.
+        if known is not None and known.key == key and known.total._version == known.version:
+            ratio = scale / known.scale
+            return known.total * ratio if total is None else total.add_(known.total, alpha=ratio)
+        self._known = None
+        fresh = total is None
+        total = helper.input_moment(inputs, output_rows, total, scale)
+        if fresh:
+            memory = tuple(StorageWeakRef(x.untyped_storage()) for x in inputs)
+            self._known = _Known(key, memory, total, total._version, scale)
+        return total
+
+    def forget(self) -> None:
+        """Let go of the last call."""
+        self._known = None

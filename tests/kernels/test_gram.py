@@ -1,0 +1,96 @@
+"""Sums of outer products in place: layouts, triangles, column blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from soframe.kernels import gram
+from soframe.kernels.gram import add_bias, add_moment, column_blocks, mirror
+from soframe.testing import compare
+from tests.curvature import randn
+
+LAYOUTS = {
+    "rows": randn,
+    "channels first": lambda groups, batch, shared, size: randn(
+        batch, groups, size, shared
+    ).permute(1, 0, 3, 2),
+    "channels last": lambda groups, batch, shared, size: randn(batch, shared, groups, size).permute(
+        2, 0, 1, 3
+    ),
+    "every other": lambda groups, batch, shared, size: randn(groups, batch, shared, 2 * size)[
+        ..., ::2
+    ],
+    "expanded": lambda groups, batch, shared, size: randn(1, 1, 1, size).expand(
+        groups, batch, shared, size
+    ),
+}
+SHAPES = [(1, 3, 5, 4), (1, 2, 40, 6), (1, 1, 1, 1), (3, 2, 4, 2), (2, 3, 2, 1), (1, 4, 1, 7)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 3, 7, 150), (1, 2, 200, 130), (2, 3, 2, 520)])
+def test_moment(layout: str, shape: tuple[int, ...]) -> None:
+    rows = LAYOUTS[layout](*shape)
+    before = rows.clone()
+    start = mirror(randn(shape[0], shape[3], shape[3], seed=1))
+    total = start.clone()
+    add_moment(total, rows, 0.5)
+    flat = rows.flatten(1, 2)
+    expected = start + 0.5 * torch.einsum("gri,grj->gij", flat, flat)
+    compare(mirror(total), expected, "moment", rtol=1e-12)
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 255, 256, 1537])
+def test_column_blocks_cover_the_triangle(size: int) -> None:
+    covered = torch.zeros(size, size)
+    for start, stop in column_blocks(size):
+        covered[start:stop, :stop] += 1
+    assert (covered.tril() == torch.ones(size, size).tril()).all()
+    bound = {1: 1.0, 2: 1.0, 127: 1.0, 128: 0.75, 255: 0.76, 256: 0.63, 1537: 0.57}[size]
+    assert covered.sum() <= bound * size**2
+
+
+@pytest.mark.parametrize("size", [1, 5, 256, 600])
+def test_mirror(size: int) -> None:
+    whole = randn(2, size, size)
+    whole = whole + whole.mT
+    spoilt = torch.where(torch.ones(size, size).tril() > 0, whole, torch.nan)
+    got = mirror(spoilt)
+    assert got is spoilt
+    assert torch.equal(got, whole)
+
+
+def test_views_of_images_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels first and last both meet the product as they lie."""
+    met: list[tuple[str, int]] = []
+
+    def spy(name: str) -> None:
+        plain = getattr(gram, name)
+
+        def seen(total: Tensor, x: Tensor, scale: float = 1.0) -> None:
+            met.append((name, x.untyped_storage().data_ptr()))
+            plain(total, x, scale)
+
+        monkeypatch.setattr(gram, name, seen)
+
+    spy("add_rows")
+    spy("add_maps")
+    first = randn(2, 3, 4, 5)
+    last = first.contiguous(memory_format=torch.channels_last)
+    for x in (first, last):
+        total = torch.zeros(1, 3, 3, dtype=torch.float64)
+        add_moment(total, x.reshape(2, 1, 3, 20).permute(1, 0, 3, 2))
+    expected = [("add_maps", first), ("add_rows", last)]
+    assert met == [(name, x.untyped_storage().data_ptr()) for name, x in expected]
+
+
+def test_bias_row() -> None:
+    rows = randn(2, 3, 4, 5)
+    total = torch.zeros(2, 6, 6, dtype=torch.float64)
+    add_moment(total[:, :-1, :-1], rows, 0.5)
+    add_bias(total, rows.sum((1, 2)), 12, 0.5)
+    ones = torch.cat([rows, torch.ones(2, 3, 4, 1)], 3).flatten(1, 2)
+    compare(mirror(total), 0.5 * ones.mT @ ones, "with a bias", rtol=1e-12)

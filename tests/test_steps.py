@@ -1,0 +1,101 @@
+"""The benchmark of whole steps: each kind of step does what it is called, and means are means."""
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import steps
+from soframe.experiments.networks import NETWORKS, Network
+from soframe.testing import compare
+
+TINY = Network(
+    "tiny",
+    lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3)),
+    lambda: (torch.randn(5, 3, 4, 4), torch.randint(3, (5,))),
+    F.cross_entropy,
+)
+
+
+def tiny(name: str, **own: Any) -> steps.Contender:
+    torch.manual_seed(0)
+    return steps.contender(name, TINY, TINY.model(), torch.device("cpu"), own)
+
+
+def held(one: steps.Contender) -> tuple[list[Tensor], list[Tensor]]:
+    """What statistics and what solves make."""
+    blocks = one.preconditioner._blocks
+    running = [t.clone() for b in blocks for t in b.running.values()]
+    data = [t.clone() for b in blocks for ts in b.second_order.values() for t in ts.values()]
+    return running, data
+
+
+@pytest.mark.parametrize("name", ["soframe, eigen", "soframe, own"])
+def test_each_kind_of_step_does_what_it_is_called(name: str) -> None:
+    one = tiny(name, solver="inverse", channels_last=True)
+    one.warm_up()
+    for _ in range(2):
+        for kind, count in steps.TURNS:
+            for _ in range(count):
+                running, data = held(one)
+                one.turn(kind, 1)
+                after = held(one)
+                assert all(map(torch.equal, running, after[0])) == (kind == "precondition")
+                assert all(map(torch.equal, data, after[1])) == (kind != "solve")
+    assert {kind: len(times) for kind, times in one.times.items()} == {
+        kind: 2 * count for kind, count in steps.TURNS
+    }
+
+
+@pytest.mark.parametrize(("every", "solve_every"), [(1, 10), (10, 100), (5, 5), (2, 6)])
+def test_the_mean_is_that_of_an_interval(every: int, solve_every: int) -> None:
+    times = {"precondition": 1.0, "statistics": 10.0, "solve": 100.0}
+    kinds = [
+        "solve"
+        if step % solve_every == 0
+        else "statistics"
+        if step % every == 0
+        else "precondition"
+        for step in range(solve_every)
+    ]
+    expected = statistics.fmean(times[kind] for kind in kinds)
+    assert steps.mean_step(times, every, solve_every) == pytest.approx(expected)
+
+
+def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
+    contenders = [tiny("sgd"), tiny("soframe, inverse")]
+    rounds = steps.race(contenders, 0.0)
+    assert rounds == 3
+    sgd, own = steps.figures(contenders)
+    assert sgd["name"] == "sgd"
+    assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in steps.KINDS)
+    low, middle, high = own["10/100"]
+    assert 0 < low <= middle <= high
+    text = steps.table("title", [sgd, own])
+    assert "soframe, inverse" in text
+    assert f"{middle:.2f} ({low:.2f} to {high:.2f})" in text
+
+
+def test_channels_last_changes_the_layout_and_nothing_else() -> None:
+    plain, last = tiny("sgd"), tiny("sgd, channels_last")
+    for one in (plain, last):
+        one.warm_up()
+    weights = []
+    for one in (plain, last):
+        assert one.model[0].weight.is_contiguous(memory_format=torch.channels_last) == (one is last)
+        weights.append([p.detach() for p in one.model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        compare(one, other, "weights", rtol=1e-4)
+
+
+def test_networks_are_those_of_the_papers() -> None:
+    sizes = {
+        name: sum(p.numel() for p in NETWORKS[name].model().parameters())
+        for name in ("resnet20", "resnet50")
+    }
+    assert sizes["resnet50"] == 25_557_032
+    assert 270_000 < sizes["resnet20"] < 276_000
