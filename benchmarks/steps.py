@@ -7,8 +7,10 @@ Every contender trains its own copy of the network on the same batch, and all ta
 kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
 one that also solves. What a setting costs is their mean over an interval: at statistics every F and
 solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are to
-SGD in the same round; their median over rounds is printed, with the quartiles. Needs torch and the
-repository only; kfac-pytorch if it is found.
+SGD in the same round; their median over rounds is printed, with the quartiles. With ``--whole``
+every contender takes all steps of an interval of 100 instead, one after the other: what the mean
+and the slowest steps are, and what staggering changes. Needs torch and the repository only;
+kfac-pytorch if it is found.
 """
 
 from __future__ import annotations
@@ -34,11 +36,19 @@ from torch import nn
 import soframe
 from soframe.experiments.networks import NETWORKS, Network
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from soframe.experiments.step_times import (
+    INTERVALS,
+    KINDS,
+    mean_step,
+    quartiles,
+    table,
+    whole_table,
+)
 
-KINDS = ("precondition", "statistics", "solve")
+Interval = int | Callable[[int], int]
+Intervals = tuple[Interval, Interval]
 TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
 CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
-INTERVALS = ((1, 10), (10, 100))
 LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "resnet20": {"solver": "inverse", "channels_last": True},
@@ -121,7 +131,12 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def contender(
-    name: str, network: Network, model: nn.Module, device: torch.device, own: dict[str, Any]
+    name: str,
+    network: Network,
+    model: nn.Module,
+    device: torch.device,
+    own: dict[str, Any],
+    every: Intervals | None = None,
 ) -> Contender:
     """Set a contender up.
 
@@ -131,6 +146,7 @@ def contender(
         model: Its weights, which are copied.
         device: The device.
         own: What ``"soframe, own"`` is.
+        every: Intervals of statistics and solves; None for those of `kind_of`.
     """
     model = copy.deepcopy(model).to(device)
     settings = dict(own) if name.endswith("own") else {}
@@ -144,7 +160,8 @@ def contender(
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     forward = torch.compile(model) if compiled else model
     result = Contender(name, model, lambda: None, clock_of(device))
-    result.preconditioner = preconditioner(name, model, sgd, settings)
+    every = every or (interval("statistics", "solve"), interval("solve"))
+    result.preconditioner = preconditioner(name, model, sgd, settings, every)
 
     def step() -> None:
         sgd.zero_grad()
@@ -162,11 +179,14 @@ def preconditioner(
     model: nn.Module,
     sgd: torch.optim.Optimizer,
     settings: dict[str, Any],
+    every: Intervals,
 ) -> Any:
     if name.startswith("sgd"):
         return None
-    statistics_every, solve_every = interval("statistics", "solve"), interval("solve")
-    common = {"damping": DAMPING, "kl_clip": KL_CLIP}
+    statistics_every, solve_every = every
+    common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
+    if "staggered" in name:
+        common["stagger"] = True
     solver = "eigen" if "eigen" in name else "inverse"
     if name.startswith("soframe"):
         return soframe.Preconditioner(
@@ -190,31 +210,10 @@ def preconditioner(
     )
 
 
-def mean_step(times: dict[str, float], every: int, solve_every: int) -> float:
-    """Return the mean over an interval.
-
-    Args:
-        times: Of a step of each kind.
-        every: Statistics' interval.
-        solve_every: The solves'.
-    """
-    taken = solve_every // every
-    total = (solve_every - taken) * times["precondition"] + (taken - 1) * times["statistics"]
-    return (total + times["solve"]) / solve_every
-
-
 def rounds_of(one: Contender) -> Iterator[dict[str, float]]:
     """Yield for each round the median of each kind."""
     for parts in zip(*(one.times[kind] for kind in KINDS), strict=True):
         yield {kind: statistics.median(part) for kind, part in zip(KINDS, parts, strict=True)}
-
-
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles, the median in the middle."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def race(contenders: list[Contender], seconds: float) -> int:
@@ -248,35 +247,36 @@ def figures(contenders: list[Contender]) -> list[dict[str, Any]]:
         for every, solve_every in INTERVALS:
             means = [mean_step(times, every, solve_every) for times in rounds]
             ratios = [mean / base for mean, base in zip(means, plain, strict=True)]
-            row[f"{every}/{solve_every}"] = spread(ratios)
+            row[f"{every}/{solve_every}"] = quartiles(ratios)
         worst = [times["solve"] / times["precondition"] for times in rounds]
-        row["worst"] = spread(worst)
+        row["worst"] = quartiles(worst)
         rows.append(row)
     return rows
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> str:
-    """Return rows as text."""
-    head = ["", *(f"{kind} ms" for kind in KINDS)]
-    head += [f"mean {f}/{k} : SGD" for f, k in INTERVALS] + ["solve : usual step"]
-    lines = [head]
-    for row in rows:
-        cells = [row["name"], *(f"{row[kind]:.1f}" for kind in KINDS)]
-        for key in [*(f"{f}/{k}" for f, k in INTERVALS), "worst"]:
-            low, middle, high = row[key]
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        if "memory" in row:
-            cells.append(f"{row['memory']:.0f}")
-        lines.append(cells)
-    if "memory" in rows[0]:
-        head.append("peak MB")
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [f"\n{title}"]
-    for line in lines:
-        first, *rest = (cell for cell in line)
-        padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        text.append("  ".join([first.ljust(widths[0]), *padded]))
-    return "\n".join(text)
+def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
+    """Take all steps of an interval, in turns, and return a row for each contender.
+
+    Args:
+        contenders: SGD first.
+        steps: The interval of the solves.
+    """
+    taken: dict[str, list[float]] = {one.name: [] for one in contenders}
+    for number in range(-1, steps):  # the first solve, of everything, is not the interval's
+        for one in contenders:
+            start = one.clock()
+            one.step()
+            if number >= 0:
+                taken[one.name].append(1e3 * (one.clock() - start))
+    unit = statistics.fmean(taken[contenders[0].name])
+    rows = []
+    for name, times in taken.items():
+        *_, p99 = statistics.quantiles(times, n=100, method="inclusive")
+        middle = statistics.median(times)
+        rows.append({"name": name, "mean": statistics.fmean(times), "median": middle, "p99": p99})
+        rows[-1] |= {"mean : SGD": rows[-1]["mean"] / unit, "p99 : median": p99 / middle}
+        rows[-1]["max : median"] = max(times) / middle
+    return rows
 
 
 def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> float:
@@ -311,6 +311,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each network")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
+    parser.add_argument("--whole", action="store_true", help="all steps of an interval of 100")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if unknown := set(options.networks) - set(NETWORKS):
@@ -322,6 +323,8 @@ def main() -> int:
     except ImportError as error:
         script = "benchmarks/steps.py"
         print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
+    if options.whole:
+        names.append("soframe, inverse, staggered")
     if options.contenders:
         names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
     warnings.filterwarnings("ignore", category=UserWarning)
@@ -339,7 +342,16 @@ def main() -> int:
         network = NETWORKS[key]
         torch.manual_seed(0)
         model = network.model()
-        contenders = [contender(name, network, model, device, SOFRAME_OWN[key]) for name in names]
+        every = INTERVALS[-1] if options.whole else None
+        own = SOFRAME_OWN[key]
+        contenders = [contender(name, network, model, device, own, every) for name in names]
+        if options.whole:
+            rows = whole(contenders, INTERVALS[-1][-1])
+            results["networks"][key] = {"title": network.title, "rows": rows}
+            if not options.json:
+                title = f"{network.title}; {where}, {options.threads} threads"
+                print(whole_table(title, rows), flush=True)
+            continue
         rounds = race(contenders, options.seconds)
         rows = figures(contenders)
         del contenders

@@ -80,6 +80,29 @@ def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
     assert f"{middle:.2f} ({low:.2f} to {high:.2f})" in text
 
 
+def test_a_whole_interval_has_one_slow_step() -> None:
+    device = torch.device("cpu")
+    contenders = [
+        steps.contender(name, TINY, TINY.model(), device, {}, (2, 4))
+        for name in ("sgd", "soframe, inverse")
+    ]
+    for one in contenders:
+        ticks, taken = [0.0], [0]
+        slow = 100.0 if one.preconditioner is not None else 1.0
+
+        def step(ticks: Any = ticks, taken: Any = taken, slow: float = slow) -> None:
+            ticks[0] += slow if taken[0] % 4 == 0 else 1.0
+            taken[0] += 1
+
+        one.clock, one.step = (lambda ticks=ticks: ticks[0]), step
+    sgd, own = steps.whole(contenders, 4)  # a first step, and an interval
+    assert sgd["p99 : median"] == sgd["mean : SGD"] == 1.0
+    assert own["mean"] == pytest.approx((3 + 100) / 4 * 1e3)
+    assert own["mean : SGD"] == pytest.approx((3 + 100) / 4)
+    assert own["max : median"] == pytest.approx(100.0)
+    assert "max : median" in steps.whole_table("title", [sgd, own])
+
+
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:
     plain, last = tiny("sgd"), tiny("sgd, channels_last")
     for one in (plain, last):

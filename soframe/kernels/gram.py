@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks
 # waste less of the upper triangle, wide ones use the processor better.
-BLOCKS = (0, 128, 256, 1536)
+BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
 TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
 
