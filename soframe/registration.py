@@ -239,7 +239,7 @@ class Registration:
             warnings.warn(
                 f"soframe: no module matches the pattern(s) {', '.join(map(repr, unused))}; "
                 f"names are those of model.named_modules(), patterns regular expressions",
-                stacklevel=6,
+                stacklevel=7,
             )
 
 
