@@ -20,7 +20,6 @@ import copy
 import json
 import multiprocessing
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -297,7 +296,10 @@ def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> f
     one.warm_up()
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    # Not getrusage's, which a child inherits from its parent.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**10
 
 
 def main() -> int:
