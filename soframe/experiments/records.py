@@ -193,8 +193,8 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     return (
         f"{start}; the fastest first-order run, {first_order.config.label}, took "
         f"{other_row.step} steps and {other_row.seconds:.1f} s: K-FAC needed "
-        f"{_ratio(other_row.step / max(row.step, 1), 'fewer steps', 'more steps')} and "
-        f"{_ratio(other_row.seconds / max(row.seconds, 1e-9), 'less time', 'more time')}."
+        f"{_ratio(other_row.step / max(row.step, 1), 'fewer', 'more', 'steps')} and "
+        f"{_ratio(other_row.seconds / max(row.seconds, 1e-9), 'less', 'more', 'time')}."
     )
 
 
@@ -203,9 +203,9 @@ def _fastest(records: Sequence[RunRecord], target: float) -> tuple[RunRecord, Ro
     return min(hits, key=lambda hit: hit[1].seconds, default=None)
 
 
-def _ratio(ratio: float, better: str, worse: str) -> str:
+def _ratio(ratio: float, better: str, worse: str, what: str) -> str:
     """Says how much better or worse, unless that rounds to "1.0 times"."""
     factor = f"{max(ratio, 1 / ratio):.1f}"
     if factor == "1.0":
-        return f"neither {better} nor {worse}"
-    return f"{factor} times {better if ratio > 1 else worse}"
+        return f"about as many {what}" if what == "steps" else f"about as much {what}"
+    return f"{factor} times {better if ratio > 1 else worse} {what}"

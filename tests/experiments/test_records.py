@@ -91,7 +91,7 @@ FAST, SLOW, NEVER = (3.0, 0.4), (3.0, 2.0, 2.0, 2.0, 0.4), (3.0, 2.0)
         (FAST, SLOW, 0.5, "K-FAC needed 4.0 times fewer steps and 4.0 times less time."),
         (FAST, SLOW, 4.0, "K-FAC needed 4.0 times fewer steps and 2.0 times more time."),
         (SLOW, FAST, 0.5, "K-FAC needed 4.0 times more steps and 4.0 times more time."),
-        (FAST, SLOW, 2.03, "4.0 times fewer steps and neither less time nor more time."),
+        (FAST, SLOW, 2.03, "4.0 times fewer steps and about as much time."),
         (FAST, NEVER, 0.5, "took 10 steps and 0.5 s; no first-order run reached it"),
         (
             NEVER,
