@@ -98,19 +98,20 @@ def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
     return add_up(backend, tensor.clone()) / backend.world_size
 
 
-def add_over_ranks(backend: Backend, own: Sequence[float]) -> list[float]:
+def add_over_ranks(backend: Backend, own: Sequence[float], phase: str = "agree") -> list[float]:
     """Add up a few numbers over the ranks, in float64.
 
     Args:
         backend: The backend.
         own: This rank's numbers, equally many on every rank.
+        phase: The phase that they are counted under.
 
     Returns:
         The sums, the same on every rank.
     """
     vector = torch.tensor(own, dtype=torch.float64)
     vector = vector.to(backend.wire_device(vector.device))
-    backend.all_reduce(vector, "agree").wait()
+    backend.all_reduce(vector, phase).wait()
     sums: list[float] = vector.tolist()
     return sums
 

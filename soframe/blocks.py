@@ -41,6 +41,8 @@ class Block:
         solved_factors: The factors that their owners have ever solved: the same on every rank.
         sums: The statistics of the window, by factor: the lower triangles of ``[groups, n, n]``.
         counts: What they count.
+        rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
+        input_of: The name of the first block that was called with the same input then.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Block:
     solved_factors: set[str] = field(default_factory=set)
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    rows: int = 0
+    input_of: str = ""
 
     def __post_init__(self) -> None:
         self.shape: BlockShape = self.helper.shape

@@ -177,6 +177,23 @@ def check_words(scaling: object, loss_average: object, samples: object, clip_lr:
     require("clip_lr", clip_lr, ("live", "initial"))
 
 
+def check_turns(stagger: object, fisher: str) -> None:
+    """Check that layers may take turns with their statistics.
+
+    Args:
+        stagger: What is spread over the steps of an interval.
+        fisher: Whose output gradients make the statistics.
+
+    Raises:
+        ValueError: If every turn would take a backward pass of its own.
+    """
+    if stagger is True and fisher in ("monte-carlo", "type-2"):
+        raise ValueError(
+            f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
+            f"vectors backward at each of them; pass stagger='solves'"
+        )
+
+
 def check_patterns(skip: object) -> None:
     """Check that patterns are several.
 

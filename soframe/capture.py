@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from soframe.layers.base import LayerHelper
+from soframe.sharing import Together
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,19 @@ class Capture:
         names: The qualified name of each helper's module, for errors.
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
+        counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
+        together: Which layers have an input in common; None where nobody asks.
     """
 
     sink: Sink | None = None
     names: dict[LayerHelper, str] = field(default_factory=dict)
     enabled: bool = True
     probing: bool = False
+    counting: frozenset[LayerHelper] = frozenset()
+    together: Together | None = None
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._counting: frozenset[LayerHelper] = frozenset()
         self._passes = _Passes()
         self._edges: list[GradientEdge] = []
         self._probe: Probe | None = None
@@ -144,18 +148,14 @@ class Capture:
         """Backward passes since `reset`."""
         return self._passes.count
 
-    def attach(
-        self, names: Mapping[LayerHelper, str], counting: Iterable[LayerHelper] = ()
-    ) -> None:
+    def attach(self, names: Mapping[LayerHelper, str]) -> None:
         """Hook the helpers' modules, instead of those that were hooked before.
 
         Args:
             names: The qualified name of each helper's module.
-            counting: Those whose inputs nobody needs on this rank; none are kept.
         """
         _remove(self._handles)
         self.names = dict(names)
-        self._counting = frozenset(counting)
         for helper in names:
             hook = _Hook(self, helper)
             # First of all: another hook may replace the output (adapters do).
@@ -243,8 +243,10 @@ class Capture:
         if not output.requires_grad:
             return
         inputs = tuple(helper.inputs(args, kwargs))
-        keeps = helper.weight is not None and helper not in self._counting
-        needed = inputs if keeps else ()
+        if self.together is not None:
+            self.together.note(helper, inputs)
+        counts = helper in self.counting
+        needed = () if counts or helper.weight is None else inputs
         # One that was frozen since is no reason to lose what the others need.
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:
@@ -256,7 +258,7 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        output.register_hook(_GradientHook(weakref.ref(self), helper, kept, edges))
+        output.register_hook(_GradientHook(weakref.ref(self), helper, kept, edges, counts))
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
@@ -265,10 +267,14 @@ class Capture:
         # autograd.grad passes through here without adding to any parameter's gradient.
         return any(map(_accumulates, edges))
 
-    def _on_gradient(self, helper: LayerHelper, kept: Tensor, gradient: Tensor) -> None:
+    def _on_gradient(
+        self, helper: LayerHelper, kept: Tensor, gradient: Tensor, counted: bool
+    ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
             return
+        if counted and helper not in self.counting:
+            return  # called in another window, which had no use for its inputs
         number = self._passes.enter()
         device = gradient.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -281,12 +287,18 @@ class Capture:
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_edges", "_helper", "_kept")
+    __slots__ = ("_capture", "_counted", "_edges", "_helper", "_kept")
 
     def __init__(
-        self, capture: weakref.ref[Capture], helper: LayerHelper, kept: Any, edges: tuple[Any, ...]
+        self,
+        capture: weakref.ref[Capture],
+        helper: LayerHelper,
+        kept: Any,
+        edges: tuple[Any, ...],
+        counted: bool,
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
+        self._counted = counted
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -297,7 +309,7 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, kept, gradient)
+            capture._on_gradient(self._helper, kept, gradient, self._counted)
 
 
 def _accumulates(edge: Any) -> bool:

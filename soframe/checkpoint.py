@@ -55,7 +55,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     backend, blocks = own.backend, own._blocks
     if any(block.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
-    header = state.header(blocks, own.counters, own._steps, own._owed_statistics, own._scaling)
+    header = state.header(blocks, own.counters, own._steps, own._refresh.owed, own._scaling)
     header["initial_lrs"] = [float(rate) for rate in own._lrs.state()]
     found: dict[str, Any] = {}
     for block, place in zip(blocks, own.placement.blocks, strict=True):

@@ -66,6 +66,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
             anew.append(block)
             continue
         block.mass, block.counts = before.mass, before.counts
+        block.rows, block.input_of = before.rows, before.input_of
         same = before.shape == block.shape
         for source, target in ((before.running, block.running), (before.sums, block.sums)):
             for factor in before.factors:

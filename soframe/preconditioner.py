@@ -30,7 +30,7 @@ from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.refresh import Refresh, follow
+from soframe.refresh import Refresh, Stagger, follow
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
@@ -68,7 +68,8 @@ class Preconditioner:
         lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
-        stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
+        stagger: Whether the statistics and the solves of an interval are spread over its steps,
+            balanced by cost: each layer has its turns. ``"solves"`` for the solves alone.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
@@ -122,7 +123,7 @@ class Preconditioner:
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
-        stagger: bool = False,
+        stagger: Stagger = False,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
         loss_average: LossAverage = "local",
@@ -141,8 +142,8 @@ class Preconditioner:
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
         self._bounds = Bounds.of(kl_clip, norm_clip)
-        self._statistics_every = Every("statistics_every", statistics_every)
-        self._refresh = Refresh(Every("solve_every", solve_every), stagger)
+        every = Every("statistics_every", statistics_every), Every("solve_every", solve_every)
+        self._refresh = Refresh(*every, stagger)
         self._scaling, self._samples = scaling, samples
         self._loss_average = loss_average
         self._loss_scale = LossScale(grad_scaler)
@@ -153,6 +154,7 @@ class Preconditioner:
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
+        building.check_turns(stagger, fisher)
         chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
         self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
         forward_only = fisher == "forward-only"
@@ -161,7 +163,6 @@ class Preconditioner:
         )
         self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
-        self._owed_statistics = 0
         self._blocks: list[Block] = []
         self._build()
 
@@ -202,10 +203,12 @@ class Preconditioner:
         finite, weights = self._agree()
         work = (self.placement, self.backend, self._damping.at(self._steps))
         if weights is not None:
+            self._refresh.learn(self._blocks, self._statistics, self.backend, self._steps)
             self._statistics.fold(weights, self._decay.at(self._steps))
         due = self._refresh.due(self._blocks, self.placement, self._steps)
         if weights is not None:
-            follow(self._blocks, due, self.placement, self.backend.rank)
+            changed = self._statistics.due.difference(due)
+            follow(self._blocks, changed, self.placement, self.backend.rank)
         raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
@@ -245,7 +248,7 @@ class Preconditioner:
             Whether the gradients of all ranks are finite; and the added-up weights of the
             statistics if they are to be used.
         """
-        with_statistics = self._takes_statistics()
+        with_statistics = bool(self._statistics.due)
         changed = self._watch.changed()
         bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
@@ -262,17 +265,14 @@ class Preconditioner:
         self.counters["skipped_updates"] += bad_gradients > 0
         self.counters["skipped_statistics"] += bad > 0
         if bad and not any(block.mass > 0 for block in self._blocks):
-            self._owed_statistics = 2  # this step's went, and without any there is no curvature
+            self._refresh.owed = 2  # this step's went, and without any there is no curvature
         usable = with_statistics and not bad
         return not bad_gradients, weights if usable else None
 
     def _next_step(self) -> None:
         self._steps += 1
-        self._owed_statistics = max(0, self._owed_statistics - 1)
+        self._refresh.owed = max(0, self._refresh.owed - 1)
         self.reset_batch()
-
-    def _takes_statistics(self) -> bool:
-        return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -282,30 +282,30 @@ class Preconditioner:
             self._model, self._choices, self._lrs, self._strategy, self.backend
         )
         numbers = (self._damping, self._decay, self._bounds)
-        intervals = (self._statistics_every, self._refresh)
         words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
         words += (self._lrs.which, self._gradients)
-        own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
+        own = building.describe_settings(registration.blocks, *numbers, self._refresh, *words)
         compare_ranks(self.backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
         self.backend.prepare(placement.groups())
         if old and hand_over(self.backend, old, self.placement, self._blocks, placement):
             # They do not wait for the next interval; this window may not have captured them.
-            self._owed_statistics = 2
+            self._refresh.owed = 2
         self.placement = placement
         self._report = registration.report
         self._watch = Watch(self._model)
         averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
         scale = Scale(self._scaling, *averages)
-        statistics = Statistics(
-            self._blocks, placement, self.backend, scale, self._samples, self._loss_scale.now
-        )
+        how = (scale, self._samples, self._loss_scale.now)
+        statistics = Statistics(self._blocks, placement, self.backend, *how, self._capture)
         if old:
             statistics.resume(self._statistics)
+        else:
+            statistics.begin(self._refresh.observed(self._blocks, placement, self._steps))
         self._statistics = statistics
         kind = averaging.KINDS[self._gradients]
         self._raw = kind(self._model, self._blocks, placement, self.backend)
-        statistics.listen(self._capture)
+        statistics.listen()
 
     def _require_ready(self) -> None:
         if self._closed:
@@ -359,7 +359,7 @@ class Preconditioner:
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
-        now = (self.counters, self._steps, self._owed_statistics, self._scaling)
+        now = (self.counters, self._steps, self._refresh.owed, self._scaling)
         saved = state.save(self._blocks, self.placement, self.backend, *now)
         return {**saved, "initial_lrs": self._lrs.state()}
 
@@ -377,7 +377,7 @@ class Preconditioner:
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
         state.load(saved, self._blocks, self.placement, self.backend, check)
-        self._steps, self._owed_statistics = saved["step"], saved["owed_statistics"]
+        self._steps, self._refresh.owed = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
         self.reset_batch()
@@ -387,9 +387,9 @@ class Preconditioner:
 
         For a batch given up before ``step``: call it where gradients are zeroed, on every rank.
         """
-        self._statistics.clear()
+        due = self._refresh.observed(self._blocks, self.placement, self._steps)
+        self._statistics.begin(due)
         self._capture.reset()
-        self._capture.enabled = self._takes_statistics()
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""

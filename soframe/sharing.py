@@ -8,7 +8,9 @@ the first sum consists of that call alone, as it does with one backward pass per
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import operator
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -80,3 +82,31 @@ class SharedInputs:
     def forget(self) -> None:
         """Let go of the last call."""
         self._known = None
+
+
+class Together:
+    """Notes which layers are called with the very same tensors, one after another.
+
+    Attributes:
+        first: For layers that share their input the first one that was called with it.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[LayerHelper, LayerHelper] = {}
+        self._last: tuple[Hashable, list[weakref.ref[Tensor]], LayerHelper] | None = None
+
+    def note(self, helper: LayerHelper, inputs: Sequence[Tensor]) -> None:
+        """Take note of a call.
+
+        Args:
+            helper: The helper of the module that is called.
+            inputs: What it is called with.
+        """
+        key, last = helper.input_key(), self._last
+        if last is not None and key is not None and key == last[0]:
+            before, first = [ref() for ref in last[1]], last[2]
+            if len(before) == len(inputs) and all(map(operator.is_, before, inputs)):
+                if helper is not first:
+                    self.first.setdefault(helper, first)
+                return
+        self._last = (key, [weakref.ref(x) for x in inputs], helper)

@@ -98,6 +98,8 @@ def header(
                 "method": describe(block.method),
                 "solver": describe(block.solver),
                 "mass": block.mass,
+                "rows": block.rows,
+                "input_of": block.input_of,
             }
             for block in blocks
         },
@@ -250,6 +252,7 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     mass = saved["mass"]
     if not isinstance(mass, float) or not 0 <= mass < math.inf:
         raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
+    _check_count(f"number of rows of block {name!r}", saved.get("rows", 0))
 
 
 def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
@@ -314,7 +317,10 @@ def load(
         agree_on_state(backend, None)
         raise
     numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
-    known = {name: [b["mass"], sorted(b["second_order"])] for name, b in state["blocks"].items()}
+    known = {
+        name: [b["mass"], sorted(b["second_order"]), b.get("rows"), b.get("input_of")]
+        for name, b in state["blocks"].items()
+    }
     agree_on_state(backend, json.dumps([numbers, known], sort_keys=True))
     load_blocks(state, blocks, placement, backend.rank)
 
@@ -354,6 +360,7 @@ def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, 
         rank: This rank.
     """
     block.mass, block.pending, block.local = float(saved["mass"]), 0.0, {}
+    block.rows, block.input_of = saved.get("rows", 0), saved.get("input_of", "")
     block.running = {
         factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
         for index, factor in enumerate(block.factors)

@@ -5,12 +5,14 @@ as its output gradient arrives; nothing else is kept of it. At the step, every r
 its sums weigh; once the weights of all ranks are known, the sums are added up and enter the
 running average (`soframe.running`). Sums that are not finite, on any rank, are dropped on all.
 
-A rank that does not contribute to a factor only counts samples, which N is made of.
+A rank that does not contribute to a factor only counts samples, which N is made of. So it is for
+blocks whose turn it is not: they take no statistics in this window, and their samples count for
+those that do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Literal
 
@@ -25,7 +27,7 @@ from soframe.layers.base import LayerHelper
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
 from soframe.running import enter
-from soframe.sharing import SharedInputs
+from soframe.sharing import SharedInputs, Together
 from soframe.strategies.placement import Placement
 
 Samples = Literal["batch", "positions"] | Callable[[], int]
@@ -33,6 +35,9 @@ Samples = Literal["batch", "positions"] | Callable[[], int]
 
 class Statistics:
     """The sums of a window on this rank.
+
+    Attributes:
+        due: The blocks that take statistics in the window under way, the same on every rank.
 
     Args:
         blocks: The blocks, in the placement's order.
@@ -43,6 +48,7 @@ class Statistics:
             (every position has a loss of its own), or a callable that returns the number of
             samples of the backward pass under way.
         grad_scale: Returns what the loss is multiplied by.
+        capture: Sees the calls.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Statistics:
         scale: Scale,
         samples: Samples,
         grad_scale: Callable[[], float],
+        capture: Capture,
     ) -> None:
         self._placed = list(zip(blocks, placement.blocks, strict=True))
         self._backend = backend
@@ -65,6 +72,8 @@ class Statistics:
             for block, place in self._placed
         }
         self._blocks = blocks
+        self.due: frozenset[Block] = frozenset()
+        self._capture = capture
         self._block_of = {helper: block for block in blocks for helper in block.helpers}
         self._scale = scale
         self._samples = samples
@@ -73,19 +82,32 @@ class Statistics:
         self._loss_scale: float | None = None
         self._shared = SharedInputs()
 
-    def listen(self, capture: Capture) -> None:
-        """Take the calls that a capture sees from now on.
+    def listen(self) -> None:
+        """Take the calls that the capture sees from now on."""
+        self._capture.sink = self.add
+        self._capture.attach({helper: block.name for helper, block in self._block_of.items()})
+        self._expect(self.due)
 
-        Args:
-            capture: The capture.
-        """
-        names = {helper: block.name for helper, block in self._block_of.items()}
-        capture.sink = self.add
-        capture.attach(names, [helper for helper in names if not self._wants_inputs(helper)])
+    def _expect(self, due: Iterable[Block]) -> None:
+        """Let the capture keep what blocks need."""
+        self.due = frozenset(due)
+        self._capture.enabled = bool(self.due)
+        self._capture.together = Together() if len(self.due) == len(self._blocks) else None
+        helpers = self._block_of if self.due else ()
+        self._capture.counting = frozenset(h for h in helpers if not self._wants_inputs(h))
 
     def _wants_inputs(self, helper: LayerHelper) -> bool:
-        """Return whether a layer's inputs are needed on this rank."""
-        return any(factor.side == "right" for factor in self._mine[self._block_of[helper]])
+        """Return whether a layer's inputs are needed in this window on this rank."""
+        block = self._block_of[helper]
+        return block in self.due and any(factor.side == "right" for factor in self._mine[block])
+
+    @property
+    def first(self) -> dict[str, str]:
+        """For blocks that share an input in this window the first one; known if all are due."""
+        together = self._capture.together
+        found = {} if together is None else together.first
+        of = self._block_of
+        return {of[a].name: of[b].name for a, b in found.items() if a in of and b in of}
 
     def add(
         self,
@@ -117,7 +139,7 @@ class Statistics:
         self._passes[number] = max(samples, self._passes.get(number, 0))
         if self._loss_scale is None:
             self._loss_scale = self._grad_scale()  # a host sync with GradScaler: once a window
-        mine = self._mine[block]
+        mine = self._mine[block] if block in self.due else []
         if not mine:
             return
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
@@ -162,12 +184,15 @@ class Statistics:
         """Return this rank's weights, to be added up over ranks.
 
         Returns:
-            For each block two numbers: the weights of its inputs and output gradients. Where not
-            all ranks contribute: its weight in each factor, zero unless it contributes to it; that
-            of its output gradients, zero unless it contributes at all; and that of its inputs.
+            For each block that is due two numbers: the weights of its inputs and output
+            gradients. Where not all ranks contribute: its weight in each factor, zero unless it
+            contributes to it; that of its output gradients, zero unless it contributes at all; and
+            that of its inputs.
         """
         numbers = []
         for block, place in self._placed:
+            if block not in self.due:
+                continue
             own = self._contribution(block)
             if not place.contributors:
                 numbers += [own.input_weight, own.output_weight]
@@ -190,6 +215,8 @@ class Statistics:
         used = []
         contributions: dict[Block, dict[str, Tensor]] = {}
         for block, place in self._placed:
+            if block not in self.due:
+                continue
             if place.contributors:
                 divisors = [next(numbers) for _ in block.factors]
                 outputs, everybodys = next(numbers), next(numbers)
@@ -223,14 +250,21 @@ class Statistics:
             before: The statistics of the model as it was before.
         """
         self._passes, self._loss_scale = before._passes, before._loss_scale
+        names = {block.name for block in before.due}
+        self.due = frozenset(block for block in self._blocks if block.name in names)
 
     def arrive(self) -> None:
         """Let the statistics of earlier windows enter the running factors, if they travel still."""
         for block in self._blocks:
             block.arrive()
 
-    def clear(self) -> None:
-        """Begin a new window."""
+    def begin(self, due: Iterable[Block]) -> None:
+        """Begin a new window.
+
+        Args:
+            due: The blocks that take statistics in it.
+        """
+        self._expect(due)
         self._passes = {}
         self._loss_scale = None
         self._shared.forget()

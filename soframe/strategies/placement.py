@@ -278,7 +278,7 @@ class Placement:
         self,
         rank: int,
         *,
-        statistics: bool = False,
+        statistics: bool | Collection[str] = False,
         solve: bool | Collection[str] = False,
         used: Collection[str] | None = None,
         local: LocalPlan | None = None,
@@ -289,7 +289,7 @@ class Placement:
 
         Args:
             rank: The rank.
-            statistics: Whether it is a statistics step.
+            statistics: Whether it is a statistics step; or the blocks that take them in it.
             solve: Whether it is a solve step, after there were statistics; or the blocks that are
                 solved in it, where solves are staggered (`soframe.strategies.turns`). Deferred
                 statistics are counted as if there were any since the last solve.

@@ -77,7 +77,7 @@ def traffic(
     placement: Placement,
     rank: int,
     *,
-    statistics: bool = False,
+    statistics: bool | Collection[str] = False,
     solve: bool | Collection[str] = False,
     used: Collection[str] | None = None,
     local: LocalPlan | None = None,
@@ -87,7 +87,7 @@ def traffic(
     Args:
         placement: The placement.
         rank: The rank.
-        statistics: Whether it is a statistics step.
+        statistics: Whether it is a statistics step; or the blocks that take them in it.
         solve: Whether it is a solve step; or the blocks that are solved in it.
         used: The blocks in use; None for all.
         local: What else there is with local gradients.
@@ -97,15 +97,15 @@ def traffic(
     """
     pairs = list(zip(placement.work, placement.blocks, strict=True))
     active = [(w, p) for w, p in pairs if used is None or w.name in used]
-    due = active if solve is True else [(w, p) for w, p in active if solve and w.name in solve]
+    due = _named(active, solve)
     phases: Traffic = {}
     if placement.world_size > 1:
-        weights = sum(_weights(w, p) for w, p in pairs) if statistics else 0
+        weights = sum(_weights(w, p) for w, p in _named(pairs, statistics))
         present = _present(pairs, local) if local is not None else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present)])
         _count(phases, "agree", _solve_agreements(due) if due else [])
         reduced = [(w, p) for w, p in due if p.deferred]
-        reduced += [(w, p) for w, p in active if statistics and not p.deferred]
+        reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]
         for eager in (True, False):
             own = [(w, p) for w, p in reduced if p.deferred != eager]
             _count(phases, "reduce", _reductions(own, rank))
@@ -118,6 +118,14 @@ def traffic(
             _count(phases, "agree", clip)
     total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
     return {**phases, "total": total}
+
+
+def _named(
+    pairs: list[tuple[BlockWork, BlockPlacement]], names: bool | Collection[str]
+) -> list[tuple[BlockWork, BlockPlacement]]:
+    if isinstance(names, bool):
+        return pairs if names else []
+    return [(work, place) for work, place in pairs if work.name in names]
 
 
 def _count(phases: Traffic, phase: str, calls: Iterable[int]) -> None:

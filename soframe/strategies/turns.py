@@ -1,9 +1,13 @@
-"""Turns: the solves of an interval spread over its steps, so that no step has to do them all."""
+"""Turns: the work of an interval spread over its steps, so that no step has to do it all."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from soframe.strategies.balance import assign, compute_cost
-from soframe.strategies.placement import Placement
+from soframe.strategies.placement import BlockWork, Placement
 
 
 def turns(placement: Placement, interval: int) -> tuple[int, ...]:
@@ -21,5 +25,96 @@ def turns(placement: Placement, interval: int) -> tuple[int, ...]:
     Returns:
         For each block a number in ``[0, interval)``.
     """
-    costs = [sum(map(compute_cost, work.factors)) for work in placement.work]
-    return tuple(assign(costs, [0.0] * interval))
+    return tuple(assign(list(map(_solve_cost, placement.work)), [0.0] * interval))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of all blocks, in the placement's order.
+
+    Attributes:
+        statistics: The step of every interval of statistics at which a block takes them.
+        solves: The step of every interval of solves at which it is solved.
+    """
+
+    statistics: tuple[int, ...]
+    solves: tuple[int, ...]
+
+
+def all_turns(
+    placement: Placement,
+    statistics_every: int,
+    solve_every: int,
+    rows: Sequence[int],
+    inputs: Sequence[str],
+) -> Turns:
+    """Return turns of statistics and of solves.
+
+    Statistics take about ``rows n^2`` operations for each factor, solves ``n^3``. Where the
+    interval of solves is a multiple of the other, a block is solved at a step at which it takes
+    statistics, and turns of statistics are balanced under both, that is under
+    ``rows n^2 + n^3 statistics_every / solve_every``; the solves of one such turn are balanced over
+    the steps at which it comes. Each is by LPT, with the bound of `turns`. Otherwise statistics and
+    solves have turns that know nothing of each other.
+
+    Blocks with one input take statistics at one turn, where its moment is computed once.
+
+    Args:
+        placement: The placement.
+        statistics_every: The interval of statistics, in steps.
+        solve_every: The interval of solves, in steps.
+        rows: For each block the rows (samples times positions) that its statistics are made of.
+        inputs: For each block a name, the same for blocks that are called with the same input.
+
+    Returns:
+        For each block a number in ``[0, statistics_every)`` and one in ``[0, solve_every)``.
+    """
+    together: dict[str, list[int]] = defaultdict(list)
+    for index, name in enumerate(inputs):
+        together[name].append(index)
+    solves = list(map(_solve_cost, placement.work))
+    follow = solve_every % statistics_every == 0
+    share = statistics_every / solve_every if follow else 0.0
+    costs = [
+        statistics_cost([placement.work[i] for i in members], [rows[i] for i in members])
+        + share * sum(solves[i] for i in members)
+        for members in together.values()
+    ]
+    own = [0] * len(inputs)
+    chosen = assign(costs, [0.0] * statistics_every)
+    for members, turn in zip(together.values(), chosen, strict=True):
+        for index in members:
+            own[index] = turn
+    if not follow:
+        return Turns(tuple(own), turns(placement, solve_every))
+    solved = [0] * len(inputs)
+    for turn in range(statistics_every):
+        mine = [index for index, its in enumerate(own) if its == turn]
+        visits = [0.0] * (solve_every // statistics_every)
+        for index, visit in zip(mine, assign([solves[i] for i in mine], visits), strict=True):
+            solved[index] = turn + visit * statistics_every
+    return Turns(tuple(own), tuple(solved))
+
+
+def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
+    """Return the operations of the statistics of blocks with one input, up to a constant.
+
+    Args:
+        work: The blocks.
+        rows: The rows of each.
+
+    Returns:
+        ``rows groups n^2`` for each factor; that of the inputs counts once.
+    """
+    return float(
+        sum(
+            number * factor.groups * factor.size**2
+            for index, (own, number) in enumerate(zip(work, rows, strict=True))
+            for factor in own.factors
+            if index == 0 or factor.side == "left"
+        )
+    )
+
+
+def _solve_cost(work: BlockWork) -> float:
+    return sum(map(compute_cost, work.factors))
