@@ -245,8 +245,8 @@ class Capture:
         inputs = tuple(helper.inputs(args, kwargs))
         if self.together is not None:
             self.together.note(helper, inputs)
-        counts = helper in self.counting
-        needed = () if counts or helper.weight is None else inputs
+        keeps = helper.weight is not None and helper not in self.counting
+        needed = inputs if keeps else ()
         # One that was frozen since is no reason to lose what the others need.
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:
@@ -258,7 +258,8 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        output.register_hook(_GradientHook(weakref.ref(self), helper, kept, edges, counts))
+        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting)
+        output.register_hook(hook)
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
@@ -268,13 +269,13 @@ class Capture:
         return any(map(_accumulates, edges))
 
     def _on_gradient(
-        self, helper: LayerHelper, kept: Tensor, gradient: Tensor, counted: bool
+        self, helper: LayerHelper, kept: Tensor, gradient: Tensor, counting: frozenset[LayerHelper]
     ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
             return
-        if counted and helper not in self.counting:
-            return  # called in another window, which had no use for its inputs
+        if counting != self.counting:
+            return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
         device = gradient.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -287,7 +288,7 @@ class Capture:
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_counted", "_edges", "_helper", "_kept")
+    __slots__ = ("_capture", "_counting", "_edges", "_helper", "_kept")
 
     def __init__(
         self,
@@ -295,10 +296,10 @@ class _GradientHook:
         helper: LayerHelper,
         kept: Any,
         edges: tuple[Any, ...],
-        counted: bool,
+        counting: frozenset[LayerHelper],
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
-        self._counted = counted
+        self._counting = counting
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -309,7 +310,7 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, kept, gradient, self._counted)
+            capture._on_gradient(self._helper, kept, gradient, self._counting)
 
 
 def _accumulates(edge: Any) -> bool:

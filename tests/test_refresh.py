@@ -104,7 +104,7 @@ def solved(steps: int, **options: Any) -> tuple[Preconditioner, list[list[int]]]
 
 @pytest.mark.parametrize("interval", [1, 2, 4, 9])
 def test_every_block_is_solved_once_in_any_interval(interval: int) -> None:
-    own, found = solved(STEPS, solve_every=interval, stagger=True)
+    own, found = solved(STEPS, solve_every=interval, stagger="solves")
     every = list(range(len(WIDTHS) - 1))
     assert sorted(found[0]) == every
     for step in range(1, STEPS - interval + 1):
@@ -124,7 +124,7 @@ def test_unstaggered_solves_all_at_once() -> None:
 )
 def test_intervals_may_change(schedule: Any) -> None:
     """Where one becomes another, a block waits for less than both together."""
-    own, found = solved(24, solve_every=schedule, stagger=True)
+    own, found = solved(24, solve_every=schedule, stagger="solves")
     for step in range(1, 24):
         its = turns(own.placement, schedule(step))
         assert found[step] == [b for b, turn in enumerate(its) if turn == step % schedule(step)]
@@ -138,7 +138,7 @@ def test_intervals_may_change(schedule: Any) -> None:
 @pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
 def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
     weights = []
-    for stagger in (False, True):
+    for stagger in (False, "solves"):
         options = {"statistics_every": 100, "solve_every": 3, "solver": solver, "stagger": stagger}
         run = Run(Case(options))
         for step in range(6):
@@ -149,5 +149,5 @@ def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_what_stagger_cannot_be(value: Any) -> None:
-    with pytest.raises(TypeError, match="stagger must be True or False"):
+    with pytest.raises(TypeError, match="stagger must be True, 'solves' or False"):
         preconditioner(fill(nn.Linear(2, 2)), stagger=value)

@@ -34,7 +34,7 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
 def train_and_count(rank: int, ranks: int, names: list[str], solver: Any) -> list[Any]:
     found = []
     for name in names:
-        every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": True}
+        every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves"}
         run = Run(
             Case({"strategy": EVERY[name], "solver": solver, **every}),
             rank,
@@ -70,7 +70,7 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[torch.Tensor]:
     ("ranks", "solver"), [(2, "eigen"), pytest.param(3, "inverse", marks=pytest.mark.slow)]
 )
 def test_ranks_are_one_process(ranks: int, solver: str) -> None:
-    every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": True, "solver": solver}
+    every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves", "solver": solver}
     cases = {
         name: Case({"strategy": strategy, **every}, steps=STEPS)
         for name, strategy in STRATEGIES.items()
@@ -109,7 +109,7 @@ class Fails(Inverse):
 
 def solve_badly(rank: int, ranks: int) -> tuple[Tensor, dict[str, int]]:
     Fails.times.clear()
-    case = Case({"solver": Fails(), "solve_every": INTERVAL, "stagger": True}, steps=STEPS)
+    case = Case({"solver": Fails(), "solve_every": INTERVAL, "stagger": "solves"}, steps=STEPS)
     run = train_rank(rank, ranks, case)
     return run.weights(), run.preconditioner.counters
 
