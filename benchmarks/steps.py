@@ -185,7 +185,7 @@ def preconditioner(
     statistics_every, solve_every = every
     common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
     if "staggered" in name:
-        common["stagger"] = True
+        common["stagger"] = "solves" if name.endswith("solves") else True
     solver = "eigen" if "eigen" in name else "inverse"
     if name.startswith("soframe"):
         return soframe.Preconditioner(
@@ -326,7 +326,7 @@ def main() -> int:
         script = "benchmarks/steps.py"
         print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
     if options.whole:
-        names.append("soframe, inverse, staggered")
+        names += ["soframe, inverse, staggered solves", "soframe, inverse, staggered"]
     if options.contenders:
         names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
     warnings.filterwarnings("ignore", category=UserWarning)

@@ -219,6 +219,14 @@ def test_factors_are_those_of_an_unstaggered_run_at_their_turns(
                 assert torch.equal(one.tril(), two.tril()), (name, factor.name)
 
 
+def test_a_frozen_layer_leaves_the_others_their_turns(calls: list[Any]) -> None:
+    options = {"statistics_every": 3, "solve_every": 6, "stagger": True}
+    _, due, _ = train(11, calls, freeze, **options)
+    # Without a parameter `wide` has no block; what the others cost is known still.
+    assert all(due[step] for step in range(7, 10))
+    assert sorted(itertools.chain(*due[7:10])) == sorted({*NAMES} - {"wide"})
+
+
 def test_inputs_are_kept_and_sums_made_of_layers_whose_turn_it_is() -> None:
     model = fill(Heads())
     options = {"statistics_every": 3, "solve_every": 6, "stagger": True}
