@@ -16,6 +16,7 @@ from soframe.comm.single import SingleProcess
 from soframe.lr import LearningRates
 from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
+from soframe.sampling import check_rows
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
@@ -159,6 +160,25 @@ def require(name: str, value: object, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def check_settings(
+    gradients: str, scaled: bool, skip: object, stagger: object, fisher: str, rows: object
+) -> None:
+    """Check settings that are neither components nor words.
+
+    Args:
+        gradients: What a step is given.
+        scaled: Whether a ``GradScaler`` is in use.
+        skip: Patterns.
+        stagger: What is spread over the steps of an interval.
+        fisher: Whose output gradients make the statistics.
+        rows: How many rows are taken of a call.
+    """
+    check_gradients(gradients, scaled=scaled)
+    check_patterns(skip)
+    check_turns(stagger, fisher)
+    check_rows(rows)
 
 
 def check_words(scaling: object, loss_average: object, samples: object, clip_lr: object) -> None:

@@ -34,6 +34,7 @@ from soframe.refresh import Refresh, Stagger, follow
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
+from soframe.sampling import Rows, Sampler
 from soframe.schedules import Every, Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
@@ -78,6 +79,8 @@ class Preconditioner:
         samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
             own term, as in language models), or a callable that returns the number of samples of
             the backward pass under way.
+        rows: The fraction (float) of the rows of every call that statistics are made of, or their
+            number (int), drawn at random and scaled. See `soframe.sampling` for the error.
         layers: Helper classes by patterns on module names, asked before the registry.
         grad_scaler: The ``GradScaler`` in use, or a callable that returns what the loss is
             multiplied by.
@@ -128,6 +131,7 @@ class Preconditioner:
         scaling: Scaling = "fisher",
         loss_average: LossAverage = "local",
         samples: Samples = "batch",
+        rows: Rows = 1.0,
         layers: Mapping[str, type[LayerHelper]] | None = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         dtype: torch.dtype | None = None,
@@ -136,8 +140,7 @@ class Preconditioner:
         gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
         building.check_words(scaling, loss_average, samples, clip_lr)
-        building.check_gradients(gradients, scaled=grad_scaler is not None)
-        building.check_patterns(skip)
+        building.check_settings(gradients, grad_scaler is not None, skip, stagger, fisher, rows)
         self._model = unwrap(model)
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
@@ -150,11 +153,10 @@ class Preconditioner:
         self._optimizer = optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self.backend = building.choose_backend(backend)
-        self._gradients = gradients
+        self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        building.check_turns(stagger, fisher)
         chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
         self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
         forward_only = fisher == "forward-only"
@@ -282,9 +284,9 @@ class Preconditioner:
             self._model, self._choices, self._lrs, self._strategy, self.backend
         )
         numbers = (self._damping, self._decay, self._bounds)
-        words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
-        words += (self._lrs.which, self._gradients)
-        own = building.describe_settings(registration.blocks, *numbers, self._refresh, *words)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
+        others = (self._refresh, *words, self._gradients, self._sampler)
+        own = building.describe_settings(registration.blocks, *numbers, *others)
         compare_ranks(self.backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
         self.backend.prepare(placement.groups())
@@ -296,12 +298,13 @@ class Preconditioner:
         self._watch = Watch(self._model)
         averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
         scale = Scale(self._scaling, *averages)
-        how = (scale, self._samples, self._loss_scale.now)
-        statistics = Statistics(self._blocks, placement, self.backend, *how, self._capture)
+        how = (scale, self._samples, self._loss_scale.now, self._capture, self._sampler)
+        statistics = Statistics(self._blocks, placement, self.backend, *how)
         if old:
             statistics.resume(self._statistics)
         else:
-            statistics.begin(self._refresh.observed(self._blocks, placement, self._steps))
+            due = self._refresh.observed(self._blocks, placement, self._steps)
+            statistics.begin(due, self._steps)
         self._statistics = statistics
         kind = averaging.KINDS[self._gradients]
         self._raw = kind(self._model, self._blocks, placement, self.backend)
@@ -320,8 +323,7 @@ class Preconditioner:
         Returns:
             The report; print it, or iterate over its rows.
         """
-        seen = self._steps > 0
-        idle = {block.name for block in self._blocks if seen and block.mass == 0}
+        idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
         return self._report.with_note("no statistics so far: not used in training", idle)
 
     def memory_usage(self) -> dict[str, int]:
@@ -388,7 +390,7 @@ class Preconditioner:
         For a batch given up before ``step``: call it where gradients are zeroed, on every rank.
         """
         due = self._refresh.observed(self._blocks, self.placement, self._steps)
-        self._statistics.begin(due)
+        self._statistics.begin(due, self._steps)
         self._capture.reset()
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from soframe.layers.base import LayerHelper
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
 from soframe.running import enter
+from soframe.sampling import Sampler
 from soframe.sharing import SharedInputs, Together
 from soframe.strategies.placement import Placement
 
@@ -49,6 +50,7 @@ class Statistics:
             samples of the backward pass under way.
         grad_scale: Returns what the loss is multiplied by.
         capture: Sees the calls.
+        sampler: Takes some of their rows.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Statistics:
         samples: Samples,
         grad_scale: Callable[[], float],
         capture: Capture,
+        sampler: Sampler,
     ) -> None:
         self._placed = list(zip(blocks, placement.blocks, strict=True))
         self._backend = backend
@@ -73,7 +76,7 @@ class Statistics:
         }
         self._blocks = blocks
         self.due: frozenset[Block] = frozenset()
-        self._capture = capture
+        self._capture, self._sampler = capture, sampler
         self._block_of = {helper: block for block in blocks for helper in block.helpers}
         self._scale = scale
         self._samples = samples
@@ -132,6 +135,7 @@ class Statistics:
         if batch * shared == 0:
             return
         samples = self._count_samples(batch, shared)
+        shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         if not again:
             block.counts.add(number, samples, batch * shared)
@@ -144,6 +148,8 @@ class Statistics:
             return
         scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
         counted = again or not self._wants_inputs(helper)
+        taken = (() if counted else inputs, rows)
+        inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces)
         call = Call(helper, None if counted else inputs, rows.to(block.dtype), self._shared)
         added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight
@@ -151,6 +157,7 @@ class Statistics:
             if factor.name not in added:
                 continue
             multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
+            multiplier *= part
             moment, total = added[factor.name], block.sums.get(factor.name)
             if not isinstance(moment, Tensor):
                 block.sums[factor.name] = moment(total, multiplier)
@@ -258,12 +265,14 @@ class Statistics:
         for block in self._blocks:
             block.arrive()
 
-    def begin(self, due: Iterable[Block]) -> None:
+    def begin(self, due: Iterable[Block], step: int) -> None:
         """Begin a new window.
 
         Args:
             due: The blocks that take statistics in it.
+            step: Completed steps.
         """
+        self._sampler.begin(step)
         self._expect(due)
         self._passes = {}
         self._loss_scale = None

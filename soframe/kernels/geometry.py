@@ -166,6 +166,23 @@ def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
     return by_group.permute(0, 2, 3, 1).flatten(1)
 
 
+def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return the mean patch of every sample.
+
+    Args:
+        x: ``[batch, channels, height, width]``.
+        geometry: The geometry.
+
+    Returns:
+        ``[groups, batch, 1, features]``, in the order kernel row, kernel column, channel.
+    """
+    rows, columns = (_meets(axis, x) for axis in (geometry.rows, geometry.columns))
+    sums = rows @ x @ columns.T  # [batch, channels, kernel rows, kernel columns]
+    by_group = sums.unflatten(1, (geometry.groups, geometry.channels)).permute(1, 0, 3, 4, 2)
+    means: Tensor = by_group.flatten(2).unsqueeze(2) / (geometry.rows.out * geometry.columns.out)
+    return means
+
+
 def _meets(axis: Axis, like: Tensor) -> Tensor:
     """Return ``[kernel, size]``: one where a kernel position meets an input position."""
     meets = torch.zeros(axis.kernel, axis.size)

@@ -17,12 +17,15 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
+
+Unit = Literal["row", "sample"]
+"""What can be taken of a call by itself."""
 
 
 class BlockShape(NamedTuple):
@@ -45,7 +48,11 @@ class LayerHelper(ABC):
         module: The module.
         weight: The weight, if it is part of the block.
         bias: The bias, if it is part of the block.
+        unit: What ``take_inputs`` and ``take_rows`` can take of a call: single rows, or whole
+            samples; None, the default, if nothing but all of it.
     """
+
+    unit: ClassVar[Unit | None] = None
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
@@ -198,6 +205,56 @@ class LayerHelper(ABC):
                 f"they must be equal"
             )
         return rows
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs of a call that consists of some samples or rows of another.
+
+        Args:
+            inputs: The tensors of the call.
+            index: Which samples, or which of the rows, counted sample by sample.
+            unit: What ``index`` counts; a helper whose ``unit`` is a row is asked for both.
+
+        Returns:
+            The tensors. By default the samples are taken from all of them.
+        """
+        del unit
+        return tuple(x[index] for x in inputs)
+
+    def take_rows(self, output_rows: Tensor, index: Tensor, unit: Unit) -> Tensor:
+        """Return the rows of the output gradient of the same call.
+
+        Args:
+            output_rows: ``[groups, batch, shared, out]``.
+            index: See ``take_inputs``.
+            unit: See ``take_inputs``.
+
+        Returns:
+            ``[groups, samples, shared, out]``, or ``[groups, rows, 1, out]``.
+        """
+        if unit == "sample":
+            return output_rows[:, index]
+        return output_rows.flatten(1, 2)[:, index].unsqueeze(2)
+
+    def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """Return the input rows of the block, averaged over the positions of a sample.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups, batch, 1, in]`` in the dtype of ``output_rows``.
+        """
+        ones = output_rows.new_ones(()).expand(*output_rows.shape[:2], 1, 1)
+        if self.weight is None:
+            return ones
+        means = self._weight_means(inputs, output_rows)
+        return means if self.bias is None else torch.cat([means, ones], dim=3)
+
+    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        return self._weight_rows(inputs, output_rows).mean(2, keepdim=True)
 
     def input_key(self) -> Hashable | None:
         """Return what ``input_moment`` depends on besides the tensors of the call.

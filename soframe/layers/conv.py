@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.kernels.dispatch import PATHS, Path, choose
-from soframe.kernels.geometry import Axis, Geometry, patch_sums
+from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
 from soframe.kernels.unfold import patches
-from soframe.layers.base import LayerHelper
+from soframe.layers.base import LayerHelper, Unit
 from soframe.registry import register
 
 
@@ -35,6 +35,7 @@ class Conv2dHelper(LayerHelper):
 
     module: nn.Conv2d
     path: ClassVar[Path | None] = None
+    unit: ClassVar[Unit | None] = "sample"
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -94,6 +95,9 @@ class Conv2dHelper(LayerHelper):
             add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
         PATHS[self.path or choose(geometry)](weights, x, geometry, scale)
         return total
+
+    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        return patch_means(*self._padded(inputs[0].to(output_rows.dtype)))
 
     def input_key(self) -> Hashable:
         """See `LayerHelper.input_key`."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from soframe.layers.base import LayerHelper
+from soframe.layers.base import LayerHelper, Unit
 from soframe.registry import register
 
 
 @register("layer", nn.Linear)
 class LinearHelper(LayerHelper):
     """``y = x W^T + b``: the first dimension is the batch, those in between are positions."""
+
+    unit: ClassVar[Unit | None] = "row"
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """See `LayerHelper.input_rows`."""
@@ -21,6 +24,15 @@ class LinearHelper(LayerHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """See `LayerHelper.output_rows`."""
         return _rows(grad_output)
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """See `LayerHelper.take_inputs`."""
+        (x,) = inputs
+        if unit == "sample":
+            return (x[index],)
+        return (x.reshape(-1, x.shape[-1])[index],)
 
     def input_key(self) -> Hashable:
         """See `LayerHelper.input_key`."""

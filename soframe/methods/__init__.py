@@ -2,6 +2,6 @@
 
 from soframe.methods.base import Call, Method
 from soframe.methods.foof import FOOF
-from soframe.methods.kfac import KFAC
+from soframe.methods.kfac import KFAC, KFACReduce
 
-__all__ = ["FOOF", "KFAC", "Call", "Method"]
+__all__ = ["FOOF", "KFAC", "Call", "KFACReduce", "Method"]

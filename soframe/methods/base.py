@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from soframe.factors import FactorSpec, SecondOrder
+from soframe.kernels.gram import add_moment, zeros
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.sharing import SharedInputs
 from soframe.solvers.base import Solver
@@ -66,9 +68,45 @@ class Call:
         """
         return self.helper.output_moment(self.output_rows, total, scale)
 
+    def mean_input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum over samples of ``a a^T``, with means over positions.
+
+        Args:
+            total: See `input_moment`.
+            scale: See `input_moment`.
+
+        Returns:
+            See `input_moment`.
+        """
+        assert self.inputs is not None
+        rows = self.helper.mean_rows(self.inputs, self.output_rows)
+        if total is None:
+            total = zeros(len(rows), rows.shape[3], rows)
+        add_moment(total, rows, scale)
+        return total
+
+    def summed_output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """Add ``scale`` times the sum over samples of ``g g^T``, with sums over positions.
+
+        Args:
+            total: See `output_moment`.
+            scale: See `output_moment`.
+
+        Returns:
+            See `output_moment`.
+        """
+        return self.helper.output_moment(self.output_rows.sum(2, keepdim=True), total, scale)
+
 
 class Method(ABC):
-    """A curvature approximation."""
+    """A curvature approximation.
+
+    Attributes:
+        reduces: Whether all positions of a sample make one row, so that a call has as many rows as
+            samples.
+    """
+
+    reduces: ClassVar[bool] = False
 
     @abstractmethod
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:

@@ -2,13 +2,15 @@
 
 A is the second moment of the layer's inputs, G that of the gradients of its outputs. With weight
 sharing every position is treated as a sample of its own (*expand*: Eschenhagen et al., 2023), which
-for convolutions is KFC (Grosse and Martens, 2016).
+for convolutions is KFC (Grosse and Martens, 2016). Or all positions of a sample are taken together
+(*reduce*).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -48,3 +50,30 @@ class KFAC(Method):
     def forward_only(self) -> Method:
         """See `Method.forward_only`: FOOF."""
         return FOOF()
+
+
+@register("method", "kfac-reduce")
+@dataclass(frozen=True)
+class KFACReduce(KFAC):
+    """Kronecker-factored approximate curvature, reduce setting (Eschenhagen et al., 2023, 3.3).
+
+    With positions t of a sample, ``A = E[a a^T]`` of the mean ``a`` of its inputs, and
+    ``G = E[g g^T]`` of the sum ``g`` of its output gradients. It is exact for a linear layer whose
+    outputs are averaged, where *expand* is not, and takes one row for each sample: the moments of T
+    positions cost T times less. Where positions have losses of their own it is an approximation.
+
+    A module that is called several times has a row for each call.
+    """
+
+    reduces: ClassVar[bool] = True
+
+    def statistics(self, call: Call) -> Mapping[str, Addend]:
+        """See `Method.statistics`."""
+        moments: dict[str, Addend] = {"G": call.summed_output_moment}
+        if call.inputs is not None:
+            moments["A"] = call.mean_input_moment
+        return moments
+
+    def forward_only(self) -> Method:
+        """See `Method.forward_only`: it has none."""
+        return Method.forward_only(self)

@@ -1,0 +1,185 @@
+"""Moments of some rows: those of the rows that were chosen, unbiased, with the error as stated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
+from soframe.sampling import Sampler, chosen
+from soframe.testing import compare
+from tests.curvature import blocks, closing, factors, fill, preconditioner, randn
+from tests.distributed.training import Case, Run
+
+
+def run(model: nn.Module, batches: list[Tensor], steps: int = 1, **options: Any) -> Any:
+    """The preconditioner after some steps on the same weights."""
+    own = preconditioner(model, decay=0.5, **options)
+    with closing(own):
+        for _ in range(steps):
+            for x in batches:
+                model(x).square().sum().backward()
+            own.step()
+    return own
+
+
+class Smaller(LinearHelper):
+    """The plain twin: rows are written out, those that are not chosen are left out."""
+
+    rows: Any = None
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return self._some(super().input_rows(*inputs))
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        return self._some(super().output_rows(grad_output))
+
+    def _some(self, rows: Tensor) -> Tensor:
+        return rows.flatten(1, 2)[:, self.rows].unsqueeze(2)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(0.25, 5), (7, 7), (0.01, 1), (0.99, 20), (99, 20)])
+def test_factors_are_those_of_the_chosen_rows(rows: float | int, wanted: int) -> None:
+    """With a loss that is a sum every row counts alike: a smaller batch has the same factors."""
+    x = randn(5, 4, 3)
+    own = run(fill(nn.Linear(3, 2)), [x], rows=rows, loss_average="sum", samples="positions")
+    Smaller.rows = chosen(0, 0, 0, 20, wanted)
+    assert len(Smaller.rows) == wanted
+    options = {"layers": {".*": Smaller}, "loss_average": "sum", "samples": "positions"}
+    twin = run(fill(nn.Linear(3, 2)), [x], **options)
+    for one, two in zip(factors(own, "Linear"), factors(twin, "Linear"), strict=True):
+        compare(one, two, "chosen rows", rtol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_of_images_whole_ones_are_taken(groups: int) -> None:
+    x = randn(6, 2, 5, 4)
+    model = fill(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=groups))
+    own = run(model, [x], rows=0.5)
+    index = chosen(0, 0, 0, 6, 3)
+    plain = run(fill(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=groups)), [x[index]])
+    a, g = zip(factors(own, "Conv2d"), factors(plain, "Conv2d"), strict=True)
+    compare(*a, "A", rtol=1e-12)
+    # Of a mean over 6 samples, which g0 is a part of, rather than one over 3.
+    compare(g[0], 4 * g[1], "G", rtol=1e-12)
+
+
+def test_everything_is_the_default_bit_by_bit() -> None:
+    weights = []
+    for options in ({}, {"rows": 1.0}, {"rows": 10**6}):
+        one = Run(Case({"statistics_every": 1, **options}, steps=3))
+        for step in range(3):
+            one.step(step)
+        weights.append(one.weights())
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("wanted", [4, 16, 36])
+def test_the_error_is_the_one_that_is_stated(wanted: int) -> None:
+    """Over many draws the mean is the moment of all rows, and the deviation ``s / sqrt(n)``."""
+    total, draws = 40, 3000
+    helper = LinearHelper(fill(nn.Linear(3, 2, bias=False)))
+    x, g = randn(8, 5, 3), helper.output_rows(randn(8, 5, 2, seed=1))
+    sampler, found = Sampler(wanted, 0), []
+    for step in range(draws):
+        sampler.begin(step)
+        (own,), rows, part = sampler.take(helper, ((x,), g), 0, False)
+        assert rows.shape == (1, wanted, 1, 2)
+        moment = helper.input_moment((own,), rows)[0].tril()
+        found.append(part * (moment + moment.tril(-1).mT))
+    flat = x.flatten(0, 1)
+    products = flat[:, :, None] * flat[:, None, :]
+    s = products.std(0, correction=0)
+    stated = s * total / math.sqrt(wanted) * math.sqrt((total - wanted) / (total - 1))
+    estimates = torch.stack(found)
+    off = (estimates.mean(0) - products.sum(0)).abs() / (stated / math.sqrt(draws))
+    assert off.max() < 5
+    # The deviation of 3000 draws is known to about 1 / sqrt(2 * 3000).
+    assert (estimates.std(0) / stated - 1).abs().max() < 0.08
+
+
+def test_layers_of_one_input_share_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(3, 2), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x).sum() * self.k(x).sum()
+
+    count = []
+    plain = LinearHelper.input_moment
+    monkeypatch.setattr(
+        LinearHelper, "input_moment", lambda *args: (count.append(1), plain(*args))[1]
+    )
+    own = run(fill(Both()), [randn(4, 5, 3)], rows=0.5)
+    assert len(count) == 1
+    one, two = (blocks(own)[name].running["A"] for name in "qk")
+    compare(one.tril(), two.tril(), "A", rtol=1e-12)
+
+
+def test_every_pass_and_step_and_rank_draws_anew_and_a_resumed_run_the_same() -> None:
+    draws = {tuple(chosen(*where, 50, 5).tolist()) for where in [(0, 0, 0), (1, 0, 0), (0, 1, 0)]}
+    draws.add(tuple(chosen(0, 0, 1, 50, 5).tolist()))
+    assert len(draws) == 4
+    case = Case({"statistics_every": 2, "rows": 0.5, "stagger": True}, steps=6)
+    whole, first = Run(case), Run(case)
+    for step in range(6):
+        whole.step(step)
+        if step < 3:
+            first.step(step)
+    other = Run(case)
+    other.model.load_state_dict(first.model.state_dict())
+    other.preconditioner.load_state_dict(first.preconditioner.state_dict())
+    for step in range(3, 6):
+        other.step(step)
+    assert torch.equal(whole.weights(), other.weights())
+    assert not torch.equal(whole.weights(), run_of(case.with_options(rows=1.0)))
+
+
+def run_of(case: Case) -> Tensor:
+    one = Run(case)
+    for step in range(case.steps):
+        one.step(step)
+    return one.weights()
+
+
+class Opaque(LinearHelper):
+    """Says nothing of what can be taken."""
+
+    unit = None
+
+
+def test_what_cannot_be_taken_apart_is_taken_whole() -> None:
+    x = randn(4, 5, 3)
+    own = run(fill(nn.Linear(3, 2)), [x], rows=0.25, layers={".*": Opaque})
+    plain = run(fill(nn.Linear(3, 2)), [x])
+    for one, two in zip(factors(own, "Linear"), factors(plain, "Linear"), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_method_that_reduces_takes_whole_samples() -> None:
+    x = randn(6, 4, 3)
+    own = run(fill(nn.Linear(3, 2)), [x], rows=0.5, method="kfac-reduce", loss_average="sum")
+    index = chosen(0, 0, 0, 6, 3)
+    options = {"method": "kfac-reduce", "loss_average": "sum"}
+    plain = run(fill(nn.Linear(3, 2)), [x[index]], **options)
+    for one, two in zip(factors(own, "Linear"), factors(plain, "Linear"), strict=True):
+        compare(one, two, "reduced", rtol=1e-12)
+
+
+@pytest.mark.parametrize("helper", [LinearHelper, Conv2dHelper])
+def test_units(helper: type[LayerHelper]) -> None:
+    assert helper.unit == ("row" if helper is LinearHelper else "sample")
+    assert LayerHelper.unit is None
+
+
+@pytest.mark.parametrize("rows", [0, -1, 0.0, 1.5, True, "all", float("nan")])
+def test_what_rows_cannot_be(rows: Any) -> None:
+    with pytest.raises(ValueError, match="rows must be a fraction in"):
+        preconditioner(fill(nn.Linear(2, 2)), rows=rows)
