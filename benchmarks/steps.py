@@ -157,14 +157,15 @@ def contender(
         model = model.to(memory_format=torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    forward = torch.compile(model) if compiled else model
+    fast = torch.compile(model) if compiled else model
     result = Contender(name, model, lambda: None, clock_of(device))
     every = every or (interval("statistics", "solve"), interval("solve"))
     result.preconditioner = preconditioner(name, model, sgd, settings, every)
 
     def step() -> None:
         sgd.zero_grad()
-        network.loss(forward(inputs), targets).backward()
+        eager = result.preconditioner is not None and result.preconditioner.takes_statistics
+        network.loss((model if eager else fast)(inputs), targets).backward()
         if result.preconditioner is not None:
             result.preconditioner.step()
         sgd.step()
