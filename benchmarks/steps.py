@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.step_times import (
     INTERVALS,
     KINDS,
-    mean_step,
-    quartiles,
+    figures,
+    phase_table,
     table,
     whole_table,
 )
@@ -157,14 +157,15 @@ def contender(
         model = model.to(memory_format=torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    forward = torch.compile(model) if compiled else model
+    fast = torch.compile(model) if compiled else model
     result = Contender(name, model, lambda: None, clock_of(device))
     every = every or (interval("statistics", "solve"), interval("solve"))
     result.preconditioner = preconditioner(name, model, sgd, settings, every)
 
     def step() -> None:
         sgd.zero_grad()
-        network.loss(forward(inputs), targets).backward()
+        eager = getattr(result.preconditioner, "takes_statistics", False)
+        network.loss((model if eager else fast)(inputs), targets).backward()
         if result.preconditioner is not None:
             result.preconditioner.step()
         sgd.step()
@@ -209,48 +210,23 @@ def preconditioner(
     )
 
 
-def rounds_of(one: Contender) -> Iterator[dict[str, float]]:
-    """Yield for each round the median of each kind."""
-    for parts in zip(*(one.times[kind] for kind in KINDS), strict=True):
-        yield {kind: statistics.median(part) for kind, part in zip(KINDS, parts, strict=True)}
-
-
-def race(contenders: list[Contender], seconds: float) -> int:
+def race(contenders: list[Contender], seconds: float, least: int = 3) -> int:
     """Let contenders take turns until time is up, and return the number of rounds.
 
     Args:
         contenders: SGD first.
         seconds: For all of them together.
+        least: Rounds, whatever the seconds.
     """
     for one in contenders:
         one.warm_up()
     end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 3 or time.perf_counter() < end:
+    while rounds < least or time.perf_counter() < end:
         for kind, count in TURNS:
             for one in contenders:
                 one.turn(kind, count)
         rounds += 1
     return rounds
-
-
-def figures(contenders: list[Contender]) -> list[dict[str, Any]]:
-    """Return a row for each contender."""
-    sgd = contenders[0]
-    plain = [statistics.median(part["precondition"] for part in [one]) for one in rounds_of(sgd)]
-    rows = []
-    for one in contenders:
-        rounds = list(rounds_of(one))
-        row: dict[str, Any] = {"name": one.name}
-        for kind in KINDS:
-            row[kind] = 1e3 * statistics.median(times[kind] for times in rounds)
-        for every, solve_every in INTERVALS:
-            means = [mean_step(times, every, solve_every) for times in rounds]
-            ratios = [mean / base for mean, base in zip(means, plain, strict=True)]
-            row[f"{every}/{solve_every}"] = quartiles(ratios)
-        worst = [times["solve"] / times["precondition"] for times in rounds]
-        row["worst"] = quartiles(worst)
-        rows.append(row)
-    return rows
 
 
 def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
@@ -312,6 +288,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each network")
+    parser.add_argument("--rounds", type=int, default=3, help="at least, whatever the seconds")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
     parser.add_argument("--whole", action="store_true", help="all steps of an interval of 100")
     parser.add_argument("--json", action="store_true")
@@ -354,8 +331,8 @@ def main() -> int:
                 title = f"{network.title}; {where}, {options.threads} threads"
                 print(whole_table(title, rows), flush=True)
             continue
-        rounds = race(contenders, options.seconds)
-        rows = figures(contenders)
+        rounds = race(contenders, options.seconds, options.rounds)
+        rows = figures({one.name: one.times for one in contenders})
         del contenders
         if options.memory:
             context = multiprocessing.get_context("spawn")
@@ -366,7 +343,7 @@ def main() -> int:
         results["networks"][key] = {"title": network.title, "rounds": rounds, "rows": rows}
         if not options.json:
             title = f"{network.title}; {where}, {options.threads} threads, {rounds} rounds"
-            print(table(title, rows), flush=True)
+            print(table(title, rows), phase_table("What a part adds", rows), sep="\n", flush=True)
     if options.json:
         print(json.dumps(results, indent=1))
     return 0

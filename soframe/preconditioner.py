@@ -35,7 +35,7 @@ from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
 from soframe.sampling import Rows, Sampler
-from soframe.schedules import Every, Interval, Schedule, Scheduled
+from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.statistics import Samples, Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
@@ -145,18 +145,14 @@ class Preconditioner:
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
         self._bounds = Bounds.of(kl_clip, norm_clip)
-        every = Every("statistics_every", statistics_every), Every("solve_every", solve_every)
-        self._refresh = Refresh(*every, stagger)
-        self._scaling, self._samples = scaling, samples
-        self._loss_average = loss_average
-        self._loss_scale = LossScale(grad_scaler)
-        self._optimizer = optimizer
+        self._refresh = Refresh.of(statistics_every, solve_every, stagger)
+        self._scaling, self._samples, self._loss_average = scaling, samples, loss_average
+        self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self.backend = building.choose_backend(backend)
         self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
-        self._steps = 0
-        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
         chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
         self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
         forward_only = fisher == "forward-only"
@@ -250,7 +246,7 @@ class Preconditioner:
             Whether the gradients of all ranks are finite; and the added-up weights of the
             statistics if they are to be used.
         """
-        with_statistics = bool(self._statistics.due)
+        with_statistics = self.takes_statistics
         changed = self._watch.changed()
         bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
@@ -275,6 +271,11 @@ class Preconditioner:
         self._steps += 1
         self._refresh.owed = max(0, self._refresh.owed - 1)
         self.reset_batch()
+
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether the backward passes before the next `step` give statistics, of any layer."""
+        return bool(self._statistics.due)
 
     # -- building -----------------------------------------------------------------------------
 
@@ -302,13 +303,12 @@ class Preconditioner:
         statistics = Statistics(self._blocks, placement, self.backend, *how)
         if old:
             statistics.resume(self._statistics)
-        else:
-            due = self._refresh.observed(self._blocks, placement, self._steps)
-            statistics.begin(due, self._steps)
         self._statistics = statistics
         kind = averaging.KINDS[self._gradients]
         self._raw = kind(self._model, self._blocks, placement, self.backend)
         statistics.listen()
+        if not old:
+            self.reset_batch()
 
     def _require_ready(self) -> None:
         if self._closed:

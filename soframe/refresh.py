@@ -14,7 +14,7 @@ from typing import Literal
 from soframe.agreement import add_over_ranks
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.schedules import Every
+from soframe.schedules import Every, Interval
 from soframe.statistics import Statistics
 from soframe.strategies.placement import Placement
 from soframe.strategies.turns import Turns, all_turns, turns
@@ -44,6 +44,22 @@ class Refresh:
     def __post_init__(self) -> None:
         if not isinstance(self.stagger, bool) and self.stagger != "solves":
             raise TypeError(f"stagger must be True, 'solves' or False, not {self.stagger!r}")
+
+    @classmethod
+    def of(cls, statistics_every: Interval, solve_every: Interval, stagger: Stagger) -> Refresh:
+        """Return the refresh of a preconditioner's settings.
+
+        Args:
+            statistics_every: The interval of statistics.
+            solve_every: The interval of solves.
+            stagger: See `Refresh`.
+
+        Raises:
+            ValueError: If an interval is none.
+            TypeError: If ``stagger`` is nothing that is known.
+        """
+        every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
+        return cls(*every, stagger)
 
     def observed(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
         """Return the blocks that take statistics.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks import steps
 from soframe.experiments.networks import NETWORKS, Network
+from soframe.experiments.step_times import PHASES, figures, mean_step, phase_table
 from soframe.testing import compare
 
 TINY = Network(
@@ -63,14 +64,14 @@ def test_the_mean_is_that_of_an_interval(every: int, solve_every: int) -> None:
         for step in range(solve_every)
     ]
     expected = statistics.fmean(times[kind] for kind in kinds)
-    assert steps.mean_step(times, every, solve_every) == pytest.approx(expected)
+    assert mean_step(times, every, solve_every) == pytest.approx(expected)
 
 
 def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
     contenders = [tiny("sgd"), tiny("soframe, inverse")]
     rounds = steps.race(contenders, 0.0)
     assert rounds == 3
-    sgd, own = steps.figures(contenders)
+    sgd, own = steps.figures({one.name: one.times for one in contenders})
     assert sgd["name"] == "sgd"
     assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in steps.KINDS)
     low, middle, high = own["10/100"]
@@ -122,3 +123,31 @@ def test_networks_are_those_of_the_papers() -> None:
     }
     assert sizes["resnet50"] == 25_557_032
     assert 270_000 < sizes["resnet20"] < 276_000
+
+
+def test_what_a_part_adds_is_compared_round_by_round() -> None:
+    """Of two rounds the second is twice as slow; soframe adds half of what the peer adds."""
+
+    def times(precondition: float, statistics: float, solve: float) -> dict[str, list[list[float]]]:
+        own = {"precondition": precondition, "statistics": statistics, "solve": solve}
+        return {kind: [[t, t], [2 * t, 2 * t]] for kind, t in own.items()}
+
+    rows = figures(
+        {
+            "sgd": times(10, 10, 10),
+            "kfac-pytorch, inverse": times(12, 16, 116),
+            "soframe, inverse": times(11, 13, 63),
+            "soframe, eigen": times(11, 13, 63),
+        }
+    )
+    sgd, peer, own, alone = rows
+    assert "phases" not in sgd
+    assert peer["phases"] == {"apply": 3000, "factors": 6000, "solve": 150000}  # the median, in ms
+    assert own["of peer"] == dict.fromkeys(PHASES, (0.5, 0.5, 0.5))
+    assert "of peer" not in peer
+    assert "of peer" not in alone
+    head, *lines = phase_table("title", rows).strip().splitlines()[1:]
+    assert head.split()[:2] == ["apply", "ms"]
+    assert [line.split("  ")[0] for line in lines] == [row["name"] for row in rows[1:]]
+    assert lines[1].split()[2:5] == ["1500.0", "3000.0", "75000.0"]
+    assert lines[1].count("0.50 (0.50 to 0.50)") == 3
