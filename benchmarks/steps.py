@@ -187,6 +187,8 @@ def preconditioner(
     common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
     if "staggered" in name:
         common["stagger"] = "solves" if name.endswith("solves") else True
+    if "a quarter of the rows" in name:
+        common["rows"] = 0.25
     solver = "eigen" if "eigen" in name else "inverse"
     if name.startswith("soframe"):
         return soframe.Preconditioner(

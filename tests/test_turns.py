@@ -77,6 +77,11 @@ def bound(costs: Sequence[float], bins: int) -> float:
         ((1, 1, 1, 99), "abcd", (2, 2), ((1, 1, 1, 0), (1, 1, 1, 0))),
         ((1, 1, 1, 99), "abcd", (2, 3), ((1, 1, 1, 0), (0, 1, 2, 0))),
         ((1, 1, 1, 99), "abcd", (1, 4), ((0, 0, 0, 0), (0, 1, 2, 3))),
+        # What has one input is less than twice one of them, 384 to 416.
+        ((8, 8, 13, 1), "aabc", (2, 3), ((1, 1, 0, 1), (0, 1, 2, 0))),
+        # With its solve one is twice each of the others; without, it is more than all of them.
+        ((10, 3, 3, 3), "abcd", (2, 2), ((0, 1, 1, 0), (0, 1, 1, 0))),
+        ((10, 3, 3, 3), "abcd", (2, 3), ((0, 1, 1, 1), (0, 1, 2, 0))),
     ],
 )
 def test_turns(rows: Any, inputs: str, every: Any, expected: Any) -> None:
