@@ -274,9 +274,11 @@ class Capture:
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:
             return
-        kept = _Keep.apply(  # type: ignore[no-untyped-call]
-            trained[0].new_empty(0, requires_grad=True), *needed
-        )
+        kept = None
+        if needed:
+            kept = _Keep.apply(  # type: ignore[no-untyped-call]
+                trained[0].new_empty(0, requires_grad=True), *needed
+            )
         if self.probing and torch._C._current_graph_task_id() == -1:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
@@ -292,7 +294,11 @@ class Capture:
         return any(map(_accumulates, edges))
 
     def _on_gradient(
-        self, helper: LayerHelper, kept: Tensor, gradient: Tensor, counting: frozenset[LayerHelper]
+        self,
+        helper: LayerHelper,
+        kept: Tensor | None,
+        gradient: Tensor,
+        counting: frozenset[LayerHelper],
     ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
@@ -302,9 +308,10 @@ class Capture:
         number = self._passes.enter()
         device = gradient.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            wanted = self._probe is None or self._probe.first
-            # The tensor is held, not its node alone: torch 2.12 frees a node whose output is gone.
-            inputs = kept.grad_fn.saved_tensors if wanted else ()  # type: ignore[union-attr]
+            inputs: tuple[Tensor, ...] = ()
+            if kept is not None and (self._probe is None or self._probe.first):
+                # The tensor is held, not its node alone: torch 2.12 frees one without its output.
+                inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
             self.sink(helper, inputs, gradient, number, self._probe)
 
 

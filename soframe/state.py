@@ -360,7 +360,7 @@ def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, 
         rank: This rank.
     """
     block.mass, block.pending, block.local = float(saved["mass"]), 0.0, {}
-    block.rows, block.input_of = saved.get("rows", 0), saved.get("input_of", "")
+    block.rows, block.input_of = saved.get("rows", 0), str(saved.get("input_of", ""))
     block.running = {
         factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
         for index, factor in enumerate(block.factors)

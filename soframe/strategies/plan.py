@@ -58,18 +58,19 @@ def memory(
     return {**usage, "total": sum(usage.values())}
 
 
-def window(placement: Placement, rank: int) -> int:
+def window(placement: Placement, rank: int, due: Collection[str] | None = None) -> int:
     """Return the bytes of the sums that a rank gathers while a window is under way.
 
     Args:
         placement: The placement.
         rank: The rank.
+        due: The blocks that take statistics in it, and are used; None for all.
     """
     return sum(
         ITEM_BYTES[work.dtype] * prod(factor.shape)
         for work, place in zip(placement.work, placement.blocks, strict=True)
         for index, factor in enumerate(work.factors)
-        if place.contributes(rank, index)
+        if place.contributes(rank, index) and (due is None or work.name in due)
     )
 
 
