@@ -1,5 +1,7 @@
 """Every solver against the dense solve under the same damping, and the algebra that it rests on."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -192,6 +194,27 @@ class TestSafely:
         matrix[0, 2, 1] = bad
         with pytest.raises(SolveFailedError):
             solve_safely(solver, matrix, torch.zeros(1).double())
+
+    @pytest.mark.parametrize(
+        ("entries", "good"),
+        [
+            ([3e38, 3e38, 1.0], True),  # finite, unlike their sum
+            ([3e38, math.inf, 1.0], False),
+            ([math.inf, -math.inf, 1.0], False),
+            ([1.0, 1.0, math.nan], False),
+        ],
+    )
+    def test_every_entry_counts(self, entries: list[float], good: bool) -> None:
+        class Fixed(Inverse):
+            def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+                return {"inverse": torch.tensor([entries], dtype=torch.float32)}
+
+        arguments = Fixed(), torch.eye(3)[None], torch.zeros(1)
+        if good:
+            assert not solve_safely(*arguments)[1]
+        else:
+            with pytest.raises(SolveFailedError, match="not finite"):
+                solve_safely(*arguments)
 
     def test_an_indefinite_matrix_has_no_damped_inverse(self) -> None:
         with pytest.raises(SolveFailedError, match="positive-definite"):
