@@ -63,7 +63,8 @@ nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS)})(\..*)?"),
     (r"py:(class|data|obj)", r".*\.(C|T|P|R|_[A-Za-z]\w*)"),  # type variables, private types
     # Aliases, spelt out in the text beside them.
-    (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Samples|Scaling|Schedule)"),
+    (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
+    (r"py:class", r"(Schedule|Stagger)"),
 ]
 
 
