@@ -221,6 +221,14 @@ class TestSafely:
             solve_safely(Inverse(), -torch.eye(2)[None], torch.zeros(1))
 
 
+@pytest.mark.parametrize("size", [1, 5, 130])
+def test_inverses_are_symmetric_to_the_bit_and_lie_row_by_row(size: int) -> None:
+    rows = torch.randn(2, 2 * size, size, dtype=torch.float32)
+    inverse = Inverse().solve(rows.mT @ rows, torch.ones(2))["inverse"]
+    assert torch.equal(inverse, inverse.mT)
+    assert inverse.is_contiguous()
+
+
 def test_a_split_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="split must be 'pi', 'sqrt' or 'full', not 'half'"):
         Inverse(split="half")  # type: ignore[arg-type]
