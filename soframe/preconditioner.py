@@ -284,7 +284,7 @@ class Preconditioner:
         numbers = (self._damping, self._decay, self._bounds)
         intervals = (self._statistics_every, self._refresh)
         words: tuple[str, ...] = (self._scaling, self._loss_average, self._fisher.kind)
-        words += (self._lrs.which, self._gradients)
+        words += (self._lrs.which, self._gradients, f"fused={self.backend.fused}")
         own = building.describe_settings(registration.blocks, *numbers, *intervals, *words)
         compare_ranks(self.backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks
