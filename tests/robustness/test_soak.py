@@ -18,7 +18,7 @@ from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 1600
+STEPS = 2000
 WARM_UP = 600  # allocators and engines grow to their size
 RESIDENT = Path("/proc/self/statm")
 
