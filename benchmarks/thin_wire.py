@@ -8,16 +8,22 @@ at both ends) leads to a bridge in another namespace. Nothing of the host's netw
 deleting the namespaces removes everything. It needs root, `ip` and `tc`, and says so where it
 lacks them.
 
+It says on the error output what it has measured, and shows the rates that are complete if it is
+interrupted.
+
 A step is forward, backward with DistributedDataParallel, the preconditioner and SGD. Where it says
 `local`, there is no DistributedDataParallel, and the preconditioner averages gradients. `median` is
 that of a step that takes statistics and does not solve; `mean` is over whole cycles, solves
-included. Bytes are those of one rank in one step, a mean over cycles: `curvature` those that
-soframe's collectives carry, `sent` what really left the rank's link, gradients and TCP included.
+included. Where every step takes statistics, all steps of a cycle but the first and the last are
+alike: `--between` says how many are run between two solves, and the others count like these. Bytes
+are those of one rank in one step, a mean over cycles: `curvature` those that soframe's collectives
+carry, `sent` what really left the rank's link, gradients and TCP included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -27,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +50,7 @@ STRATEGIES = (
     "sharded, deferred, local",
 )
 DDP_ALONE = STRATEGIES[0]
+KEYS = ("width", "layers", "batch", "statistics_every", "solve_every", "between", "cycles")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -121,13 +128,15 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
-def run_on(hosts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Run the workers, one per namespace; return what the first one found."""
+def run_on(
+    hosts: Sequence[str], options: argparse.Namespace, tell: Callable[[str, dict[str, float]], None]
+) -> dict[str, Any]:
+    """Run the workers, one per namespace; return what the first one found, and tell it before."""
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:
         answer = Path(folder) / "answer.json"
         words = [sys.executable, str(Path(__file__).resolve()), "--worker", str(answer)]
-        for key in ("width", "layers", "batch", "statistics_every", "solve_every", "cycles"):
+        for key in KEYS:
             words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         words += ["--strategies", *options.strategies]
         try:
@@ -143,7 +152,14 @@ def run_on(hosts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
                 }
                 command = ["ip", "netns", "exec", host, *words]
                 processes.append(subprocess.Popen(command, env=environment))
-            while any(process.poll() is None for process in processes):
+            told: set[str] = set()
+            running = True
+            while running:
+                running = any(process.poll() is None for process in processes)
+                for name, row in read(answer).items():
+                    if name not in told:
+                        tell(name, row)
+                    told.add(name)
                 if any(process.poll() for process in processes):
                     break  # one failed: the others would wait for it
                 time.sleep(0.1)
@@ -154,7 +170,12 @@ def run_on(hosts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
         if any(process.returncode for process in processes):
             codes = [process.returncode for process in processes]
             raise RuntimeError(f"the workers ended with {codes}")
-        found: dict[str, Any] = json.loads(answer.read_text())
+        return read(answer)
+
+
+def read(answer: Path) -> dict[str, Any]:
+    """What the first worker has measured so far."""
+    found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     return found
 
 
@@ -167,9 +188,13 @@ def work(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {name: measure(name, options) for name in options.strategies}
-    if dist.get_rank() == 0:
-        Path(options.worker).write_text(json.dumps(found))
+    found, answer = {}, Path(options.worker)
+    for name in options.strategies:
+        found[name] = measure(name, options)
+        if dist.get_rank() == 0:
+            whole = answer.with_suffix(".part")
+            whole.write_text(json.dumps(found))
+            whole.replace(answer)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -191,6 +216,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     if not local:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    # Where every step takes statistics, one between solves is like the other.
+    left_out = 0
+    if options.statistics_every == 1:
+        left_out = max(0, options.solve_every - 1 - options.between)
+    interval = options.solve_every - left_out
     own = None
     if name != DDP_ALONE:
         own = soframe.Preconditioner(
@@ -199,14 +229,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
             gradients="local" if local else "averaged",
             optimizer=optimizer,
             statistics_every=options.statistics_every,
-            solve_every=options.solve_every,
+            solve_every=interval,
         )
     torch.manual_seed(dist.get_rank())
-    seconds, began = [], (0, 0)
-    steps = options.cycles * options.solve_every
-    for step in range(1 + steps):
-        if step == 1:  # the first one warms up, and solves
-            began = _carried(own)
+    steps = []
+    for _ in range(1 + options.cycles * interval):
+        before = _carried(own)
         x = torch.randn(options.batch, options.width)
         dist.barrier()
         start = time.perf_counter()
@@ -215,21 +243,41 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         if own is not None:
             own.step()
         optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    ended = _carried(own)
+        seconds = time.perf_counter() - start
+        after = _carried(own)
+        steps.append((seconds, *(b - a for a, b in zip(before, after, strict=True))))
     if own is not None:
         own.close()
+    del steps[0]  # it warms up, and solves
     between = [
-        s
-        for step, s in enumerate(seconds)
-        if step % options.solve_every and step % options.statistics_every == 0
+        row[0]
+        for step, row in enumerate(steps, 1)
+        if step % interval and step % options.statistics_every == 0
     ]
+    means = over_cycles(steps, interval, left_out)
     return {
-        "median_ms": 1e3 * statistics.median(between or seconds[1:]),
-        "mean_ms": 1e3 * statistics.mean(seconds[1:]),
-        "curvature_mb": (ended[0] - began[0]) / steps / 1e6,
-        "sent_mb": (ended[1] - began[1]) / steps / 1e6,
+        "median_ms": 1e3 * statistics.median(between or [row[0] for row in steps]),
+        "mean_ms": 1e3 * means[0],
+        "curvature_mb": means[1] / 1e6,
+        "sent_mb": means[2] / 1e6,
     }
+
+
+def over_cycles(rows: Sequence[Sequence[float]], interval: int, left_out: int) -> list[float]:
+    """The mean of each column over whole cycles, of which some steps were not run.
+
+    What a step still has under way travels in the next one. So those left out are like the others
+    between solves but the first, before which nothing is.
+    """
+    means = []
+    for column in zip(*rows, strict=True):
+        total = 0.0
+        for start in range(0, len(column), interval):
+            cycle = column[start : start + interval]
+            like = cycle[1:-1] or cycle[:1]
+            total += sum(cycle) + left_out * statistics.mean(like)
+        means.append(total / (len(rows) // interval * (interval + left_out)))
+    return means
 
 
 def _linear(width: int) -> Any:
@@ -275,11 +323,14 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--statistics-every", type=int, default=1)
     parser.add_argument("--solve-every", type=int, default=10)
+    parser.add_argument("--between", type=int, default=4, help="steps run between two solves")
     parser.add_argument("--cycles", type=int, default=1, help="of solves, measured")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.between < 1:
+        parser.error("--between must be at least 1")
     if options.worker:
         work(options)
         return 0
@@ -288,21 +339,30 @@ def main() -> int:
         return 0
     # So that what is asked to end cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where started with "&"
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ignored where started with "&"
     remove_leftovers()
-    found = {}
-    for gbit in options.gbit:
-        with network(options.ranks, gbit) as hosts:
-            found[f"{gbit:g}"] = run_on(hosts, options)
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    show(
-        found,
-        f"{options.layers} x {options.width}, {options.ranks} hosts, batch {options.batch} each, "
-        f"statistics every {options.statistics_every}, solves every {options.solve_every}",
-    )
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    try:
+        for gbit in options.gbit:
+            tell = functools.partial(say, f"{gbit:g} Gbit/s")
+            with network(options.ranks, gbit) as hosts:
+                found[f"{gbit:g}"] = run_on(hosts, options, tell)
+    finally:  # also of a run that is ended: what is complete is not lost
+        if options.json:
+            print(json.dumps(found, indent=2))
+        elif found:
+            show(
+                found,
+                f"{options.layers} x {options.width}, {options.ranks} hosts, batch "
+                f"{options.batch} each, statistics every {options.statistics_every}, "
+                f"solves every {options.solve_every}",
+            )
     return 0
+
+
+def say(where: str, name: str, row: dict[str, float]) -> None:
+    text = f"{where}, {name}: median {row['median_ms']:.0f} ms, mean {row['mean_ms']:.0f} ms"
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

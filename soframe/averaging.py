@@ -148,23 +148,32 @@ def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> Non
     if backend.world_size == 1:
         return
     everyone = tuple(range(backend.world_size))
-    routes = [((to, t.dtype, t.device), t.numel() * t.element_size()) for to, t in sums]
-    under_way: list[tuple[Handle, Tensor, list[Tensor]]] = []
+    routes = []
+    for to, tensor in sums:
+        where = "owners" if backend.fused and to is not None else to
+        size = tensor.numel() * tensor.element_size()
+        routes.append(((where, tensor.dtype, tensor.device), size))
+    under_way: list[tuple[Handle, Tensor, list[tuple[int | None, Tensor]]]] = []
     for bucket in fill(routes):
-        destination = sums[bucket[0]][0]
-        tensors = [sums[index][1] for index in bucket]
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        parts = [sums[index] for index in bucket]
+        destination = parts[0][0]
+        parts.sort(key=lambda part: part[0] or 0)
+        flat = torch.cat([tensor.flatten() for _, tensor in parts])
         flat = flat.to(backend.wire_device(flat.device))
         if destination is None:
             handle = backend.all_reduce(flat, "gradients")
-        else:
+        elif all(to == destination for to, _ in parts):
             handle = backend.reduce(flat, destination, everyone, "gradients")
-        under_way.append((handle, flat, tensors if destination in (None, backend.rank) else []))
-    for handle, flat, tensors in under_way:
+        else:
+            shares = [sum(t.numel() for to, t in parts if to == rank) for rank in everyone]
+            handle = backend.reduce_scatter(flat, shares, "gradients")
+        under_way.append((handle, flat, parts))
+    for handle, flat, parts in under_way:
         handle.wait()
-        sizes = [tensor.numel() for tensor in tensors]
-        for tensor, mean in zip(tensors, flat.split(sizes) if sizes else (), strict=True):
-            tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+        means = flat.split([tensor.numel() for _, tensor in parts])
+        for (to, tensor), mean in zip(parts, means, strict=True):
+            if to in (None, backend.rank):
+                tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
 
 
 KINDS = {"averaged": AveragedGradients, "local": LocalGradients}

@@ -286,7 +286,7 @@ class Preconditioner:
         )
         numbers = (self._damping, self._decay, self._bounds)
         words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
-        others = (self._refresh, *words, self._gradients, self._sampler)
+        others = (self._refresh, *words, self._gradients, self._sampler, self.backend.fused)
         own = building.describe_settings(registration.blocks, *numbers, *others)
         compare_ranks(self.backend, placement, own)
         old, self._blocks = self._blocks, registration.blocks

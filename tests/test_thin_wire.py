@@ -66,6 +66,58 @@ def test_what_leaves_the_link_is_what_the_strategies_send():
 @allowed
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_steps_that_are_left_out_count_like_the_others():
+    options = [*SMALL, "--strategies", "comm-opt", "sharded, deferred, local", "--gbit", "1"]
+    found = []
+    for between in ("1", "3"):  # of three
+        process = start(*options, "--between", between, "--json")
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        found.append({name: row["curvature_mb"] for name, row in json.loads(output)["1"].items()})
+    for name, expected in found[-1].items():
+        for own in found[:-1]:
+            assert own[name] == pytest.approx(expected, rel=1e-12), name
+
+
+def test_a_mean_over_cycles_is_that_of_all_steps():
+    """What is under way after a step, 5, arrives in the next; a solve, 100, waits for its own."""
+    steady, under_way, solve = 20.0, 5.0, 100.0
+    first, last = steady - under_way, steady + under_way + solve
+    cycle = [first, *[steady] * 8, last]
+    expected = sum(cycle) / 10
+    assert thin_wire.over_cycles([(x,) for x in cycle + cycle], 10, 0) == pytest.approx([expected])
+    for between in (2, 4):
+        run = [first, *[steady] * (between - 1), last]
+        rows = [(x, 2 * x) for x in run + run]
+        found = thin_wire.over_cycles(rows, between + 1, 9 - between)
+        assert found == pytest.approx([expected, 2 * expected])
+
+
+@allowed
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_complete_is_shown_when_a_run_is_ended():
+    process = start(*SMALL, *TWO, "--gbit", "10", "1", "0.1", "--json")
+    assert process.stderr is not None
+    told = []
+    for line in process.stderr:
+        if "Gbit/s, " in line:
+            told.append(line.split(":")[0])
+        if told and told[-1].startswith("1 "):
+            break
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert told == [f"10 Gbit/s, {name}" for name in TWO[1:]] + [f"1 Gbit/s, {TWO[1]}"]
+    found = json.loads(output)
+    assert set(found["10"]) == set(TWO[1:])
+    assert "0.1" not in found
+    assert namespaces(process.pid) == []
+
+
+@allowed
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_namespace(how):
     process = start(*SMALL, "--cycles", "10000")

@@ -31,6 +31,20 @@ class Handle:
             self._wait = None
 
 
+def together(handles: Sequence[Handle]) -> Handle:
+    """Return one handle for several.
+
+    Args:
+        handles: Collectives under way.
+    """
+
+    def wait() -> None:
+        for handle in handles:
+            handle.wait()
+
+    return Handle(wait)
+
+
 class Backend(ABC):
     """Collectives among the ranks of one group.
 
@@ -40,12 +54,17 @@ class Backend(ABC):
         on_paper: Whether the other ranks exist on paper only; this one then speaks for all.
         overlap: Whether tensors travel while others are computed (`soframe.comm.tasks`); the
             results are the same bit by bit, with less waiting and more memory in buffers.
+        fused: Whether gradients that go to one rank each, and come back from there, travel in one
+            reduce-scatter and one all-gather for all ranks together; otherwise in a reduction to
+            and a broadcast from each of them. The bytes are the same; sums are, within rounding.
+            The same on every rank.
     """
 
     rank: int = 0
     world_size: int = 1
     on_paper: bool = False
     overlap: bool = True
+    fused: bool = False
 
     def __init__(self) -> None:
         self._traffic: dict[str, dict[str, int]] = {}
@@ -90,6 +109,39 @@ class Backend(ABC):
             f"{type(self).__name__} has no _reduce within a group of ranks, which this strategy "
             f"needs; implement it, or choose 'comm-opt', 'mem-opt' or 'hybrid-opt'"
         )
+
+    def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
+        """Add up a flat tensor over all ranks, each share of it on one rank, in place.
+
+        Here a reduction for each share: what an engine has for all of them at once must equal it.
+
+        Args:
+            flat: ``[sum(sizes)]``, contiguous; the shares of others hold nothing of meaning
+                afterwards.
+            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+
+        Returns:
+            The handle.
+        """
+        everyone = tuple(range(self.world_size))
+        shares = [(rank, own) for rank, own in enumerate(flat.split(list(sizes))) if len(own)]
+        return together([self._reduce(own, rank, everyone) for rank, own in shares])
+
+    def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
+        """Fill in the shares of the other ranks of a flat tensor, in place.
+
+        Here a broadcast for each share: what an engine has for all of them at once must equal it.
+
+        Args:
+            flat: ``[sum(sizes)]``, contiguous, of which this rank's share is there.
+            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+
+        Returns:
+            The handle.
+        """
+        everyone = tuple(range(self.world_size))
+        shares = [(rank, own) for rank, own in enumerate(flat.split(list(sizes))) if len(own)]
+        return together([self._broadcast(own, rank, everyone) for rank, own in shares])
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
         """Wait until every rank is here, where the engine can name those that are missing.
@@ -161,6 +213,39 @@ class Backend(ABC):
             return Handle()
         self._count(phase, tensor)
         return self._broadcast(tensor, source, group)
+
+    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
+        """Add up a flat tensor over all ranks, each share of it on one rank, in place.
+
+        Args:
+            flat: ``[sum(sizes)]``, contiguous; afterwards this rank's share of it is the sum, and
+                those of others hold nothing of meaning.
+            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            phase: The phase that it is counted under.
+
+        Returns:
+            The handle.
+        """
+        if self.world_size == 1:
+            return Handle()
+        self._count(phase, flat)
+        return self._reduce_scatter(flat, sizes)
+
+    def all_gather_shares(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
+        """Fill in the shares of the other ranks of a flat tensor, in place.
+
+        Args:
+            flat: ``[sum(sizes)]``, contiguous, of which this rank's share is there.
+            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            phase: The phase that it is counted under.
+
+        Returns:
+            The handle.
+        """
+        if self.world_size == 1:
+            return Handle()
+        self._count(phase, flat)
+        return self._all_gather_shares(flat, sizes)
 
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Return every rank's contiguous tensor of one common shape.

@@ -86,7 +86,9 @@ def _whole(part: Tensor, spec: TensorSpec) -> Tensor:
     return unpack_triangle(part.view(*leading, packed_size(n)), n)
 
 
-def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
+def deliver(
+    backend: Backend, parcels: Sequence[Parcel], phase: str, *, fused: bool = False
+) -> None:
     """Bring every parcel to all ranks of its group: one broadcast per route and bucket.
 
     Every rank must pass the same parcels in the same order; each joins those that concern it. Of a
@@ -97,13 +99,15 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
         backend: The backend.
         parcels: The parcels; their ``tensors`` are filled in.
         phase: The phase that the traffic is counted under.
+        fused: Whether what goes from any rank to all of them shares buffers whoever it is from:
+            one all-gather per bucket.
     """
-    tasks = (task for _, task in deliveries(backend, parcels, phase))
+    tasks = (task for _, task in deliveries(backend, parcels, phase, fused=fused))
     run(tasks, overlap=backend.overlap)
 
 
 def deliveries(
-    backend: Backend, parcels: Sequence[Parcel], phase: str
+    backend: Backend, parcels: Sequence[Parcel], phase: str, *, fused: bool = False
 ) -> Iterator[tuple[list[Parcel], Task]]:
     """Yield the tasks of `deliver`, each with its parcels.
 
@@ -114,9 +118,10 @@ def deliveries(
         backend: The backend.
         parcels: See `deliver`.
         phase: See `deliver`.
+        fused: See `deliver`.
     """
     mine = [p for p in parcels if backend.rank in p.group]
-    for bucket in _buckets([p for p in mine if p.travels]):
+    for bucket in _buckets([p for p in mine if p.travels], backend.world_size if fused else 0):
         yield bucket, _delivery(backend, bucket, phase)
     for parcel in mine:
         if not parcel.travels and parcel.make is not None:
@@ -127,17 +132,23 @@ def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:
     first = bucket[0]
     sizes = [parcel.numel for parcel in bucket]
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-    if backend.rank == first.source:
-        for parcel, part in zip(bucket, flat.split(sizes), strict=True):
+    for parcel, part in zip(bucket, flat.split(sizes), strict=True):
+        if backend.rank == parcel.source:
             parcel.write(part)
             # It takes what travels, like the others, so that all ranks go on with the same bits.
             parcel.read(part)
     wire = flat.to(backend.wire_device(first.device))
-    handle = backend.broadcast(wire, first.source, first.group, phase)
+    shares = [0] * backend.world_size
+    for parcel, size in zip(bucket, sizes, strict=True):
+        shares[parcel.source] += size
+    if shares[first.source] == len(flat):
+        handle = backend.broadcast(wire, first.source, first.group, phase)
+    else:
+        handle = backend.all_gather_shares(wire, shares, phase)
     yield
     handle.wait()
-    if backend.rank != first.source:
-        for parcel, part in zip(bucket, wire.split(sizes), strict=True):
+    for parcel, part in zip(bucket, wire.split(sizes), strict=True):
+        if backend.rank != parcel.source:
             parcel.read(part.to(parcel.device))
 
 
@@ -291,7 +302,19 @@ def _route(part: Sum, group: tuple[int, ...]) -> tuple[object, ...]:
     return (group, part.way.destination, part.wire, part.device)
 
 
-def _buckets(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
-    """Group parcels that can share a buffer, in the order of their first parcel."""
-    items = [((p.source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize) for p in parcels]
-    return [[parcels[index] for index in bucket] for bucket in fill(items)]
+def _buckets(parcels: Sequence[Parcel], everyone: int) -> list[list[Parcel]]:
+    """Group parcels that can share a buffer, in the order of their first parcel.
+
+    Args:
+        parcels: The parcels.
+        everyone: Those for so many ranks share buffers whoever they are from; none for 0.
+
+    Returns:
+        The parcels of each buffer, by their sources.
+    """
+    items = []
+    for p in parcels:
+        source = None if len(p.group) == everyone else p.source
+        items.append(((source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize))
+    buckets = [[parcels[index] for index in bucket] for bucket in fill(items)]
+    return [sorted(bucket, key=lambda p: p.source) for bucket in buckets]

@@ -17,7 +17,8 @@ class Event:
     """One collective.
 
     Attributes:
-        operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"`` or ``"all_gather"``.
+        operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``,
+            ``"reduce_scatter"`` or ``"all_gather_shares"``.
         numel: Elements of the tensor.
         dtype: Its dtype.
         source: The source of a broadcast, the destination of a reduction.
@@ -40,19 +41,28 @@ class Recording(Backend):
             on paper: nothing travels, and tensors stay as this rank left them.
         rank: This rank, where there is no ``inner``.
         world_size: The ranks, where there is no ``inner``.
+        fused: See `Backend`, where there is no ``inner``.
 
     Attributes:
         events: The collectives, in the order in which this rank entered them.
         groups: The groups that were prepared.
     """
 
-    def __init__(self, inner: Backend | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        inner: Backend | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        fused: bool = False,
+    ) -> None:
         super().__init__()
         self._inner = inner
         self.rank = inner.rank if inner is not None else rank
         self.world_size = inner.world_size if inner is not None else world_size
         self.on_paper = inner is None
         self.overlap = inner is None or inner.overlap
+        self.fused = fused if inner is None else inner.fused
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
 
@@ -85,6 +95,19 @@ class Recording(Backend):
             return self._inner._broadcast(tensor, source, group)
         if source != self.rank:
             tensor.zero_()
+        return Handle()
+
+    def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
+        self._record("reduce_scatter", flat)
+        return Handle() if self._inner is None else self._inner._reduce_scatter(flat, sizes)
+
+    def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
+        self._record("all_gather_shares", flat)
+        if self._inner is not None:
+            return self._inner._all_gather_shares(flat, sizes)
+        for rank, share in enumerate(flat.split(list(sizes))):
+            if rank != self.rank:
+                share.zero_()
         return Handle()
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:

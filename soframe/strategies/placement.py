@@ -282,6 +282,7 @@ class Placement:
         solve: bool | Collection[str] = False,
         used: Collection[str] | None = None,
         local: LocalPlan | None = None,
+        fused: bool = False,
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
@@ -295,13 +296,14 @@ class Placement:
                 statistics are counted as if there were any since the last solve.
             used: The blocks that are used and have been solved; None for all.
             local: What else there is with ``gradients="local"``; None for averaged ones.
+            fused: The backend's, see `soframe.Backend`.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
         from soframe.strategies import plan
 
-        return plan.traffic(self, rank, statistics=statistics, solve=solve, used=used, local=local)
+        return plan.traffic(self, rank, statistics, solve, used, local, fused)
 
     def __str__(self) -> str:
         told = any(_statistics(w, b) for w, b in zip(self.work, self.blocks, strict=True))

@@ -77,11 +77,11 @@ def window(placement: Placement, rank: int, due: Collection[str] | None = None) 
 def traffic(
     placement: Placement,
     rank: int,
-    *,
     statistics: bool | Collection[str] = False,
     solve: bool | Collection[str] = False,
     used: Collection[str] | None = None,
     local: LocalPlan | None = None,
+    fused: bool = False,
 ) -> Traffic:
     """See `Placement.traffic`.
 
@@ -92,6 +92,7 @@ def traffic(
         solve: Whether it is a solve step; or the blocks that are solved in it.
         used: The blocks in use; None for all.
         local: What else there is with local gradients.
+        fused: Whether gradients travel fused.
 
     Returns:
         Phase -> bytes and calls.
@@ -111,9 +112,9 @@ def traffic(
             own = [(w, p) for w, p in reduced if p.deferred != eager]
             _count(phases, "reduce", _reductions(own, rank))
         _count(phases, "share", _shares(due, rank))
-        _count(phases, "exchange", _exchanges(active, rank))
+        _count(phases, "exchange", _exchanges(active, rank, fused))
         if local is not None:
-            _count(phases, "gradients", _averages(active, local))
+            _count(phases, "gradients", _averages(active, local, fused))
             # One inner product, in the dtype of the first block that is preconditioned.
             clip = [ITEM_BYTES[active[0][0].dtype]] if active and local.kl_clip else []
             _count(phases, "agree", clip)
@@ -175,14 +176,17 @@ def _shares(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> l
     return _calls(parcels)
 
 
-def _exchanges(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+def _exchanges(
+    pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int, fused: bool
+) -> list[int]:
     parcels: list[tuple[Hashable, int]] = []
     for work, place in pairs:
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
             if rank in group and len(group) > 1:
                 size = ITEM_BYTES[work.dtype] * prod(work.shape)
-                parcels.append(((worker, group, work.dtype, work.device), size))
+                source = None if fused and group == place.everyone else worker
+                parcels.append(((source, group, work.dtype, work.device), size))
     return _calls(parcels)
 
 
@@ -191,12 +195,16 @@ def _present(pairs: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPl
     return sum(work.parameters for work, _ in pairs) + len(local.rest) + local.idle
 
 
-def _averages(active: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan) -> list[int]:
+def _averages(
+    active: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan, fused: bool
+) -> list[int]:
     items: list[tuple[Hashable, int]] = []
     device = "cpu"
     for work, place in active:
         workers, device = place.gradient_workers, work.device
-        to = workers[0] if len(workers) == 1 else None
+        to: object = None
+        if len(workers) == 1:
+            to = "owners" if fused else workers[0]
         items.append(((to, work.dtype, device), ITEM_BYTES[work.dtype] * prod(work.shape)))
     items += [((None, dtype, device), ITEM_BYTES[dtype] * size) for size, dtype in local.rest]
     return _calls(items)

@@ -235,7 +235,7 @@ def check_strategy(strategy: Strategy, *, world_sizes: Sequence[int] = (1, 2, 3,
     For every world size a placement of several models is validated, found again by a second call,
     and executed by every rank of a world on paper; then the ranks of every group must have entered
     the same collectives in the same order, and each must have sent and must hold what the placement
-    plans.
+    plans. The largest world exchanges gradients in both ways, by owner and fused.
 
     Args:
         strategy: The strategy.
@@ -256,7 +256,9 @@ def check_strategy(strategy: Strategy, *, world_sizes: Sequence[int] = (1, 2, 3,
                 placement.validate()
             except ValueError as error:
                 raise AssertionError(f"{name}: {error}") from error
-        _check_traces(strategy, ranks, name)
+        _check_traces(strategy, ranks, name, fused=False)
+        if ranks == max(world_sizes):
+            _check_traces(strategy, ranks, f"{name}, fused", fused=True)
 
 
 def _works() -> list[list[BlockWork]]:
@@ -268,8 +270,8 @@ def _works() -> list[list[BlockWork]]:
     return [[], [block("only", 1, 10, 5)], uneven, [block(f"l{i}", 1, 8, 8) for i in range(12)]]
 
 
-def _check_traces(strategy: Strategy, ranks: int, name: str) -> None:
-    backends = [Recording(rank=rank, world_size=ranks) for rank in range(ranks)]
+def _check_traces(strategy: Strategy, ranks: int, name: str, *, fused: bool) -> None:
+    backends = [Recording(rank=rank, world_size=ranks, fused=fused) for rank in range(ranks)]
     for backend in backends:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2))
         preconditioner = Preconditioner(
@@ -301,7 +303,8 @@ def _check_traces(strategy: Strategy, ranks: int, name: str) -> None:
 
 def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
     placement = preconditioner.placement
-    step = placement.traffic(rank, statistics=True, solve=True)
+    fused = preconditioner.backend.fused
+    step = placement.traffic(rank, statistics=True, solve=True, fused=fused)
     expected = {phase: {key: 2 * n for key, n in count.items()} for phase, count in step.items()}
     traffic = preconditioner.traffic()
     start = traffic.pop("start", {"bytes": 0, "calls": 0})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner, TrustRegion
-from soframe.comm import Recording, leave_gradients
+from soframe.comm import Recording, TorchDistributed, leave_gradients
 from soframe.strategies import HybridOpt, Sharded
 from soframe.testing import compare
 from tests.distributed.harness import run_ranks
@@ -24,6 +24,9 @@ STRATEGIES: dict[str, Any] = {
     "hybrid": HybridOpt(gradient_workers=2),
     "sharded": Sharded(),
 }
+
+
+MODES = ("ddp", "plain", "hook", "fused")
 
 
 class Net(nn.Module):
@@ -50,7 +53,7 @@ def train(rank: int, ranks: int, strategy: Any, mode: str, options: dict[str, An
     torch.manual_seed(0)
     model = Net()
     called: nn.Module = model
-    if mode != "plain":
+    if mode in ("ddp", "hook"):
         called = DistributedDataParallel(model, find_unused_parameters=True)
     if mode == "hook":
         called.register_comm_hook(None, leave_gradients)
@@ -61,6 +64,7 @@ def train(rank: int, ranks: int, strategy: Any, mode: str, options: dict[str, An
         optimizer=optimizer,
         statistics_every=1,
         solve_every=2,
+        backend=TorchDistributed(fused=mode == "fused"),
         gradients="averaged" if mode == "ddp" else "local",
         **{"kl_clip": 1e-2, **options},
     )
@@ -87,10 +91,7 @@ def in_every_mode(
     rank: int, ranks: int, names: list[str], options: dict[str, Any]
 ) -> dict[str, dict[str, list[Tensor]]]:
     return {
-        name: {
-            mode: train(rank, ranks, STRATEGIES[name], mode, options)
-            for mode in ("ddp", "plain", "hook")
-        }
+        name: {mode: train(rank, ranks, STRATEGIES[name], mode, options) for mode in MODES}
         for name in names
     }
 
@@ -102,13 +103,14 @@ def in_every_mode(
         pytest.param(3, list(STRATEGIES), {}, marks=pytest.mark.slow),
         pytest.param(3, list(STRATEGIES), {"kl_clip": None}, marks=pytest.mark.slow),
         pytest.param(2, list(STRATEGIES), {"solver": "inverse"}, marks=pytest.mark.slow),
+        pytest.param(4, ["mem", "sharded"], {}, marks=pytest.mark.slow),
     ],
 )
 def test_every_step_is_that_of_averaged_gradients(ranks, names, options):
     results = run_ranks(in_every_mode, ranks, names, options, timeout=120)
     for rank, own in enumerate(results):
         for name, modes in own.items():
-            for mode in ("plain", "hook"):
+            for mode in MODES[1:]:
                 for step, weights in enumerate(modes[mode]):
                     what = f"{name}, {mode}, rank {rank}, after step {step}"
                     compare(weights, modes["ddp"][step], what, rtol=1e-10)

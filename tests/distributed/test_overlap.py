@@ -59,8 +59,8 @@ class Trace:
     under_way: list[int]
 
 
-def train(rank: int, ranks: int, case: Case, overlap: bool) -> Trace:
-    backend = Recording(Late(seed=overlap, overlap=overlap))
+def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trace:
+    backend = Recording(Late(seed=overlap, overlap=overlap, fused=fused))
     run = Run(case, rank, ranks, backend, mean_over())
     under_way = []
     for step in range(case.steps):
@@ -78,20 +78,25 @@ def train(rank: int, ranks: int, case: Case, overlap: bool) -> Trace:
 
 
 def train_both_ways(
-    rank: int, ranks: int, cases: list[Case], bucket: int
+    rank: int, ranks: int, cases: list[Case], bucket: int, fused: bool = False
 ) -> list[tuple[Trace, Trace]]:
     import soframe.buckets
 
     soframe.buckets.BUCKET_BYTES = bucket
-    return [(train(rank, ranks, case, True), train(rank, ranks, case, False)) for case in cases]
+    return [
+        (train(rank, ranks, case, True, fused), train(rank, ranks, case, False, fused))
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver", "bucket"),
-    [(2, Inverse(), 2**27), (3, Eigen(), BUCKET), (4, Inverse(), BUCKET)],
+    ("ranks", "solver", "bucket", "fused"),
+    [(2, Inverse(), 2**27, False), (3, Eigen(), BUCKET, True), (4, Inverse(), BUCKET, False)],
 )
 @pytest.mark.slow
-def test_overlap_changes_no_bit_and_no_call(ranks: int, solver: Solver, bucket: int) -> None:
+def test_overlap_changes_no_bit_and_no_call(
+    ranks: int, solver: Solver, bucket: int, fused: bool
+) -> None:
     every = {"solver": solver, "statistics_every": 1, "solve_every": 3}
     cases = {
         (name, gradients): Case({"strategy": strategy, "gradients": gradients, **every})
@@ -99,7 +104,7 @@ def test_overlap_changes_no_bit_and_no_call(ranks: int, solver: Solver, bucket: 
         for gradients in ("averaged", "local")
         if gradients == "averaged" or name in ("mem", "sharded", "hybrid")
     }
-    results = run_ranks(train_both_ways, ranks, list(cases.values()), bucket, timeout=120)
+    results = run_ranks(train_both_ways, ranks, list(cases.values()), bucket, fused, timeout=120)
     for index, name in enumerate(cases):
         pairs = [own[index] for own in results]
         for rank, (one, other) in enumerate(pairs):

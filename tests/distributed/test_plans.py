@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from soframe import Placement, Preconditioner
-from soframe.comm import Recording
+from soframe.comm import Recording, TorchDistributed
 from soframe.solvers import Eigen, Inverse
 from soframe.strategies import (
     CommOpt,
@@ -66,6 +66,7 @@ def planned(
     every: tuple[int, int],
     used: Iterable[str],
     local: LocalPlan | None = None,
+    fused: bool = False,
 ) -> Traffic:
     """All of a run; before the first step the ranks compare two digests."""
     start = {"start": {"bytes": 64, "calls": 1}} if placement.world_size > 1 else {}
@@ -73,7 +74,8 @@ def planned(
     names = list(used)
     for step in range(steps):
         kinds = {"statistics": step % every[0] == 0, "solve": step % every[1] == 0}
-        start = add(start, placement.traffic(rank, **kinds, used=names, local=local))
+        one = placement.traffic(rank, **kinds, used=names, local=local, fused=fused)
+        start = add(start, one)
     return start
 
 
@@ -81,12 +83,19 @@ def planned(
 
 
 def train_on_paper(
-    strategy: Strategy, widths: list[int], rank: int, ranks: int, solver: Any, **options: Any
+    strategy: Strategy,
+    widths: list[int],
+    rank: int,
+    ranks: int,
+    solver: Any,
+    *,
+    fused: bool = False,
+    **options: Any,
 ) -> tuple[Preconditioner, nn.Module, Recording]:
     torch.manual_seed(0)
     layers = [nn.Linear(a, b, bias=bool(b % 2)) for a, b in zip(widths, widths[1:], strict=False)]  # noqa: RUF007
     model = nn.Sequential(*layers)
-    backend = Recording(rank=rank, world_size=ranks)
+    backend = Recording(rank=rank, world_size=ranks, fused=fused)
     own = Preconditioner(
         model, strategy=strategy, backend=backend, solver=solver, kl_clip=None, **options
     )
@@ -105,26 +114,32 @@ def train_on_paper(
     where=st.floats(0, 1, exclude_max=True),
     solver=st.sampled_from([Eigen(), Inverse()]),
     every=st.sampled_from([(1, 1), (1, 2), (2, 4)]),
+    fused=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
-def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solver, every):
+def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solver, every, fused):
     assume(name != "kaisa apart" or ranks > 1)
     rank = int(where * ranks)
     intervals = {"statistics_every": every[0], "solve_every": every[1]}
-    own, _, _ = train_on_paper(EVERY[name], widths, rank, ranks, solver, **intervals)
+    strategy = EVERY[name]
+    own, _, _ = train_on_paper(strategy, widths, rank, ranks, solver, fused=fused, **intervals)
     used = [work.name for work in own.placement.work]
-    assert own.traffic() == planned(own.placement, rank, 5, every, used)
+    assert own.traffic() == planned(own.placement, rank, 5, every, used, fused=fused)
     assert own.memory_usage() == own.placement.memory(rank)
 
 
-@pytest.mark.parametrize("name", ["mem", "apart", "apart, deferred"])
-def test_buffers_are_cut_where_the_plan_cuts_them(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("mem", False), ("mem", True), ("apart", False), ("apart, deferred", False)],
+)
+def test_buffers_are_cut_where_the_plan_cuts_them(name, fused, monkeypatch):
     limit = 160  # no item is larger, all of a phase together are
     monkeypatch.setattr("soframe.buckets.BUCKET_BYTES", limit)
     own, _, backend = train_on_paper(
-        EVERY[name], [3, 5, 2, 4, 4], 1, 3, Eigen(), statistics_every=1, solve_every=2
+        EVERY[name], [3, 5, 2, 4, 4], 1, 3, Eigen(), fused=fused, statistics_every=1, solve_every=2
     )
-    calls = planned(own.placement, 1, 5, (1, 2), [work.name for work in own.placement.work])
+    used = [work.name for work in own.placement.work]
+    calls = planned(own.placement, 1, 5, (1, 2), used, fused=fused)
     assert own.traffic() == calls
     assert max(event.numel * event.dtype.itemsize for event in backend.events) <= limit
 
@@ -209,7 +224,7 @@ class Partly(nn.Module):
 
 
 def train_locally(
-    rank: int, ranks: int, names: list[str], kl_clip: float | None
+    rank: int, ranks: int, names: list[str], kl_clip: float | None, fused: bool
 ) -> list[tuple[Placement, Traffic]]:
     found = []
     for name in names:
@@ -218,6 +233,7 @@ def train_locally(
         own = Preconditioner(
             model,
             strategy=EVERY[name],
+            backend=TorchDistributed(fused=fused),
             gradients="local",
             kl_clip=kl_clip,
             lr=0.1,
@@ -241,15 +257,15 @@ def _negative(one: Traffic) -> Traffic:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("kl_clip", [None, 1e-3])
-def test_with_local_gradients_too(kl_clip):
+@pytest.mark.parametrize(("kl_clip", "fused"), [(None, False), (1e-3, False), (1e-3, True)])
+def test_with_local_gradients_too(kl_clip, fused):
     names = ["comm", "mem", "hybrid", "sharded", "deferred", "apart"]
     local = LocalPlan(rest=((28, "float32"), (4, "float64"), (4, "float64")), idle=2)
     local = dataclasses.replace(local, kl_clip=kl_clip is not None)
-    for rank, own in enumerate(run_ranks(train_locally, 3, names, kl_clip)):
+    for rank, own in enumerate(run_ranks(train_locally, 3, names, kl_clip, fused)):
         for name, (placement, traffic) in zip(names, own, strict=True):
             steps: Traffic = {}
             for solve in (False, True, False):
-                one = placement.traffic(rank, statistics=True, solve=solve, local=local)
-                steps = add(steps, one)
+                when = {"statistics": True, "solve": solve}
+                steps = add(steps, placement.traffic(rank, **when, local=local, fused=fused))
             assert {k: v for k, v in traffic.items() if v["calls"]} == steps, (name, rank)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from soframe import checkpoint
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_places import Apart
 from tests.distributed.training import LR, Case, Run, mean_over, preconditioner_of, same, snapshot
 from tests.state.test_resume import equal, triangles
 
@@ -35,6 +36,7 @@ STRATEGIES: dict[str, Any] = {
     "mem": "mem-opt",
     "spread": HybridOpt(colocate=False),
     "owner-local": "owner-local",
+    "custom": Apart(),
 }
 DEFERRED = Sharded(group=None, deferred=True)
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soframe import available
 from soframe import strategies as package
 from soframe.factors import FactorSpec
 from soframe.strategies import (
@@ -267,3 +268,17 @@ def test_the_printed_table_says_where_statistics_go():
 def test_the_printed_table_where_nothing_is_exchanged():
     placement = CommOpt().place(work_of((1, 3, 4)), 5)
     assert str(placement).splitlines()[-1].split() == ["b0", "1x3x4", "A:0", "G:0", "0-4", "-"]
+
+
+@pytest.mark.parametrize("module", ["preconditioner", "statistics", "solving", "averaging"])
+def test_the_step_knows_no_strategy_by_name(module):
+    """Names stand in docstrings and as the default of an argument; classes are not imported."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(f"soframe.{module}")))
+    names = set(available("strategy"))
+    allowed = {id(d) for n in ast.walk(tree) if isinstance(n, ast.arguments) for d in n.defaults}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in names:
+            assert id(node) in allowed, node.lineno
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("soframe.strateg"):
+            assert node.module in ("soframe.strategies.base", "soframe.strategies.placement")
+        assert not isinstance(node, ast.Attribute) or node.attr != "strategy", node.lineno
