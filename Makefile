@@ -50,6 +50,10 @@ docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnin
 bench: $(VENV)/.stamp-test ## time whole steps of four networks, beside kfac-pytorch if it is installed
 	$(BIN)/python benchmarks/steps.py $(ARGS)
 
+.PHONY: scaling
+scaling: $(VENV)/.stamp-test ## time steps against width, depth, batch and ranks
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
 .PHONY: bench-kernels
 bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 	$(PYTEST) benchmarks --benchmark-only $(PYTEST_ARGS)

@@ -16,39 +16,28 @@ kfac-pytorch if it is found.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import multiprocessing
 import platform
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import soframe
-from soframe.experiments.networks import NETWORKS, Network
+from soframe.experiments.contenders import Contender, contender, race
+from soframe.experiments.networks import NETWORKS
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.step_times import (
     INTERVALS,
-    KINDS,
-    mean_step,
-    quartiles,
+    figures,
+    phase_table,
     table,
     whole_table,
 )
 
-Interval = int | Callable[[int], int]
-Intervals = tuple[Interval, Interval]
-TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
-CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
-LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "resnet20": {"solver": "inverse", "channels_last": True},
     "resnet50": {"solver": "inverse", "channels_last": True},
@@ -56,201 +45,6 @@ SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "bert-large-layer": {"solver": "inverse"},
 }
 """soframe's own best for each network, as far as it is exact."""
-
-
-@dataclass
-class Contender:
-    """A network in training, with an optimizer and perhaps a preconditioner.
-
-    Attributes:
-        name: What it is called.
-        model: Its copy of the network.
-        step: Takes a step.
-        clock: Returns seconds, once the device has nothing more to do.
-        preconditioner: A library's preconditioner, if there is one.
-        taken: Completed steps.
-        times: The seconds of the steps of each kind in each round.
-    """
-
-    name: str
-    model: nn.Module
-    step: Callable[[], None]
-    clock: Callable[[], float]
-    preconditioner: Any = None
-    taken: int = 0
-    times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in KINDS})
-
-    def turn(self, kind: str, count: int) -> None:
-        """Time the next steps.
-
-        Args:
-            kind: What they are.
-            count: How many.
-        """
-        found = []
-        for _ in range(count):
-            assert kind_of(self.taken) == kind
-            start = self.clock()
-            self.step()
-            found.append(self.clock() - start)
-            self.taken += 1
-        self.times[kind].append(found)
-
-    def warm_up(self) -> None:
-        """Take the first step and a cycle, and forget their times."""
-        for kind, count in (("solve", 1), *TURNS):
-            self.turn(kind, count)
-        self.times = {kind: [] for kind in KINDS}
-
-
-def kind_of(step: int) -> str:
-    """Return the kind of a step, which libraries may ask before and after it is taken.
-
-    Args:
-        step: Completed steps.
-    """
-    return "solve" if step == 0 else CYCLE[(step - 1) % len(CYCLE)]
-
-
-def interval(*kinds: str) -> Callable[[int], int]:
-    """Return a schedule under which something is due at steps of some kinds.
-
-    Args:
-        *kinds: Which.
-    """
-    return lambda step: 1 if kind_of(step) in kinds else step + 1
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    def synchronised() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return synchronised if device.type == "cuda" else time.perf_counter
-
-
-def contender(
-    name: str,
-    network: Network,
-    model: nn.Module,
-    device: torch.device,
-    own: dict[str, Any],
-    every: Intervals | None = None,
-) -> Contender:
-    """Set a contender up.
-
-    Args:
-        name: ``"sgd"``, or a library and what it does.
-        network: The network.
-        model: Its weights, which are copied.
-        device: The device.
-        own: What ``"soframe, own"`` is.
-        every: Intervals of statistics and solves; None for those of `kind_of`.
-    """
-    model = copy.deepcopy(model).to(device)
-    settings = dict(own) if name.endswith("own") else {}
-    last = settings.pop("channels_last", False) or name.endswith("channels_last")
-    compiled = settings.pop("compile", False) or name.endswith("compiled")
-    torch.manual_seed(1)
-    inputs, targets = (tensor.to(device) for tensor in network.batch())
-    if last:
-        model = model.to(memory_format=torch.channels_last)
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    forward = torch.compile(model) if compiled else model
-    result = Contender(name, model, lambda: None, clock_of(device))
-    every = every or (interval("statistics", "solve"), interval("solve"))
-    result.preconditioner = preconditioner(name, model, sgd, settings, every)
-
-    def step() -> None:
-        sgd.zero_grad()
-        network.loss(forward(inputs), targets).backward()
-        if result.preconditioner is not None:
-            result.preconditioner.step()
-        sgd.step()
-
-    result.step = step
-    return result
-
-
-def preconditioner(
-    name: str,
-    model: nn.Module,
-    sgd: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    every: Intervals,
-) -> Any:
-    if name.startswith("sgd"):
-        return None
-    statistics_every, solve_every = every
-    common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
-    if "staggered" in name:
-        common["stagger"] = True
-    solver = "eigen" if "eigen" in name else "inverse"
-    if name.startswith("soframe"):
-        return soframe.Preconditioner(
-            model,
-            optimizer=sgd,
-            decay=DECAY,
-            statistics_every=statistics_every,
-            solve_every=solve_every,
-            **{"solver": solver, **common, **settings},
-        )
-    from kfac.preconditioner import KFACPreconditioner
-
-    return KFACPreconditioner(
-        model,
-        lr=LR,
-        factor_decay=DECAY,
-        factor_update_steps=statistics_every,
-        inv_update_steps=solve_every,
-        compute_method=solver,
-        **common,
-    )
-
-
-def rounds_of(one: Contender) -> Iterator[dict[str, float]]:
-    """Yield for each round the median of each kind."""
-    for parts in zip(*(one.times[kind] for kind in KINDS), strict=True):
-        yield {kind: statistics.median(part) for kind, part in zip(KINDS, parts, strict=True)}
-
-
-def race(contenders: list[Contender], seconds: float) -> int:
-    """Let contenders take turns until time is up, and return the number of rounds.
-
-    Args:
-        contenders: SGD first.
-        seconds: For all of them together.
-    """
-    for one in contenders:
-        one.warm_up()
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 3 or time.perf_counter() < end:
-        for kind, count in TURNS:
-            for one in contenders:
-                one.turn(kind, count)
-        rounds += 1
-    return rounds
-
-
-def figures(contenders: list[Contender]) -> list[dict[str, Any]]:
-    """Return a row for each contender."""
-    sgd = contenders[0]
-    plain = [statistics.median(part["precondition"] for part in [one]) for one in rounds_of(sgd)]
-    rows = []
-    for one in contenders:
-        rounds = list(rounds_of(one))
-        row: dict[str, Any] = {"name": one.name}
-        for kind in KINDS:
-            row[kind] = 1e3 * statistics.median(times[kind] for times in rounds)
-        for every, solve_every in INTERVALS:
-            means = [mean_step(times, every, solve_every) for times in rounds]
-            ratios = [mean / base for mean, base in zip(means, plain, strict=True)]
-            row[f"{every}/{solve_every}"] = quartiles(ratios)
-        worst = [times["solve"] / times["precondition"] for times in rounds]
-        row["worst"] = quartiles(worst)
-        rows.append(row)
-    return rows
 
 
 def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
@@ -312,6 +106,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each network")
+    parser.add_argument("--rounds", type=int, default=3, help="at least, whatever the seconds")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
     parser.add_argument("--whole", action="store_true", help="all steps of an interval of 100")
     parser.add_argument("--json", action="store_true")
@@ -354,8 +149,8 @@ def main() -> int:
                 title = f"{network.title}; {where}, {options.threads} threads"
                 print(whole_table(title, rows), flush=True)
             continue
-        rounds = race(contenders, options.seconds)
-        rows = figures(contenders)
+        rounds = race(contenders, options.seconds, options.rounds)
+        rows = figures({one.name: one.times for one in contenders})
         del contenders
         if options.memory:
             context = multiprocessing.get_context("spawn")
@@ -366,7 +161,7 @@ def main() -> int:
         results["networks"][key] = {"title": network.title, "rounds": rounds, "rows": rows}
         if not options.json:
             title = f"{network.title}; {where}, {options.threads} threads, {rounds} rounds"
-            print(table(title, rows), flush=True)
+            print(table(title, rows), phase_table("What a part adds", rows), sep="\n", flush=True)
     if options.json:
         print(json.dumps(results, indent=1))
     return 0

@@ -18,8 +18,9 @@ reentrant checkpoint runs backward passes of its own within it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -76,18 +77,40 @@ class _Hook:
     def __init__(self, capture: Capture | None, helper: LayerHelper | None) -> None:
         self._capture = None if capture is None else weakref.ref(capture)
         self._helper = None if helper is None else weakref.ref(helper)
+        self._deliver = _eagerly()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         capture = self._capture() if self._capture is not None else None
         helper = self._helper() if self._helper is not None else None
-        if capture is not None and helper is not None:
-            capture._on_forward(helper, args, kwargs, output)
+        # A compiler sees this much: a graph is broken at the layers of statistics steps only.
+        if capture is not None and helper is not None and capture.enabled:
+            self._deliver(capture, helper, args, kwargs, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model: its hooks do nothing.
         return (_Hook, (None, None))
+
+
+def _deliver(
+    capture: Capture,
+    helper: LayerHelper,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    capture._on_forward(helper, args, kwargs, output)
+
+
+@cache
+def _eagerly() -> Callable[..., None]:
+    """Return `_deliver`, which torch.compile neither traces nor compiles.
+
+    Not a decorator: that would import the compiler, seconds of it, with the library.
+    """
+    disabled: Callable[..., None] = torch.compiler.disable(_deliver)
+    return disabled
 
 
 @dataclass

@@ -245,7 +245,7 @@ class Preconditioner:
             Whether the gradients of all ranks are finite; and the added-up weights of the
             statistics if they are to be used.
         """
-        with_statistics = self._takes_statistics()
+        with_statistics = self.takes_statistics
         changed = self._watch.changed()
         bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
@@ -271,7 +271,9 @@ class Preconditioner:
         self._owed_statistics = max(0, self._owed_statistics - 1)
         self.reset_batch()
 
-    def _takes_statistics(self) -> bool:
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether the backward passes before the next `step` give statistics."""
         return self._owed_statistics > 0 or self._statistics_every.due(self._steps)
 
     # -- building -----------------------------------------------------------------------------
@@ -389,7 +391,7 @@ class Preconditioner:
         """
         self._statistics.clear()
         self._capture.reset()
-        self._capture.enabled = self._takes_statistics()
+        self._capture.enabled = self.takes_statistics
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards."""

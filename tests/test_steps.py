@@ -9,8 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import steps
+import soframe
+from benchmarks import scaling, steps
+from soframe.experiments.contenders import TURNS, Contender, contender, race
 from soframe.experiments.networks import NETWORKS, Network
+from soframe.experiments.operations import operations
+from soframe.experiments.step_times import (
+    KINDS,
+    PHASES,
+    figures,
+    mean_step,
+    phase_table,
+    table,
+    whole_table,
+)
+from soframe.strategies import MemOpt
 from soframe.testing import compare
 
 TINY = Network(
@@ -21,12 +34,12 @@ TINY = Network(
 )
 
 
-def tiny(name: str, **own: Any) -> steps.Contender:
+def tiny(name: str, **own: Any) -> Contender:
     torch.manual_seed(0)
-    return steps.contender(name, TINY, TINY.model(), torch.device("cpu"), own)
+    return contender(name, TINY, TINY.model(), torch.device("cpu"), own)
 
 
-def held(one: steps.Contender) -> tuple[list[Tensor], list[Tensor]]:
+def held(one: Contender) -> tuple[list[Tensor], list[Tensor]]:
     """What statistics and what solves make."""
     blocks = one.preconditioner._blocks
     running = [t.clone() for b in blocks for t in b.running.values()]
@@ -39,7 +52,7 @@ def test_each_kind_of_step_does_what_it_is_called(name: str) -> None:
     one = tiny(name, solver="inverse", channels_last=True)
     one.warm_up()
     for _ in range(2):
-        for kind, count in steps.TURNS:
+        for kind, count in TURNS:
             for _ in range(count):
                 running, data = held(one)
                 one.turn(kind, 1)
@@ -47,7 +60,7 @@ def test_each_kind_of_step_does_what_it_is_called(name: str) -> None:
                 assert all(map(torch.equal, running, after[0])) == (kind == "precondition")
                 assert all(map(torch.equal, data, after[1])) == (kind != "solve")
     assert {kind: len(times) for kind, times in one.times.items()} == {
-        kind: 2 * count for kind, count in steps.TURNS
+        kind: 2 * count for kind, count in TURNS
     }
 
 
@@ -63,19 +76,19 @@ def test_the_mean_is_that_of_an_interval(every: int, solve_every: int) -> None:
         for step in range(solve_every)
     ]
     expected = statistics.fmean(times[kind] for kind in kinds)
-    assert steps.mean_step(times, every, solve_every) == pytest.approx(expected)
+    assert mean_step(times, every, solve_every) == pytest.approx(expected)
 
 
 def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
     contenders = [tiny("sgd"), tiny("soframe, inverse")]
-    rounds = steps.race(contenders, 0.0)
+    rounds = race(contenders, 0.0)
     assert rounds == 3
-    sgd, own = steps.figures(contenders)
+    sgd, own = figures({one.name: one.times for one in contenders})
     assert sgd["name"] == "sgd"
-    assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in steps.KINDS)
+    assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in KINDS)
     low, middle, high = own["10/100"]
     assert 0 < low <= middle <= high
-    text = steps.table("title", [sgd, own])
+    text = table("title", [sgd, own])
     assert "soframe, inverse" in text
     assert f"{middle:.2f} ({low:.2f} to {high:.2f})" in text
 
@@ -83,7 +96,7 @@ def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
 def test_a_whole_interval_has_one_slow_step() -> None:
     device = torch.device("cpu")
     contenders = [
-        steps.contender(name, TINY, TINY.model(), device, {}, (2, 4))
+        contender(name, TINY, TINY.model(), device, {}, (2, 4))
         for name in ("sgd", "soframe, inverse")
     ]
     for one in contenders:
@@ -100,7 +113,7 @@ def test_a_whole_interval_has_one_slow_step() -> None:
     assert own["mean"] == pytest.approx((3 + 100) / 4 * 1e3)
     assert own["mean : SGD"] == pytest.approx((3 + 100) / 4)
     assert own["max : median"] == pytest.approx(100.0)
-    assert "max : median" in steps.whole_table("title", [sgd, own])
+    assert "max : median" in whole_table("title", [sgd, own])
 
 
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:
@@ -122,3 +135,58 @@ def test_networks_are_those_of_the_papers() -> None:
     }
     assert sizes["resnet50"] == 25_557_032
     assert 270_000 < sizes["resnet20"] < 276_000
+
+
+def test_what_a_part_adds_is_compared_round_by_round() -> None:
+    """Of two rounds the second is twice as slow; soframe adds half of what the peer adds."""
+
+    def times(precondition: float, statistics: float, solve: float) -> dict[str, list[list[float]]]:
+        own = {"precondition": precondition, "statistics": statistics, "solve": solve}
+        return {kind: [[t, t], [2 * t, 2 * t]] for kind, t in own.items()}
+
+    rows = figures(
+        {
+            "sgd": times(10, 10, 10),
+            "kfac-pytorch, inverse": times(12, 16, 116),
+            "soframe, inverse": times(11, 13, 63),
+            "soframe, eigen": times(11, 13, 63),
+        }
+    )
+    sgd, peer, own, alone = rows
+    assert "phases" not in sgd
+    assert peer["phases"] == {"apply": 3000, "factors": 6000, "solve": 150000}  # the median, in ms
+    assert own["of peer"] == dict.fromkeys(PHASES, (0.5, 0.5, 0.5))
+    assert "of peer" not in peer
+    assert "of peer" not in alone
+    head, *lines = phase_table("title", rows).strip().splitlines()[1:]
+    assert head.split()[:2] == ["apply", "ms"]
+    assert [line.split("  ")[0] for line in lines] == [row["name"] for row in rows[1:]]
+    assert lines[1].split()[2:5] == ["1500.0", "3000.0", "75000.0"]
+    assert lines[1].count("0.50 (0.50 to 0.50)") == 3
+
+
+def test_operations_are_those_of_the_products() -> None:
+    """Two linear layers, one without bias, 10 rows; by hand."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
+    preconditioner = soframe.Preconditioner(model, kl_clip=None)
+    assert operations(preconditioner.placement, rows=10, attention=7.0) == {
+        "plain": 3 * (7 + 10 * (4 * 4 + 4 * 2)),
+        "apply": 4 * 4 * (4 + 4) + 4 * 2 * (4 + 2),
+        "factors": 10 * (4**2 + 4**2 + 4**2 + 2**2) / 2,
+        "solve": (4**3 + 4**3 + 4**3 + 2**3) / 2,
+    }
+
+
+def test_operations_are_those_of_the_busiest_rank() -> None:
+    """Two equal layers on one rank, and one that takes a little more than either on the other."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(3, 5))
+    work = soframe.Preconditioner(model, kl_clip=None).placement.work
+    counts = operations(MemOpt().place(work, 2), rows=10)
+    assert counts["solve"] == 2 * (5**3 + 4**3) / 2  # the small one's inputs are the largest factor
+    assert counts["factors"] == 10 * (2 * (4**2 + 5**2) + 6**2 + 1) / 2  # everybody's
+
+
+@pytest.mark.parametrize("power", [-1.0, 0.0, 2.5])
+def test_the_exponent_of_a_power_law(power: float) -> None:
+    xs = [1.0, 2.0, 8.0]
+    assert scaling.slope(xs, [3 * x**power for x in xs]) == pytest.approx(power, abs=1e-12)

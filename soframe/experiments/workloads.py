@@ -67,7 +67,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     Returns:
         `(batch,)`.
     """
-    return 0.5 * (outputs - targets).square().flatten(1).sum(dim=1)
+    return 0.5 * F.mse_loss(outputs, targets, reduction="none").flatten(1).sum(dim=1)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ class Inverse(Solver):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
         lower = torch.linalg.cholesky(damped(matrix, damping))
-        return {"inverse": torch.cholesky_inverse(lower)}
+        # Symmetric to the last bit, and stored by columns: its transpose needs no copy.
+        return {"inverse": torch.cholesky_inverse(lower).mT}
 
     def apply(
         self,

@@ -1,5 +1,7 @@
 """Every solver against the dense solve under the same damping, and the algebra that it rests on."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,9 +195,38 @@ class TestSafely:
         with pytest.raises(SolveFailedError):
             solve_safely(solver, matrix, torch.zeros(1).double())
 
+    @pytest.mark.parametrize(
+        ("entries", "good"),
+        [
+            ([3e38, 3e38, 1.0], True),  # finite, unlike their sum
+            ([3e38, math.inf, 1.0], False),
+            ([math.inf, -math.inf, 1.0], False),
+            ([1.0, 1.0, math.nan], False),
+        ],
+    )
+    def test_every_entry_counts(self, entries: list[float], good: bool) -> None:
+        class Fixed(Inverse):
+            def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+                return {"inverse": torch.tensor([entries], dtype=torch.float32)}
+
+        arguments = Fixed(), torch.eye(3)[None], torch.zeros(1)
+        if good:
+            assert not solve_safely(*arguments)[1]
+        else:
+            with pytest.raises(SolveFailedError, match="not finite"):
+                solve_safely(*arguments)
+
     def test_an_indefinite_matrix_has_no_damped_inverse(self) -> None:
         with pytest.raises(SolveFailedError, match="positive-definite"):
             solve_safely(Inverse(), -torch.eye(2)[None], torch.zeros(1))
+
+
+@pytest.mark.parametrize("size", [1, 5, 130])
+def test_inverses_are_symmetric_to_the_bit_and_lie_row_by_row(size: int) -> None:
+    rows = torch.randn(2, 2 * size, size, dtype=torch.float32)
+    inverse = Inverse().solve(rows.mT @ rows, torch.ones(2))["inverse"]
+    assert torch.equal(inverse, inverse.mT)
+    assert inverse.is_contiguous()
 
 
 def test_a_split_that_does_not_exist() -> None:

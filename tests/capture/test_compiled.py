@@ -1,0 +1,107 @@
+"""Models that torch.compile has compiled train with the same factors as eager ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import soframe
+from soframe.testing import compare
+
+pytestmark = [
+    pytest.mark.slow,
+    # The compiler's own look at a frame's arguments.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+STEPS = 7
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.layers = nn.Sequential(nn.Linear(64, 6), nn.GELU(), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(self.norm(self.convolution(x)).relu().flatten(1))
+        return self.head(self.layers[2](x) + x)  # one layer twice
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def train(backend: str | None, every: int, eager_statistics: bool) -> dict[str, Tensor]:
+    """Return weights and factors after a few steps; without a backend nothing is compiled."""
+    torch.manual_seed(0)
+    model = Network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    preconditioner = soframe.Preconditioner(
+        model, optimizer=optimizer, statistics_every=every, solve_every=2 * every
+    )
+    compiled: Any = model if backend is None else torch.compile(model, backend=backend)
+    for _ in range(STEPS):
+        inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.randint(3, (5,))
+        forward = model if eager_statistics and preconditioner.takes_statistics else compiled
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(forward(inputs), targets).backward()
+        preconditioner.step()
+        optimizer.step()
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for block in preconditioner._blocks:
+        for name, factor in block.running.items():
+            found[f"{block.name} {name}"] = factor.tril()
+    preconditioner.close()
+    return found
+
+
+@pytest.mark.parametrize("eager_statistics", [False, True], ids=["compiled", "eager statistics"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compiled_is_eager(backend: str, every: int, eager_statistics: bool) -> None:
+    wanted = train(None, every, False)
+    assert sum(name.endswith((" A", " G")) for name in wanted) == 8
+    found = train(backend, every, eager_statistics)
+    if every > 1 or not eager_statistics:
+        assert counters["stats"]["unique_graphs"] > 0  # something was compiled
+    for name, tensor in wanted.items():
+        compare(found[name], tensor, name)
+
+
+def test_one_graph_where_statistics_are_eager() -> None:
+    """Between statistics steps the hooks are compiled away."""
+    train("aot_eager", 3, True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_statistics_come_from_a_model_compiled_without() -> None:
+    """The graph of a step without statistics is not used at a step with them."""
+    torch.manual_seed(0)
+    model = Network().double()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=2, solve_every=2)
+
+    def step(forward: Any) -> int:
+        forward(torch.randn(5, 2, 4, 4).double()).square().mean().backward()
+        taken = sum(block.mass for block in preconditioner._blocks)
+        preconditioner.step()
+        return sum(block.mass for block in preconditioner._blocks) > taken
+
+    assert [step(f) for f in (model, compiled, compiled, compiled)] == [True, False, True, False]
