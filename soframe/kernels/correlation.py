@@ -19,6 +19,8 @@ paths, and 6e-7 to 1.4e-5 in one piece.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,7 +84,9 @@ def has_primitive(x: Tensor) -> bool:
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return False
-    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    backend: Any = torch.backends.mkldnn
+    exact = backend.conv.fp32_precision in ("none", "ieee")  # not TensorFloat-32, nor bfloat16
+    return exact and backend.is_available() and torch._C._get_mkldnn_enabled()
 
 
 def core(axis: Axis) -> Range:

@@ -276,6 +276,17 @@ def test_choices_with_a_primitive(path: str, case: str, threads: int, geometry: 
     assert choose(geometry, threads, primitive=True) == path, case
 
 
+def test_a_primitive_of_less_precision_is_not_used() -> None:
+    settings = torch.backends.mkldnn.conv  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        assert not correlation.has_primitive(torch.empty(1))
+    finally:
+        settings.fp32_precision = before
+    assert settings.fp32_precision == before
+
+
 def test_only_single_precision_on_a_processor_has_a_primitive() -> None:
     assert correlation.has_primitive(torch.empty(1)) == torch.backends.mkldnn.is_available()
     assert not correlation.has_primitive(torch.empty(1, dtype=torch.float64))
