@@ -1,28 +1,47 @@
 """Which way a convolution's factor is computed: a geometry in, the name of a path out.
 
-All paths are exact and none subtracts, so only speed decides. It is predicted from three figures of
-this file, measured on one core of an AVX2 server with MKL: they need to be right within a factor of
-two, since that is by how much the paths mostly differ.
+All paths are exact and none subtracts, so only speed decides. It is predicted from the figures of
+this file, measured on one core of an AVX2 server with MKL and oneDNN: they need to be right within
+a factor of two, since that is by how much the paths mostly differ. Processor time of kernels of
+3 x 3 positions at a stride of one, one thread, ms, channels first and last; predictions in
+parentheses:
+
+======================  ==================  ==================  ==================
+batch, channels, map    correlation         shifts              rows
+======================  ==================  ==================  ==================
+64, 3, 32 x 32          4.8, 4.3 (3.2)      7.0, 6.4 (6.3)      4.9, 4.5 (2.3)
+64, 16, 32 x 32         13.0, 11.5 (10.1)   19.6, 16.6 (12.2)   19.3, 17.3 (16.9)
+64, 32, 16 x 16         13.2, 11.2 (9.2)    12.8, 9.9 (8.8)     14.3, 13.5 (14.6)
+64, 64, 8 x 8           14.8, 10.5 (8.6)    10.1, 7.3 (6.5)     14.1, 11.0 (12.8)
+8, 64, 56 x 56          81.8, 74.5 (53.5)   61.7, 57.4 (47.8)   83.1, 75.6 (87.5)
+8, 32 of 4, 28 x 28     9.8, 8.4 (7.2)      48.0, 52.3 (43.9)   22.5, 20.6 (29.2)
+8, 96 of 1, 28 x 28     8.7, 7.7 (5.4)      5.7, 4.2 (5.8)      17.1, 16.1 (27.6)
+======================  ==================  ==================  ==================
+
+They are the least of 15 to 40 turns on a machine with other work, so between rows they compare less
+well than within. With several threads a convolution is divided among them, and so are products of
+wide matrices; narrow ones, of fewer than `WIDE` columns, are counted as if they were not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 
-from soframe.kernels import pointwise, shifts, unfold
+from soframe.kernels import correlation, pointwise, shifts, unfold
 from soframe.kernels.geometry import Geometry, segments
 
-Path = Literal["pointwise", "shifts", "rows", "unfold"]
+Path = Literal["pointwise", "correlation", "shifts", "rows", "unfold"]
 Kernel = Callable[[Tensor, Tensor, Geometry, float], None]
 
 PATHS: Mapping[str, Kernel] = MappingProxyType(
     {
         "pointwise": pointwise.add,
+        "correlation": correlation.add,
         "shifts": shifts.add,
         "rows": shifts.add_by_rows,
         "unfold": unfold.add,
@@ -31,48 +50,64 @@ PATHS: Mapping[str, Kernel] = MappingProxyType(
 
 MULTIPLY_ADD = 3e-11  # seconds: of large products
 READ = 3e-10  # seconds: of one element, read by a product or copied
+CONVOLUTION = 3.4e-11  # seconds: a multiplication and addition in the gradient of a weight
+NARROW = 12  # columns of a product: fewer take as long
+VECTORS = 16  # channels that the primitive takes at least
+MOVE = 1.5e-9  # seconds: of one element of fewer than NARROW channels, when it is copied
 CALL = 1.5e-5  # seconds: a product and what is around it
+WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
 
 @lru_cache(maxsize=1024)
-def choose(geometry: Geometry) -> Path:
+def choose(geometry: Geometry, threads: int = 1, primitive: bool = False) -> Path:
     """Return the path that is expected to be fastest.
 
     Args:
         geometry: The geometry.
+        threads: How many there are.
+        primitive: Whether the gradient of a convolution's weight has a fast and exact primitive
+            (`soframe.kernels.correlation.has_primitive`).
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
-        ``"shifts"`` mostly; ``"rows"`` for inputs of few channels; ``"unfold"`` for maps so small
-        that there is nothing to share.
+        ``"shifts"`` mostly; ``"correlation"`` for large maps of few channels at a stride of one;
+        ``"rows"`` for inputs of fewer still; ``"unfold"`` for maps so small that there is nothing
+        to share.
     """
     if geometry.rows.kernel == geometry.columns.kernel == 1:
         return "pointwise"
     candidates: tuple[Path, ...] = ("shifts", "rows", "unfold")
-    return min(candidates, key=lambda path: seconds(path, geometry))
+    if primitive and correlation.serves(geometry):
+        candidates += ("correlation",)
+    return min(candidates, key=lambda path: seconds(path, geometry, threads))
 
 
-def seconds(path: Path, geometry: Geometry) -> float:
+def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
     """Predict the time of a path.
 
     Args:
-        path: The path.
+        path: The path; ``"correlation"`` where it serves.
         geometry: The geometry.
+        threads: How many there are.
 
     Returns:
         Seconds, on the machine where the constants were measured.
     """
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
+    product = partial(_product, groups=groups, threads=threads)
     if path == "unfold":
         copied = geometry.positions * geometry.features * groups
-        return 4 * copied * READ + _product(geometry.positions, geometry.features, groups) / 2
+        return 4 * copied * READ + product(geometry.positions, geometry.features) / 2
     if path == "rows":
         width = columns.kernel * channels
         copied = rows.size * columns.out * batch * width * groups
         counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
-        return copied * READ + sum(_product(batch * n, width, groups) for n in counts)
+        copy = _copy(channels)
+        return copied * copy + sum(product(batch * n, width) for n in counts)
     copied = rows.size * columns.size * batch * channels * groups
+    if path == "correlation":
+        return _correlation(geometry, copied, threads)
     counts = [
         r.count * c.count
         for r in segments(rows)
@@ -80,10 +115,44 @@ def seconds(path: Path, geometry: Geometry) -> float:
         if (r.other, c.other) <= (0, 0)
     ]
     copies = 1 + len({s.shift for s in segments(columns)})
-    return copied * copies * READ + sum(_product(batch * n, channels, groups) for n in counts)
+    copy = copied * copies * _copy(channels * groups)
+    return copy + sum(product(batch * n, channels) for n in counts)
 
 
-def _product(length: int, size: int, groups: int) -> float:
+def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
+    """Predict `soframe.kernels.correlation`: the convolution, and the strips around it."""
+    rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
+    channels, groups = geometry.channels, geometry.groups
+    (top, bottom), (left, right) = correlation.core(rows), correlation.core(columns)
+    above, beside = rows.size - (bottom - top), columns.size - (right - left)
+    line = columns.kernel * channels
+    width = max(channels, VECTORS)
+    distances = rows.kernel * (2 * columns.kernel - 1)
+    core = batch * (bottom - top) * (right - left)
+    convolution = distances * core * width * channels * groups * CONVOLUTION / threads
+    strips = above * columns.out * batch * line**2 * rows.kernel
+    strips += beside * (bottom - top) * batch * line * channels * rows.kernel
+    gathered = (above + rows.kernel) * columns.out * batch * line
+    calls = 20 + above * (4 + rows.kernel) + beside * (4 + columns.kernel + rows.kernel)
+    calls += 3 * core // correlation.CHUNK
+    return (
+        convolution
+        + strips * groups * MULTIPLY_ADD / 1.5
+        + (3 * copied + 2 * gathered * groups) * _copy(channels * groups)
+        + calls * CALL / 2
+    )
+
+
+def _product(length: int, size: int, groups: int, threads: int) -> float:
     """Predict ``[size, length] @ [length, size]`` for all groups."""
-    arithmetic = length * size**2 * MULTIPLY_ADD
-    return CALL + groups * (arithmetic + 2 * length * size * READ / 2)
+    if size == 1 < groups:
+        return CALL + length * groups * 2 * READ
+    shared = groups * (length * max(size, NARROW) ** 2 * MULTIPLY_ADD + length * size * READ)
+    # The groups of an image are copied apart.
+    apart = 2 * length * size * groups * _copy(size) if groups > 1 else 0.0
+    return CALL + apart + shared / (threads if size >= WIDE else 1)
+
+
+def _copy(size: int) -> float:
+    """Return the time of copying an element, as one of so many that lie together."""
+    return READ if size > NARROW else MOVE

@@ -136,9 +136,8 @@ def mirror(matrix: Tensor) -> Tensor:
     tile = TILE if matrix.device.type == "cpu" else max(size, 1)
     tiles = [slice(start, start + tile) for start in range(0, size, tile)]
     for number, rows in enumerate(tiles):
-        corner = matrix[..., rows, rows]
-        lower = corner.tril()
-        corner.copy_(lower + lower.tril(-1).mT)
+        corner = matrix[..., rows, rows].tril_()
+        corner.add_(corner.tril(-1).mT)
         for columns in tiles[:number]:
             matrix[..., columns, rows] = matrix[..., rows, columns].mT
     return matrix

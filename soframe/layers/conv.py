@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soframe.kernels.correlation import has_primitive
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
@@ -93,7 +95,8 @@ class Conv2dHelper(LayerHelper):
         if self.bias is not None:
             weights = total[:, :-1, :-1]
             add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
-        PATHS[self.path or choose(geometry)](weights, x, geometry, scale)
+        path = self.path or choose(geometry, torch.get_num_threads(), has_primitive(x))
+        PATHS[path](weights, x, geometry, scale)
         return total
 
     def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:

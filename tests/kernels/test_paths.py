@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.kernels import unfold
+from soframe.kernels import correlation, unfold
 from soframe.kernels.dispatch import PATHS, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
 from soframe.kernels.gram import mirror
@@ -110,6 +110,60 @@ def test_every_path_is_the_sum_over_patches(geometry: Geometry, layout: str, see
     compare(patch_sums(own, geometry), sums, "sums of patches", rtol=1e-10, atol=1e-12)
 
 
+@st.composite
+def cores(draw: st.DrawFn) -> Geometry:
+    """Geometries that one convolution of the image with itself serves."""
+    axes = []
+    for _ in range(2):
+        kernel, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        reach = dilation * (kernel - 1)
+        before, after = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+        least = 1 + max(0, reach - before) + max(0, reach - after)
+        axes.append(Axis(draw(st.integers(least, least + 3)), kernel, 1, dilation, before, after))
+    groups, channels = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
+    return Geometry(draw(st.integers(1, 3)), groups, channels, *axes)
+
+
+@given(geometry=cores(), layout=st.sampled_from(LAYOUTS), chunk=st.sampled_from([1, 9, 8192]))
+@settings(max_examples=40)
+def test_one_convolution(geometry: Geometry, layout: str, chunk: int) -> None:
+    assert correlation.serves(geometry)
+    x = image(geometry)
+    border = x.clone()
+    border[:, :, 0] *= 1e4
+    border[..., -1] *= 1e4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(correlation, "CHUNK", chunk)
+        got = added("correlation", laid_out(border, layout), geometry)
+    expected = by_hand(border, geometry)
+    bound = by_hand(border.abs(), geometry)
+    assert ((got - expected).abs() <= 1e-13 * bound + 1e-12).all()
+
+
+def test_a_convolution_adds_up_few_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what its error depends on."""
+    met: list[tuple[int, ...]] = []
+    plain = correlation._weight_gradient
+
+    def seen(part: Tensor, geometry: Geometry) -> Tensor:
+        met.append(tuple(part.shape))
+        return plain(part, geometry)
+
+    monkeypatch.setattr(correlation, "_weight_gradient", seen)
+    monkeypatch.setattr(correlation, "CHUNK", 200)
+    for size, batch in ((8, 7), (20, 2)):
+        met.clear()
+        axis = Axis(size, 3, before=1, after=1)
+        correlation.add(
+            torch.zeros(1, 9, 9),
+            torch.ones(batch, 1, size, size),
+            Geometry(batch, 1, 1, axis, axis),
+            1.0,
+        )
+        assert all(n * (rows - 2) * (columns - 4) <= 200 for n, _, rows, columns in met)
+        assert sum(n * (rows - 2) for n, _, rows, _ in met) == batch * (size - 2)
+
+
 @given(
     geometry=st.builds(
         Geometry, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), axes(1), axes(1)
@@ -189,6 +243,11 @@ def test_a_geometry_has_a_path(geometry: Geometry) -> None:
     assert choose(geometry) in PATHS
 
 
+def square(batch: int, groups: int, channels: int, size: int, kernel: int) -> Geometry:
+    axis = Axis(size, kernel, before=kernel // 2, after=kernel // 2)
+    return Geometry(batch, groups, channels, axis, axis)
+
+
 CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     # batch, channels, size, kernel, stride, padding
     ("pointwise", "1 x 1", (8, 64, 56, 1, 1, 0)),
@@ -198,6 +257,41 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     ("shifts", "ResNet-50, last stage", (8, 512, 7, 3, 1, 1)),
     ("unfold", "nothing to share", (8, 16, 2, 3, 1, 1)),
 ]
+
+
+FAST: list[tuple[str, str, int, Geometry]] = [
+    # threads, and what is chosen where there is a primitive
+    ("correlation", "ResNet-20, first stage", 1, square(64, 1, 16, 32, 3)),
+    ("shifts", "ResNet-20, second stage", 1, square(64, 1, 32, 16, 3)),
+    ("correlation", "ResNet-20, second stage", 2, square(64, 1, 32, 16, 3)),
+    ("shifts", "ResNet-20, third stage", 2, square(64, 1, 64, 8, 3)),
+    ("shifts", "ResNet-50, first stage", 2, square(8, 1, 64, 56, 3)),
+    ("correlation", "ResNeXt", 1, square(8, 32, 4, 28, 3)),
+    ("unfold", "nothing that all kernel positions meet", 1, square(8, 1, 16, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("path", "case", "threads", "geometry"), FAST)
+def test_choices_with_a_primitive(path: str, case: str, threads: int, geometry: Geometry) -> None:
+    assert choose(geometry, threads, primitive=True) == path, case
+
+
+def test_a_primitive_of_less_precision_is_not_used() -> None:
+    settings = torch.backends.mkldnn.conv  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        assert not correlation.has_primitive(torch.empty(1))
+    finally:
+        settings.fp32_precision = before
+    assert settings.fp32_precision == before
+
+
+def test_only_single_precision_on_a_processor_has_a_primitive() -> None:
+    assert correlation.has_primitive(torch.empty(1)) == torch.backends.mkldnn.is_available()
+    assert not correlation.has_primitive(torch.empty(1, dtype=torch.float64))
+    assert not correlation.has_primitive(torch.empty(1, dtype=torch.bfloat16))
+    assert not correlation.has_primitive(torch.empty(1, device="meta"))
 
 
 @pytest.mark.parametrize(("path", "case", "numbers"), CHOICES)
