@@ -248,7 +248,7 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or not self.enabled or _is_functional(helper):
+        if self.sink is None or _is_functional(helper):
             return
         if torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is

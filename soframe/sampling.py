@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.layers.base import LayerHelper, Unit
+from soframe.sharing import content, memory
 
 Rows = float | int
 
@@ -74,7 +75,7 @@ class Sampler:
     def __init__(self, rows: Rows, rank: int) -> None:
         self._rows, self._rank, self._step = rows, rank, 0
         self._indices: dict[Hashable, Tensor] = {}
-        self._last: tuple[Hashable, list[StorageWeakRef], tuple[Tensor, ...]] | None = None
+        self._last: tuple[Hashable, tuple[StorageWeakRef, ...], tuple[Tensor, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"Sampler({self._rows!r})"
@@ -135,12 +136,7 @@ class Sampler:
         """Take of the very same input the very same tensor, so that its moment can be shared."""
         if not inputs:
             return inputs
-        where = tuple(
-            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version)
-            for x in inputs
-        )
-        now = (key, unit, type(helper), where)
+        now = (key, unit, type(helper), content(inputs))
         if self._last is None or self._last[0] != now:
-            memory = [StorageWeakRef(x.untyped_storage()) for x in inputs]
-            self._last = (now, memory, helper.take_inputs(inputs, index, unit))
+            self._last = (now, memory(inputs), helper.take_inputs(inputs, index, unit))
         return self._last[2]

@@ -19,13 +19,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from soframe.layers.base import LayerHelper
 
 
+def content(tensors: Sequence[Tensor]) -> Hashable:
+    """Return what is the same for tensors with the same elements in the same memory.
+
+    Args:
+        tensors: The tensors. Another write to one of them changes what is returned; once one is
+            gone, others may get its address: keep `memory` beside.
+    """
+    return tuple(
+        (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        for x in tensors
+    )
+
+
+def memory(tensors: Sequence[Tensor]) -> tuple[StorageWeakRef, ...]:
+    """Return what keeps no data of tensors, but their addresses from being those of others.
+
+    Args:
+        tensors: The tensors.
+    """
+    return tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
+
+
 @dataclass(frozen=True)
 class _Known:
     """A sum of one call."""
 
     key: Hashable
-    # Keeps no data, but the addresses in the key from being those of other inputs.
-    memory: tuple[StorageWeakRef, ...]
+    memory: tuple[StorageWeakRef, ...]  # so that the key is nobody else's
     total: Tensor
     version: int
     scale: float
@@ -60,12 +81,7 @@ class SharedInputs:
         own = helper.input_key()
         if own is None:
             return helper.input_moment(inputs, output_rows, total, scale)
-        where = tuple(
-            (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype)
-            for x in inputs
-        )
-        versions = tuple(x._version for x in inputs)
-        key = (own, where, versions, output_rows.dtype, output_rows.shape[:3])
+        key = (own, content(inputs), output_rows.dtype, output_rows.shape[:3])
         known = self._known
         # Whatever was written since then, to the input or to the sum, has changed its version.
         if known is not None and known.key == key and known.total._version == known.version:
@@ -75,8 +91,7 @@ class SharedInputs:
         fresh = total is None
         total = helper.input_moment(inputs, output_rows, total, scale)
         if fresh:
-            memory = tuple(StorageWeakRef(x.untyped_storage()) for x in inputs)
-            self._known = _Known(key, memory, total, total._version, scale)
+            self._known = _Known(key, memory(inputs), total, total._version, scale)
         return total
 
     def forget(self) -> None:

@@ -81,7 +81,10 @@ def test_compiled_is_eager(backend: str, every: int, eager_statistics: bool) -> 
     if every > 1 or not eager_statistics:
         assert counters["stats"]["unique_graphs"] > 0  # something was compiled
     for name, tensor in wanted.items():
-        compare(found[name], tensor, name)
+        if backend == "aot_eager":  # the same arithmetic
+            assert torch.equal(found[name], tensor), name
+        else:
+            compare(found[name], tensor, name)
 
 
 def test_one_graph_where_statistics_are_eager() -> None:

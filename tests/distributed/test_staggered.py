@@ -31,19 +31,16 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
     return placement.traffic(rank, statistics=True, solve=due, used=list(SHAPES))
 
 
-def train_and_count(rank: int, ranks: int, names: list[str], solver: Any) -> list[Any]:
+def train_and_count(
+    rank: int, ranks: int, names: list[str], options: dict[str, Any], steps: int
+) -> list[Any]:
+    """For each strategy the placement, and the traffic up to each step."""
     found = []
     for name in names:
-        every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves"}
-        run = Run(
-            Case({"strategy": EVERY[name], "solver": solver, **every}),
-            rank,
-            ranks,
-            None,
-            mean_over(),
-        )
+        case = Case({"strategy": EVERY[name], **options})
+        run = Run(case, rank, ranks, None, mean_over())
         totals = [run.preconditioner.traffic()]
-        for step in range(STEPS):
+        for step in range(steps):
             run.step(step)
             totals.append(run.preconditioner.traffic())
         found.append((run.preconditioner.placement, totals))
@@ -55,7 +52,9 @@ def train_and_count(rank: int, ranks: int, names: list[str], solver: Any) -> lis
 )
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: Any) -> None:
     names = list(EVERY) if ranks > 2 else ["deferred", "pairs"]
-    for rank, own in enumerate(run_ranks(train_and_count, ranks, names, solver, timeout=60)):
+    options = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves"}
+    work = (names, {**options, "solver": solver}, STEPS)
+    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work, timeout=60)):
         for name, (placement, totals) in zip(names, own, strict=True):
             for step in range(STEPS):
                 expected = add(totals[step], planned_step(placement, rank, step))

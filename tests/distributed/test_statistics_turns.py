@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from soframe import Placement
 from soframe.comm import TorchDistributed
@@ -15,7 +14,8 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_accounting import NAMES, SHAPES
 from tests.distributed.test_equivalence import STRATEGIES
 from tests.distributed.test_plans import EVERY, Traffic, add
-from tests.distributed.training import SAMPLES, Case, Run, mean_over, train_alone, train_rank
+from tests.distributed.test_staggered import train_all, train_and_count
+from tests.distributed.training import SAMPLES, Case, train_alone, train_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -42,34 +42,18 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
     return add(found, {"start": rows, "total": rows}) if step == 0 else found
 
 
-def train_and_count(rank: int, ranks: int, names: list[str], solver: str) -> list[Any]:
-    found = []
-    for name in names:
-        case = Case({"strategy": EVERY[name], "solver": solver, **OPTIONS})
-        run = Run(case, rank, ranks, None, mean_over())
-        totals = [run.preconditioner.traffic()]
-        for step in range(STEPS):
-            run.step(step)
-            totals.append(run.preconditioner.traffic())
-        found.append((run.preconditioner.placement, totals))
-    return found
-
-
 @pytest.mark.parametrize(
     ("ranks", "solver"), [(2, "inverse"), pytest.param(4, "eigen", marks=pytest.mark.slow)]
 )
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: str) -> None:
     names = list(EVERY) if ranks > 2 else ["mem", "pairs"]
-    for rank, own in enumerate(run_ranks(train_and_count, ranks, names, solver, timeout=60)):
+    work = (names, {**OPTIONS, "solver": solver}, STEPS)
+    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work, timeout=60)):
         for name, (placement, totals) in zip(names, own, strict=True):
             assert len(set(turns_of(placement).statistics)) == EACH
             for step in range(STEPS):
                 expected = add(totals[step], planned_step(placement, rank, step))
                 assert totals[step + 1] == expected, (name, rank, step)
-
-
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
-    return [train_rank(rank, ranks, case).weights() for case in cases]
 
 
 @pytest.mark.parametrize(
