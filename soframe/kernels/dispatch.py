@@ -50,6 +50,7 @@ PATHS: Mapping[str, Kernel] = MappingProxyType(
 
 MULTIPLY_ADD = 3e-11  # seconds: of large products
 READ = 3e-10  # seconds: of one element, read by a product or copied
+WRITTEN_OUT = 16  # copies, as long as writing patches out takes
 CONVOLUTION = 3.4e-11  # seconds: a multiplication and addition in the gradient of a weight
 NARROW = 12  # columns of a product: fewer take as long
 VECTORS = 16  # channels that the primitive takes at least
@@ -95,10 +96,12 @@ def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
     """
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
-    product = partial(_product, groups=groups, threads=threads)
+    # Threads share rows, however narrow these are.
+    wide = 1 if path != "unfold" and shifts.by_rows(geometry) else WIDE
+    product = partial(_product, groups=groups, threads=threads, wide=wide)
     if path == "unfold":
         copied = geometry.positions * geometry.features * groups
-        return 4 * copied * READ + product(geometry.positions, geometry.features) / 2
+        return WRITTEN_OUT * copied * READ + product(geometry.positions, geometry.features) / 2
     if path == "rows":
         width = columns.kernel * channels
         copied = rows.size * columns.out * batch * width * groups
@@ -114,7 +117,7 @@ def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
         for c in segments(columns)
         if (r.other, c.other) <= (0, 0)
     ]
-    copies = 1 + len({s.shift for s in segments(columns)})
+    copies = 2 if wide == 1 else 1 + len({s.shift for s in segments(columns)})
     copy = copied * copies * _copy(channels * groups)
     return copy + sum(product(batch * n, channels) for n in counts)
 
@@ -143,14 +146,14 @@ def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
     )
 
 
-def _product(length: int, size: int, groups: int, threads: int) -> float:
+def _product(length: int, size: int, groups: int, threads: int, wide: int = WIDE) -> float:
     """Predict ``[size, length] @ [length, size]`` for all groups."""
     if size == 1 < groups:
         return CALL + length * groups * 2 * READ
     shared = groups * (length * max(size, NARROW) ** 2 * MULTIPLY_ADD + length * size * READ)
     # The groups of an image are copied apart.
     apart = 2 * length * size * groups * _copy(size) if groups > 1 else 0.0
-    return CALL + apart + shared / (threads if size >= WIDE else 1)
+    return CALL + apart + shared / (threads if size >= wide else 1)
 
 
 def _copy(size: int) -> float:

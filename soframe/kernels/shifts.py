@@ -1,9 +1,11 @@
-"""Products of shifted copies of the input: patches are never written out.
+"""Products of shifted views of the input: patches are never written out.
 
-Copies of the input lie with their positions first, ``[height, width, batch, channels]``, so that a
-range of rows is one matrix and every product an ordinary one, with no batch to loop over. Along
-the height, blocks share products as `soframe.kernels.geometry` says. Along the width there are two
-ways:
+The input is copied once, with its positions first, ``[height, width, batch, channels]``. A range
+of positions is then a batch of matrices, one for each row, wherever it begins: a view. Products of
+such batches use all threads where one product of the same few columns would not. Where there are
+more channels than a row has positions, ranges are copied into one matrix each, since the products
+of all rows would take more memory than their operands. Along the height, blocks share products as
+`soframe.kernels.geometry` says. Along the width there are two ways:
 
 - `add`: likewise. A 3 x 3 kernel takes 13 products of ``[positions, channels]`` matrices instead of
   45, and a few small ones for the borders.
@@ -35,12 +37,19 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
         scale: The multiplier.
     """
     grid = _positions_first(x)
+    views = by_rows(geometry)
     step, stride = geometry.rows.stride, geometry.columns.stride
+    # Columns of one residue side by side, so that a range of them is contiguous.
+    phases = [grid[:, first::stride].contiguous() for first in range(stride)] if views else []
     slabs: dict[tuple[int, int, int], Tensor] = {}
     length = 0
 
     def slab(start: int, count: int) -> Slab:
         def rows(residue: int) -> Tensor:
+            if views:
+                first = start // stride
+                part = phases[start % stride][residue::step, first : first + count]
+                return part.flatten(1, 2)
             key = (start, count, residue)
             if key not in slabs:
                 part = grid[residue::step, start : start + stride * count : stride]
@@ -57,6 +66,16 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
         left = slab(columns.start, columns.count)
         right = slab(columns.start + columns.shift, columns.count)
         _add_products(total, left, right, columns, geometry, scale)
+
+
+def by_rows(geometry: Geometry) -> bool:
+    """Return whether products are those of all rows, added up, rather than of one matrix.
+
+    Args:
+        geometry: The geometry.
+    """
+    row = geometry.batch * geometry.columns.out
+    return geometry.groups == 1 and geometry.channels <= row
 
 
 def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
@@ -99,13 +118,17 @@ def _add_products(
     scale: float,
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
-    step = geometry.rows.stride
+    step, views = geometry.rows.stride, by_rows(geometry)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal
         a = _rows_of(left, rows.start, rows.count, step)
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
         blocks = _blocks(total, rows, columns, geometry)
+        if views and len(a) > 1:
+            blocks.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
+            continue
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
         if geometry.groups == 1 and blocks.shape[1] == blocks.shape[2] == 1:
             blocks[0, 0, 0].addmm_(a.T, b, alpha=scale)
         else:
@@ -113,9 +136,9 @@ def _add_products(
 
 
 def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
-    """Return a range of rows as one matrix, ``[positions, groups * features]``."""
+    """Return a range of rows as matrices, ``[rows, positions, groups * features]``."""
     first = start // step
-    return slab(start % step)[first : first + count].flatten(0, 1)
+    return slab(start % step)[first : first + count]
 
 
 def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.kernels import correlation, unfold
+from soframe.kernels import correlation, shifts, unfold
 from soframe.kernels.dispatch import PATHS, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
 from soframe.kernels.gram import mirror
@@ -108,6 +108,27 @@ def test_every_path_is_the_sum_over_patches(geometry: Geometry, layout: str, see
     assert torch.equal(own, x), "the input was changed"
     sums = unfold.patches(x, geometry).sum((1, 2))
     compare(patch_sums(own, geometry), sums, "sums of patches", rtol=1e-10, atol=1e-12)
+
+
+@given(geometry=geometries(), layout=st.sampled_from(LAYOUTS))
+@settings(max_examples=60)
+def test_products_of_rows_are_those_of_one_matrix(geometry: Geometry, layout: str) -> None:
+    assume(geometry.groups == 1)
+    x = image(geometry)
+    own = laid_out(x, layout)
+    for path in ("shifts", "rows"):
+        for wanted in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shifts, "by_rows", lambda _, wanted=wanted: wanted)
+                got = added(path, own, geometry, 0.25)
+            compare(got, by_hand(x, geometry), path, rtol=1e-10, atol=1e-12)
+
+
+def test_where_rows_have_products_of_their_own() -> None:
+    """Not where there are more channels than a row has positions, nor for groups."""
+    assert shifts.by_rows(square(8, 1, 128, 28, 3))
+    assert not shifts.by_rows(square(8, 1, 256, 14, 3))
+    assert not shifts.by_rows(square(64, 2, 16, 32, 3))
 
 
 @st.composite
@@ -253,6 +274,7 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     ("pointwise", "1 x 1", (8, 64, 56, 1, 1, 0)),
     ("rows", "the stem of ResNet-50", (8, 3, 224, 7, 2, 3)),
     ("rows", "the stem of ResNet-20", (64, 3, 32, 3, 1, 1)),
+    ("rows", "the first stride of ResNet-20", (64, 16, 32, 3, 2, 1)),
     ("shifts", "ResNet-20, first stage", (64, 16, 32, 3, 1, 1)),
     ("shifts", "ResNet-50, last stage", (8, 512, 7, 3, 1, 1)),
     ("unfold", "nothing to share", (8, 16, 2, 3, 1, 1)),
@@ -263,7 +285,8 @@ FAST: list[tuple[str, str, int, Geometry]] = [
     # threads, and what is chosen where there is a primitive
     ("correlation", "ResNet-20, first stage", 1, square(64, 1, 16, 32, 3)),
     ("shifts", "ResNet-20, second stage", 1, square(64, 1, 32, 16, 3)),
-    ("correlation", "ResNet-20, second stage", 2, square(64, 1, 32, 16, 3)),
+    ("shifts", "ResNet-20, first stage", 2, square(64, 1, 16, 32, 3)),
+    ("shifts", "ResNet-20, second stage", 2, square(64, 1, 32, 16, 3)),
     ("shifts", "ResNet-20, third stage", 2, square(64, 1, 64, 8, 3)),
     ("shifts", "ResNet-50, first stage", 2, square(8, 1, 64, 56, 3)),
     ("correlation", "ResNeXt", 1, square(8, 32, 4, 28, 3)),
