@@ -1,8 +1,11 @@
 """Sums of outer products, added in place to the lower triangle of a running sum.
 
 Cholesky factorisations, eigendecompositions and packing read one triangle, and `mirror` fills the
-other where somebody reads both. A large product is done by blocks of columns, each against the
-columns up to its own: little more than half the arithmetic, and no matrix besides the sum.
+other where somebody reads both. A large product is done in parts, for little more than half the
+arithmetic: by blocks of columns, each against the columns up to its own, with no matrix besides the
+sum; or by halves, which are wider, and which threads share better: with two of them 2048 rows of
+1024 columns take 21 ms instead of 27, of 768 columns 12 instead of 14, of 2048 columns 68 instead
+of 78, and of 512 columns the same 5.5. One thread takes no less by halves.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
+LEAST = 96  # columns of a half
 TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
 
 
@@ -52,11 +56,65 @@ def column_blocks(size: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
+def halvings(size: int) -> int:
+    """Return how often a matrix is halved: until halves are odd or have fewer than `LEAST` columns.
+
+    Args:
+        size: The size of the matrix.
+    """
+    number = 0
+    while size % 2 == 0 and size >= 2 * LEAST:
+        size, number = size // 2, number + 1
+    return number if size < 2 * LEAST else 0
+
+
 def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     """Add ``scale rows^T rows`` to the lower triangle.
 
     Args:
         total: ``[n, n]``, changed in place; what is above the diagonal is undefined afterwards.
+        rows: ``[m, n]``.
+        scale: The multiplier.
+    """
+    shared = torch.get_num_threads() > 1 and rows.shape[1] >= 4 * SMALL
+    way = add_by_halves if shared and halvings(rows.shape[1]) else add_by_columns
+    way(total, rows, scale)
+
+
+def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """Do the same: the second half of the columns against the first, and so within each half.
+
+    Args:
+        total: See `add_rows`.
+        rows: ``[m, n]``, where `halvings` of ``n`` is not 0.
+        scale: The multiplier.
+    """
+    size, number = rows.shape[1], halvings(rows.shape[1])
+    down, right = total.stride()
+    for level in range(number + 1):
+        parts = 2**level
+        width = size // parts
+        if level == number:  # what is left on the diagonal
+            own = rows.unflatten(1, (parts, width)).permute(1, 0, 2)
+            first, second, offset = own, own, 0
+        else:
+            width //= 2
+            halves = rows.unflatten(1, (parts, 2, width)).permute(1, 2, 0, 3)
+            first, second, offset = halves[:, 0], halves[:, 1], width * down
+        step = size // parts * (down + right)
+        begin = total.storage_offset() + offset
+        blocks = total.as_strided((parts, width, width), (step, down, right), begin)
+        if parts == 1:
+            blocks[0].addmm_(second[0].T, first[0], alpha=scale)
+        else:
+            blocks.add_(torch.bmm(second.mT, first), alpha=scale)
+
+
+def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """Do the same by blocks of columns.
+
+    Args:
+        total: See `add_rows`.
         rows: ``[m, n]``.
         scale: The multiplier.
     """
