@@ -115,6 +115,17 @@ def test_views_of_images_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert met == [(name, x.untyped_storage().data_ptr()) for name, x in expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_begin_where_vectors_do(dtype: torch.dtype) -> None:
+    for size in range(1, 40):
+        total = gram.zeros(3, size, torch.ones(1, dtype=dtype))
+        assert total.shape == (3, size, size)
+        assert total.is_contiguous()
+        assert (total == 0).all()
+        assert total.dtype == dtype
+        assert total.data_ptr() % 64 == 0
+
+
 def test_bias_row() -> None:
     rows = randn(2, 3, 4, 5)
     total = torch.zeros(2, 6, 6, dtype=torch.float64)
