@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.comm.tasks import Task, finish
 from soframe.factors import FactorSpec, TensorSpec
+from soframe.kernels.gram import mirror
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import Counts
@@ -31,6 +32,8 @@ class Block:
         arrived: The running factors that this rank holds, by name: ``[groups, n, n]``, or packed
             ``[groups, n (n + 1) / 2]`` where its placement says so; empty before the first
             statistics. Without what is under way: see ``running``.
+        lower: Of these the ones of which the lower triangle counts, until somebody looks: most
+            statistics steps are followed by another before the next solve.
         under_way: What will bring statistics that travel still into ``arrived``.
         mass: The weight that the running factors' average has gathered: 1 without start-up bias,
             0 before the first statistics. The same on every rank.
@@ -51,6 +54,7 @@ class Block:
     solver: Solver
     dtype: torch.dtype
     arrived: dict[str, Tensor] = field(default_factory=dict)
+    lower: set[str] = field(default_factory=set)
     under_way: list[Task] = field(default_factory=list)
     mass: float = 0.0
     pending: float = 0.0
@@ -72,14 +76,18 @@ class Block:
 
     @property
     def running(self) -> dict[str, Tensor]:
-        """The running factors, once all statistics so far have arrived."""
+        """The running factors, whole, once all statistics so far have arrived."""
         self.arrive()
+        for name in self.lower:
+            mirror(self.arrived[name])
+        self.lower.clear()
         return self.arrived
 
     @running.setter
     def running(self, factors: dict[str, Tensor]) -> None:
         self.arrive()
         self.arrived = factors
+        self.lower.clear()
 
     def arrive(self) -> None:
         """Wait for the statistics that are under way; every rank has sent its own already."""
@@ -162,7 +170,8 @@ class Block:
         Returns:
             ``[groups]``.
         """
-        stored = self.running[factor.name]
+        self.arrive()
+        stored = self.arrived[factor.name]
         if stored.dim() == 3:
             return mean_trace(stored)
         return packed_diagonal(stored, factor.size).mean(-1)

@@ -31,7 +31,6 @@ from soframe.comm.fusion import Sum, add_up, additions, own_memory
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.factors import FactorSpec
-from soframe.kernels.gram import mirror
 from soframe.strategies.placement import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
@@ -97,10 +96,10 @@ def _enter(job: _Job, rates: Mapping[Block, float]) -> None:
     total = job.total()
     if total is None:
         return
-    if total.dim() == 3 and not job.place.packed:
-        mirror(total)  # sums are lower triangles; what travelled is packed
     # Not `running`, which waits for this.
     factors, name = job.block.arrived, job.factor.name
+    if total.dim() == 3 and not job.place.packed:
+        job.block.lower.add(name)  # sums are lower triangles; what travelled is packed
     if name not in factors:
         factors[name] = store(total, job.factor.size, job.place)
         return

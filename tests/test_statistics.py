@@ -61,6 +61,25 @@ def test_the_running_factors_are_the_weighted_average(
             compare(running, expected, f"{scaling} {name} after {decays}", rtol=rtol)
 
 
+def test_running_factors_are_whole_once_somebody_looks() -> None:
+    """Statistics add to lower triangles; the others are written when somebody looks."""
+    model = fill(nn.Linear(300, 2))  # large enough for a sum of several blocks of columns
+    with closing(preconditioner(model, statistics_every=1, solve_every=3)) as own:
+        (block,) = own._blocks
+        looked = []
+        for seed in range(5):
+            log_cosh(model(randn(4, 300, seed=seed)), randn(4, 2, seed=9)).backward()
+            own.step()
+            looked.append(not block.lower)
+        assert looked == [True, False, False, True, False]
+        before = {name: factor.clone() for name, factor in block.arrived.items()}
+        assert not torch.equal(before["A"], before["A"].mT)
+        for name, factor in block.running.items():
+            assert torch.equal(factor, factor.mT), name
+            assert torch.equal(factor.tril(), before[name].tril()), name
+        assert not block.lower
+
+
 def test_one_batch_over_and_over_is_its_own_average() -> None:
     expected = alone(0)
     model = fill(nn.Linear(3, 2))
