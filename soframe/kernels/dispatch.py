@@ -32,7 +32,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from soframe.kernels import correlation, pointwise, shifts, unfold
+from soframe.kernels import correlation, pointwise, rowwise, shifts, unfold
 from soframe.kernels.geometry import Geometry, segments
 
 Path = Literal["pointwise", "correlation", "shifts", "rows", "unfold"]
@@ -51,7 +51,7 @@ PATHS: Mapping[str, Kernel] = MappingProxyType(
 MULTIPLY_ADD = 3e-11  # seconds: of large products
 READ = 3e-10  # seconds: of one element, read by a product or copied
 WRITTEN_OUT = 16  # copies, as long as writing patches out takes
-CONVOLUTION = 3.4e-11  # seconds: a multiplication and addition in the gradient of a weight
+CONVOLUTION = 5e-11  # seconds: a multiplication and addition in the gradient of a weight
 NARROW = 12  # columns of a product: fewer take as long
 VECTORS = 16  # channels that the primitive takes at least
 MOVE = 1.5e-9  # seconds: of one element of fewer than NARROW channels, when it is copied
@@ -97,7 +97,7 @@ def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
     # Threads share rows, however narrow these are.
-    wide = 1 if path != "unfold" and shifts.by_rows(geometry) else WIDE
+    wide = 1 if path != "unfold" and rowwise.serves(geometry) else WIDE
     product = partial(_product, groups=groups, threads=threads, wide=wide)
     if path == "unfold":
         copied = geometry.positions * geometry.features * groups

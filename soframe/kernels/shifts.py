@@ -1,14 +1,12 @@
-"""Products of shifted views of the input: patches are never written out.
+"""Products of shifted copies of the input: patches are never written out.
 
-The input is copied once, with its positions first, ``[height, width, batch, channels]``. A range
-of positions is then a batch of matrices, one for each row, wherever it begins: a view. Products of
-such batches use all threads where one product of the same few columns would not. Where there are
-more channels than a row has positions, ranges are copied into one matrix each, since the products
-of all rows would take more memory than their operands. Along the height, blocks share products as
-`soframe.kernels.geometry` says. Along the width there are two ways:
+Copies of the input lie with their positions first, ``[height, width, batch, channels]``, so that a
+range of rows is one matrix and every product an ordinary one, with no batch to loop over. Along
+the height, blocks share products as `soframe.kernels.geometry` says. Along the width there are two
+ways:
 
 - `add`: likewise. A 3 x 3 kernel takes 13 products of ``[positions, channels]`` matrices instead of
-  45, and a few small ones for the borders.
+  45, and a few small ones for the borders. Where it can, `soframe.kernels.rowwise` does that.
 - `add_by_rows`: the kernel columns are written out side by side, which makes matrices of kernel
   columns times channels. Fewer, wider products: for inputs of few channels.
 """
@@ -21,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from soframe.kernels import rowwise
 from soframe.kernels.geometry import Geometry, Segment, segments
+from soframe.kernels.rowwise import positions_first
 
 Slab = Callable[[int], Tensor]
 """The matrices of the rows of one residue: ``[rows, positions, groups * features]``."""
@@ -36,20 +36,16 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
         geometry: Its geometry.
         scale: The multiplier.
     """
-    grid = _positions_first(x)
-    views = by_rows(geometry)
+    if rowwise.serves(geometry):
+        rowwise.add(total, x, geometry, scale)
+        return
+    grid = positions_first(x)
     step, stride = geometry.rows.stride, geometry.columns.stride
-    # Columns of one residue side by side, so that a range of them is contiguous.
-    phases = [grid[:, first::stride].contiguous() for first in range(stride)] if views else []
     slabs: dict[tuple[int, int, int], Tensor] = {}
     length = 0
 
     def slab(start: int, count: int) -> Slab:
         def rows(residue: int) -> Tensor:
-            if views:
-                first = start // stride
-                part = phases[start % stride][residue::step, first : first + count]
-                return part.flatten(1, 2)
             key = (start, count, residue)
             if key not in slabs:
                 part = grid[residue::step, start : start + stride * count : stride]
@@ -68,16 +64,6 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
         _add_products(total, left, right, columns, geometry, scale)
 
 
-def by_rows(geometry: Geometry) -> bool:
-    """Return whether products are those of all rows, added up, rather than of one matrix.
-
-    Args:
-        geometry: The geometry.
-    """
-    row = geometry.batch * geometry.columns.out
-    return geometry.groups == 1 and geometry.channels <= row
-
-
 def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     """Add the moment of the patches, by shifts along the height alone.
 
@@ -88,7 +74,7 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
         scale: The multiplier.
     """
     axis, step = geometry.columns, geometry.rows.stride
-    grid = _positions_first(F.pad(x, (axis.before, axis.after)))
+    grid = positions_first(F.pad(x, (axis.before, axis.after)))
     grid = grid.unflatten(3, (geometry.groups, geometry.channels))
     slabs: dict[int, Tensor] = {}
 
@@ -104,11 +90,6 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
     _add_products(total, slab, slab, None, geometry, scale)
 
 
-def _positions_first(x: Tensor) -> Tensor:
-    """Return ``[height, width, batch, channels]``, whose copies move whole pixels."""
-    return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
-
-
 def _add_products(
     total: Tensor,
     left: Slab,
@@ -118,14 +99,14 @@ def _add_products(
     scale: float,
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
-    step, views = geometry.rows.stride, by_rows(geometry)
+    step, by_row = geometry.rows.stride, rowwise.serves(geometry)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal
         a = _rows_of(left, rows.start, rows.count, step)
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
         blocks = _blocks(total, rows, columns, geometry)
-        if views and len(a) > 1:
+        if by_row and len(a) > 1:
             blocks.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
             continue
         a, b = a.flatten(0, 1), b.flatten(0, 1)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.kernels import correlation, shifts, unfold
+from soframe.kernels import correlation, rowwise, unfold
 from soframe.kernels.dispatch import PATHS, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
 from soframe.kernels.gram import mirror
@@ -119,16 +119,16 @@ def test_products_of_rows_are_those_of_one_matrix(geometry: Geometry, layout: st
     for path in ("shifts", "rows"):
         for wanted in (True, False):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shifts, "by_rows", lambda _, wanted=wanted: wanted)
+                patch.setattr(rowwise, "serves", lambda _, wanted=wanted: wanted)
                 got = added(path, own, geometry, 0.25)
             compare(got, by_hand(x, geometry), path, rtol=1e-10, atol=1e-12)
 
 
 def test_where_rows_have_products_of_their_own() -> None:
     """Not where there are more channels than a row has positions, nor for groups."""
-    assert shifts.by_rows(square(8, 1, 128, 28, 3))
-    assert not shifts.by_rows(square(8, 1, 256, 14, 3))
-    assert not shifts.by_rows(square(64, 2, 16, 32, 3))
+    assert rowwise.serves(square(8, 1, 128, 28, 3))
+    assert not rowwise.serves(square(8, 1, 256, 14, 3))
+    assert not rowwise.serves(square(64, 2, 16, 32, 3))
 
 
 @st.composite
@@ -283,7 +283,7 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
 
 FAST: list[tuple[str, str, int, Geometry]] = [
     # threads, and what is chosen where there is a primitive
-    ("correlation", "ResNet-20, first stage", 1, square(64, 1, 16, 32, 3)),
+    ("shifts", "ResNet-20, first stage", 1, square(64, 1, 16, 32, 3)),
     ("shifts", "ResNet-20, second stage", 1, square(64, 1, 32, 16, 3)),
     ("shifts", "ResNet-20, first stage", 2, square(64, 1, 16, 32, 3)),
     ("shifts", "ResNet-20, second stage", 2, square(64, 1, 32, 16, 3)),

@@ -1,0 +1,175 @@
+"""Products of shifted positions, one for each row of the image: views of one copy of the input.
+
+The copy has its positions first, ``[height, width, batch, channels]``. A range of columns is then a
+batch of matrices, one for each row, wherever it begins, and so is what a shift brings to it.
+Threads share such a batch where they would not share one product of the same few columns; and the
+rows of the border, which fewer blocks contain, come out of it besides.
+
+What is multiplied, and where it is added, depends on the geometry alone and is planned once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from soframe.kernels.geometry import Geometry, Segment, segments
+
+Numbers = tuple[int, ...]
+
+
+def serves(geometry: Geometry) -> bool:
+    """Return whether this is the better way: not for groups, nor for more channels than positions.
+
+    The products of all rows would take more memory than their operands there.
+
+    Args:
+        geometry: The geometry.
+    """
+    row = geometry.batch * geometry.columns.out
+    return geometry.groups == 1 and geometry.channels <= row
+
+
+def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches, by shifts along both axes.
+
+    Args:
+        total: ``[1, features, features]``; the lower triangle is added to.
+        x: ``[batch, channels, height, width]``.
+        geometry: Its geometry, of one group.
+        scale: The multiplier.
+    """
+    grid = positions_first(x)
+    stride = geometry.columns.stride
+    # Columns of one residue side by side, so that a range of them is contiguous.
+    phases = [grid[:, first::stride].contiguous() for first in range(stride)]
+    _, down, right = total.stride()
+    origin = total.storage_offset()
+    for product in plan(geometry):
+        left = phases[product.left.phase].as_strided(*product.left.view)
+        other = phases[product.right.phase].as_strided(*product.right.view)
+        found = torch.bmm(left, other)
+        for part in product.parts:
+            rows, columns = part.steps
+            along = down + right  # a run moves along the diagonal
+            strides = (rows * along, columns * along, down, right)
+            offset = origin + part.row * down + part.column * right
+            blocks = total.as_strided(part.shape, strides, offset)
+            blocks.add_(found[part.first : part.stop].sum(0), alpha=scale)
+
+
+def positions_first(x: Tensor) -> Tensor:
+    """Return ``[height, width, batch, channels]``, whose copies move whole pixels.
+
+    Args:
+        x: ``[batch, channels, height, width]``.
+    """
+    return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A range of columns of every row.
+
+    Attributes:
+        phase: The residue of the columns.
+        view: Size, strides and offset of ``[rows, positions, channels]`` within it.
+    """
+
+    phase: int
+    view: tuple[Numbers, Numbers, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a product that the same blocks contain.
+
+    Attributes:
+        first: The first row.
+        stop: The one behind the last.
+        shape: Of the blocks: ``[kernel rows, kernel columns, channels, channels]``.
+        steps: From one kernel row and one kernel column to the next, in features.
+        row: The first block's first row in the factor.
+        column: Likewise its first column.
+    """
+
+    first: int
+    stop: int
+    shape: Numbers
+    steps: tuple[int, int]
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """The products of all rows with those that two shifts bring to them.
+
+    Attributes:
+        left: The positions, transposed.
+        right: Those that are shifted.
+        parts: Where the rows are added.
+    """
+
+    left: Operand
+    right: Operand
+    parts: tuple[Part, ...]
+
+
+@lru_cache(maxsize=256)
+def plan(geometry: Geometry) -> tuple[Product, ...]:
+    """Return the products of a geometry.
+
+    Args:
+        geometry: The geometry, of one group.
+    """
+    together: dict[tuple[int, int], list[Segment]] = defaultdict(list)
+    for rows in segments(geometry.rows):
+        if rows.other <= 0:
+            together[rows.other, rows.start % geometry.rows.stride].append(rows)
+    return tuple(
+        _product(own, columns, geometry)
+        for columns in segments(geometry.columns)
+        for (other, _), own in together.items()
+        if (other, columns.other) <= (0, 0)  # not above the diagonal
+    )
+
+
+def _product(own: list[Segment], columns: Segment, geometry: Geometry) -> Product:
+    """Return the product of some segments of rows, of one shift and residue."""
+    step, start = geometry.rows.stride, min(rows.start for rows in own)
+    number = max((rows.start - start) // step + rows.count for rows in own)
+    left = _operand(start, columns.start, number, columns.count, geometry)
+    shifted = columns.start + columns.shift
+    right = _operand(start + own[0].shift, shifted, number, columns.count, geometry)
+    (count, length, channels), (down, along, one), offset = left.view
+    left = Operand(left.phase, ((count, channels, length), (down, one, along), offset))
+    parts = tuple(_part(rows, columns, (rows.start - start) // step, geometry) for rows in own)
+    return Product(left, right, parts)
+
+
+def _operand(row: int, column: int, number: int, count: int, geometry: Geometry) -> Operand:
+    stride, channels = geometry.columns.stride, geometry.channels
+    phase, pixel = column % stride, geometry.batch * channels
+    line = len(range(phase, geometry.columns.size, stride)) * pixel
+    size = (number, count * geometry.batch, channels)
+    strides = (geometry.rows.stride * line, channels, 1)
+    return Operand(phase, (size, strides, row * line + column // stride * pixel))
+
+
+def _part(rows: Segment, columns: Segment, first: int, geometry: Geometry) -> Part:
+    channels = geometry.channels
+    line = geometry.columns.kernel * channels  # features of a kernel row
+    row = rows.first * line + columns.first * channels
+    return Part(
+        first,
+        first + rows.count,
+        (rows.kernels, columns.kernels, channels, channels),
+        (rows.step * line, columns.step * channels),
+        row,
+        row + rows.other * line + columns.other * channels,
+    )
