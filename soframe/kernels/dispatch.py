@@ -1,26 +1,27 @@
 """Which way a convolution's factor is computed: a geometry in, the name of a path out.
 
 All paths are exact and none subtracts, so only speed decides. It is predicted from the figures of
-this file, measured on one core of an AVX2 server with MKL and oneDNN: they need to be right within
-a factor of two, since that is by how much the paths mostly differ. Processor time of kernels of
-3 x 3 positions at a stride of one, one thread, ms, channels first and last; predictions in
-parentheses:
+this file, measured on an AVX2 server with MKL and oneDNN: they need to be right within a factor of
+two, since that is by how much the paths mostly differ. Kernels of 3 x 3 positions at a stride of
+one, channels first, ms with one thread and with two; predictions in parentheses:
 
-======================  ==================  ==================  ==================
-batch, channels, map    correlation         shifts              rows
-======================  ==================  ==================  ==================
-64, 3, 32 x 32          4.8, 4.3 (3.2)      7.0, 6.4 (6.3)      4.9, 4.5 (2.3)
-64, 16, 32 x 32         13.0, 11.5 (10.1)   19.6, 16.6 (12.2)   19.3, 17.3 (16.9)
-64, 32, 16 x 16         13.2, 11.2 (9.2)    12.8, 9.9 (8.8)     14.3, 13.5 (14.6)
-64, 64, 8 x 8           14.8, 10.5 (8.6)    10.1, 7.3 (6.5)     14.1, 11.0 (12.8)
-8, 64, 56 x 56          81.8, 74.5 (53.5)   61.7, 57.4 (47.8)   83.1, 75.6 (87.5)
-8, 32 of 4, 28 x 28     9.8, 8.4 (7.2)      48.0, 52.3 (43.9)   22.5, 20.6 (29.2)
-8, 96 of 1, 28 x 28     8.7, 7.7 (5.4)      5.7, 4.2 (5.8)      17.1, 16.1 (27.6)
-======================  ==================  ==================  ==================
+======================  ======================  ======================  ======================
+batch, channels, map    correlation             shifts                  rows
+======================  ======================  ======================  ======================
+64, 3, 32 x 32          3.7, 3.1 (3.8, 2.8)     4.3, 3.0 (5.2, 3.1)     4.5, 3.4 (2.3, 1.6)
+64, 16, 32 x 32         12.1, 9.8 (13.6, 8.1)   10.4, 7.2 (10.9, 6.0)   19.6, 10.0 (16.9, 9.0)
+64, 32, 16 x 16         10.7, 7.3 (12.3, 7.5)   7.3, 4.4 (8.1, 4.4)     15.5, 7.8 (14.6, 7.6)
+64, 64, 8 x 8           10.2, 6.7 (10.8, 7.3)   5.6, 4.2 (6.1, 3.4)     10.9, 7.1 (12.8, 6.6)
+8, 64, 56 x 56          59.9, 56.9 (76.5, 40.6) 50.0, 30.5 (45.8, 23.6) 84.5, 47.8 (87.5, 44.5)
+8, 256, 14 x 14         84.4, 47.2 (67.8, 39.5) 44.9, 30.1 (36.2, 18.7) 86.7, 65.7 (78.7, 39.6)
+8, 32 of 4, 28 x 28     16.0, 11.5 (9.9, 9.9)   58.3, 32.9 (43.9, 43.9) 32.5, 15.3 (29.2, 29.2)
+8, 96 of 1, 28 x 28     12.2, 9.6 (7.4, 7.4)    6.0, 5.0 (5.8, 5.8)     23.5, 14.3 (27.6, 27.6)
+======================  ======================  ======================  ======================
 
-They are the least of 15 to 40 turns on a machine with other work, so between rows they compare less
-well than within. With several threads a convolution is divided among them, and so are products of
-wide matrices; narrow ones, of fewer than `WIDE` columns, are counted as if they were not.
+They are lower quartiles of 14 turns on a machine with other work, so between rows they compare less
+well than within. Threads share a convolution without groups, the rows of an image where these have
+products of their own (`soframe.kernels.rowwise`), and products of wide matrices; others, of fewer
+than `WIDE` columns, are counted as if they were not shared.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def choose(geometry: Geometry, threads: int = 1, primitive: bool = False) -> Pat
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
-        ``"shifts"`` mostly; ``"correlation"`` for large maps of few channels at a stride of one;
+        ``"shifts"`` mostly; ``"correlation"`` for groups of a few channels at a stride of one;
         ``"rows"`` for inputs of fewer still; ``"unfold"`` for maps so small that there is nothing
         to share.
     """
@@ -132,7 +133,8 @@ def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
     width = max(channels, VECTORS)
     distances = rows.kernel * (2 * columns.kernel - 1)
     core = batch * (bottom - top) * (right - left)
-    convolution = distances * core * width * channels * groups * CONVOLUTION / threads
+    convolution = distances * core * width * channels * groups * CONVOLUTION
+    convolution /= threads if groups == 1 else 1
     strips = above * columns.out * batch * line**2 * rows.kernel
     strips += beside * (bottom - top) * batch * line * channels * rows.kernel
     gathered = (above + rows.kernel) * columns.out * batch * line
