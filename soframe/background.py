@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal
 
 from torch import Tensor
 
@@ -27,8 +26,6 @@ from soframe.refresh import follow
 from soframe.solving import Solution, update
 from soframe.strategies.placement import Placement
 from soframe.worker import Worker
-
-When = int | Literal["ready"]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from soframe import averaging, building, gradients, state
 from soframe.agreement import add_parts, require_all_ranks
-from soframe.background import Background, When
+from soframe.background import Background
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.clipping import Bounds, clip
@@ -131,7 +131,7 @@ class Preconditioner:
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
         stagger: Stagger = False,
-        background: When = 0,
+        background: int | Literal["ready"] = 0,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
         loss_average: LossAverage = "local",

@@ -49,11 +49,11 @@ class Late(Eigen):
 # -- what is put to use, and when ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("solver", ["inverse", "orthogonal-iteration"])
 @pytest.mark.parametrize("stagger", [False, True, "solves"])
 @pytest.mark.parametrize("after", [1, 3, 6, "ready"])
 def test_data_are_those_of_so_many_steps_ago(runs, solver, stagger, after):
-    """Factors, damping and all; of the last turn, where that is due again before."""
+    """Factors, damping, last data and all; of the last turn, where that is due again before."""
     common = {"solver": solver, "stagger": stagger, "damping": lambda step: 0.02 * 1.3**step}
     plain = still(runs(**common))
     own = still(runs(Waits() if after == "ready" else None, background=after, **common))
@@ -120,10 +120,12 @@ def test_two_threads_change_no_bit():
         torch.set_num_threads(before)
 
 
-def test_eigenvalues_follow_what_has_landed(runs):
+@pytest.mark.parametrize(("after", "statistics_every"), [(2, 1), (3, 3)])
+def test_eigenvalues_follow_what_has_landed(runs, after, statistics_every):
     """They are those of the factors of now, in the eigenvectors of the landed solve."""
-    own = still(runs(background=2, solver=Eigen(follows=True), strategy="comm-opt"))
-    for step in range(7):
+    options = {"background": after, "statistics_every": statistics_every}
+    own = still(runs(solver=Eigen(follows=True), **options))
+    for step in range(9):
         own.step(step)
         for block in own.preconditioner._blocks:
             for factor, data in block.second_order.items():
