@@ -70,7 +70,6 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
     [
         (2, ["comm", "pairs, deferred", "kaisa apart"], Slow(), True, 2),
         pytest.param(2, list(EVERY), Eigen(follows=True), True, 2, marks=pytest.mark.slow),
-        pytest.param(3, list(EVERY), Eigen(), False, 1, marks=pytest.mark.slow),
         pytest.param(3, list(EVERY), Slow(), "solves", 4, marks=pytest.mark.slow),
     ],
 )
