@@ -9,8 +9,8 @@ one that also solves. What a setting costs is their mean over an interval: at st
 solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are to
 SGD in the same round; their median over rounds is printed, with the quartiles. With ``--whole``
 every contender takes all steps of an interval of 100 instead, one after the other: what the mean
-and the slowest steps are, and what staggering changes. Needs torch and the repository only;
-kfac-pytorch if it is found.
+and the slowest steps are, and what staggering and solving in the background change. Needs torch and
+the repository only; kfac-pytorch if it is found.
 """
 
 from __future__ import annotations
@@ -50,17 +50,25 @@ SOFRAME_OWN: dict[str, dict[str, Any]] = {
 def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
     """Take all steps of an interval, in turns, and return a row for each contender.
 
+    Those that solve in the background take theirs in a row, after the others: what they have under
+    way would slow the others down, and be done while they wait for their turns.
+
     Args:
         contenders: SGD first.
         steps: The interval of the solves.
     """
     taken: dict[str, list[float]] = {one.name: [] for one in contenders}
-    for number in range(-1, steps):  # the first solve, of everything, is not the interval's
-        for one in contenders:
-            start = one.clock()
-            one.step()
-            if number >= 0:
-                taken[one.name].append(1e3 * (one.clock() - start))
+    in_turns = [one for one in contenders if not one.beside]
+    for together in (in_turns, *([one] for one in contenders if one.beside)):
+        for number in range(-1, steps):  # the first solve, of everything, is not the interval's
+            for one in together:
+                start = one.clock()
+                one.step()
+                if number >= 0:
+                    taken[one.name].append(1e3 * (one.clock() - start))
+        for one in together:
+            if one.beside:
+                one.preconditioner.close()
     unit = statistics.fmean(taken[contenders[0].name])
     rows = []
     for name, times in taken.items():
@@ -122,6 +130,7 @@ def main() -> int:
         print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
     if options.whole:
         names += ["soframe, inverse, staggered solves", "soframe, inverse, staggered"]
+        names += ["soframe, inverse, background", "soframe, inverse, background, staggered"]
     if options.contenders:
         names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
     warnings.filterwarnings("ignore", category=UserWarning)

@@ -116,6 +116,20 @@ def add_over_ranks(backend: Backend, own: Sequence[float], phase: str = "agree")
     return sums
 
 
+def add_parts(backend: Backend, *parts: Sequence[float]) -> list[list[float]]:
+    """Add up several lists of numbers over the ranks, all in one collective.
+
+    Args:
+        backend: The backend.
+        *parts: This rank's, each as long on every rank.
+
+    Returns:
+        The sums of each, the same on every rank.
+    """
+    sums = iter(add_over_ranks(backend, [number for part in parts for number in part]))
+    return [[next(sums) for _ in part] for part in parts]
+
+
 def add_up(backend: Backend, tensor: Tensor) -> Tensor:
     """Add up a small tensor over the ranks.
 

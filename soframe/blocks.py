@@ -170,8 +170,7 @@ class Block:
         Returns:
             ``[groups]``.
         """
-        self.arrive()
-        stored = self.arrived[factor.name]
+        stored = self.running[factor.name]
         if stored.dim() == 3:
             return mean_trace(stored)
         return packed_diagonal(stored, factor.size).mean(-1)

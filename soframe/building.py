@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from soframe import averaging
-from soframe.agreement import say_failed
+from soframe.agreement import compare_ranks, say_failed
+from soframe.background import Background, require_able
 from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
@@ -107,9 +108,17 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
 
 
 def build(
-    model: nn.Module, choices: Choices, rates: LearningRates, strategy: Strategy, backend: Backend
+    model: nn.Module,
+    choices: Choices,
+    rates: LearningRates,
+    strategy: Strategy,
+    backend: Backend,
+    background: Background,
+    settings: Sequence[object],
 ) -> tuple[Registration, Placement]:
-    """Register a model and place its blocks; a rank that cannot says so to the others.
+    """Register a model, place its blocks and prepare for them, once all ranks have agreed.
+
+    A rank that cannot start says so to the others.
 
     Args:
         model: The model, unwrapped.
@@ -117,20 +126,27 @@ def build(
         rates: The learning rates, which have to know the blocks' parameters.
         strategy: The strategy.
         backend: The backend.
+        background: What is solved in the background, one of the settings.
+        settings: The others that all ranks must have in common.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register` and `place`.
+        ValueError: See `register`, `place`, `require_able` and `compare_ranks`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
-        return registration, place(strategy, registration.blocks, backend.world_size)
+        require_able(registration.blocks, background)
+        placement = place(strategy, registration.blocks, backend.world_size)
     except Exception:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend)
         raise
+    own = describe_settings(registration.blocks, *settings, background)
+    compare_ranks(backend, placement, own)
+    backend.prepare(placement.groups())
+    return registration, placement
 
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:

@@ -43,7 +43,8 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     """Return what this rank writes of the state, to be saved under a key of its own.
 
     Call it on every rank: statistics whose reduction is deferred are brought to their owners,
-    in copies. The tensors are this rank's alone, so that saving may go on while training does.
+    in copies. What is solved in the background is put to use first. The tensors are this rank's
+    alone, so that saving may go on while training does.
 
     Args:
         preconditioner: The preconditioner.
@@ -53,6 +54,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     """
     own = preconditioner
     backend, blocks = own.backend, own._blocks
+    own._land("soframe.checkpoint.part()")
     if any(block.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = state.header(blocks, own.counters, own._steps, own._refresh.owed, own._scaling)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from soframe.capture import Capture
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
 
@@ -55,6 +56,22 @@ class Fisher:
     def probed(self) -> bool:
         """Whether it needs output gradients besides those of the loss's own backward pass."""
         return self.kind in ("monte-carlo", "type-2")
+
+    def observe(self, outputs: Tensor | Sequence[Tensor], capture: Capture) -> None:
+        """Send vectors backward from a model's outputs to the layers', where a capture asks.
+
+        Args:
+            outputs: The outputs, with their graph.
+            capture: Sees what reaches the layers.
+
+        Raises:
+            RuntimeError: If the Fisher is empirical, which needs no observation.
+        """
+        if self.kind == "empirical":
+            raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
+        heads = heads_of(outputs)
+        if capture.enabled and self.probed:
+            capture.probe(heads, self.vectors(outputs))
 
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]

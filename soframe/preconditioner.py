@@ -17,20 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import averaging, building, gradients, solving, state
-from soframe.agreement import add_over_ranks, compare_ranks, require_all_ranks
+from soframe import averaging, building, gradients, state
+from soframe.agreement import add_parts, require_all_ranks
+from soframe.background import Background
 from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.clipping import Bounds, clip
 from soframe.comm.base import Backend
-from soframe.fisher import Fisher, heads_of
+from soframe.fisher import Fisher
 from soframe.follow import Watch, hand_over
 from soframe.layers.base import LayerHelper
 from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
 from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.refresh import Refresh, Stagger, follow
+from soframe.refresh import Refresh, Stagger
 from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
 from soframe.report import Report
@@ -71,6 +72,9 @@ class Preconditioner:
         solve_every: Interval of solves, in steps.
         stagger: Whether the statistics and the solves of an interval are spread over its steps,
             balanced by cost: each layer has its turns. ``"solves"`` for the solves alone.
+        background: After how many steps solves are put to use, which run in a thread (on CUDA, on a
+            stream) of their own meanwhile: the same in every run. ``"ready"`` for the first step
+            that finds them done; 0 solves in the step.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
@@ -127,6 +131,7 @@ class Preconditioner:
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
         stagger: Stagger = False,
+        background: int | Literal["ready"] = 0,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
         loss_average: LossAverage = "local",
@@ -150,15 +155,14 @@ class Preconditioner:
         self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
         self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self.backend = building.choose_backend(backend)
+        self._background = Background(background, overlap=self.backend.overlap)
         self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
         self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
         self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
         chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
         self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
-        forward_only = fisher == "forward-only"
-        self._choices = Choices(
-            method, solver, dict(layers or {}), tuple(skip), dtype, forward_only, self._damping
-        )
+        parts = (method, solver, dict(layers or {}), tuple(skip), dtype)
+        self._choices = Choices(*parts, fisher == "forward-only", self._damping)
         self._capture = Capture(probing=self._fisher.probed)
         self._closed = False
         self._blocks: list[Block] = []
@@ -180,11 +184,7 @@ class Preconditioner:
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
-        if self._fisher.kind == "empirical":
-            raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
-        heads = heads_of(outputs)
-        if self._capture.enabled and self._fisher.probed:
-            self._capture.probe(heads, self._fisher.vectors(outputs))
+        self._fisher.observe(outputs, self._capture)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -196,25 +196,27 @@ class Preconditioner:
             RuntimeError: If the preconditioner is closed, or a ``GradScaler`` still scales the
                 gradients.
         """
-        self._require_ready()
+        if self._closed:
+            raise RuntimeError("this preconditioner is closed")
+        self._loss_scale.require_unscaled(self._optimizer)
         self._statistics.arrive()
         finite, weights = self._agree()
-        work = (self.placement, self.backend, self._damping.at(self._steps))
+        work = (self.placement, self.backend, self._damping.at(self._steps), self.counters)
         if weights is not None:
             self._refresh.learn(self._blocks, self._statistics, self.backend, self._steps)
             self._statistics.fold(weights, self._decay.at(self._steps))
         due = self._refresh.due(self._blocks, self.placement, self._steps)
-        if weights is not None:
-            changed = self._statistics.due.difference(due)
-            follow(self._blocks, changed, self.placement, self.backend.rank)
-        raw, results = solving.update(self._blocks, due, *work, self.counters, self._raw.raw)
+        rest = (self._raw.raw, self._steps, () if weights is None else self._statistics.due)
+        raw, results = self._background.update(self._blocks, due, *work, *rest)
         if finite:
             clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
             for block, result in results.items():
                 block.write(result)
         else:
             gradients.discard(self._model)
-        self._next_step()
+        self._steps += 1
+        self._refresh.owed = max(0, self._refresh.owed - 1)
+        self.reset_batch()
 
     @torch.no_grad()
     def precondition_again(self, damping: float) -> None:
@@ -223,9 +225,9 @@ class Preconditioner:
         Args:
             damping: The damping. Solvers that damp when they solve stay with it until they solve.
         """
-        work = (self.placement, self.backend, damping)
         due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
-        _, results = solving.update(self._blocks, due, *work, self.counters, self._raw.now)
+        work = (self.placement, self.backend, damping, self.counters, self._raw.now)
+        _, results = self._background.update(self._blocks, due, *work)
         for block, result in results.items():
             block.write(result)
 
@@ -247,15 +249,13 @@ class Preconditioner:
             statistics if they are to be used.
         """
         with_statistics = self.takes_statistics
-        changed = self._watch.changed()
         bad_gradient = not gradients.finite(self._model)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
-        own = [float(changed), float(bad_gradient), float(bad_statistics)]
-        if with_statistics:
-            own += self._statistics.weights()
-        sums = add_over_ranks(self.backend, own + self._raw.present())
-        changes, bad_gradients, bad, *weights = sums[: len(own)]
-        self._raw.agree(sums[len(own) :])
+        flags = [float(self._watch.changed()), float(bad_gradient), float(bad_statistics)]
+        own = (flags, self._statistics.weights(), self._raw.present(), self._background.waits())
+        (changes, bad_gradients, bad), weights, *rest = add_parts(self.backend, *own)
+        self._raw.agree(rest[0])
+        self._background.agree(rest[1])
         if changes:
             require_all_ranks(self.backend, changes)
             self._build()
@@ -264,13 +264,7 @@ class Preconditioner:
         self.counters["skipped_statistics"] += bad > 0
         if bad and not any(block.mass > 0 for block in self._blocks):
             self._refresh.owed = 2  # this step's went, and without any there is no curvature
-        usable = with_statistics and not bad
-        return not bad_gradients, weights if usable else None
-
-    def _next_step(self) -> None:
-        self._steps += 1
-        self._refresh.owed = max(0, self._refresh.owed - 1)
-        self.reset_batch()
+        return not bad_gradients, weights if with_statistics and not bad else None
 
     @property
     def takes_statistics(self) -> bool:
@@ -281,16 +275,14 @@ class Preconditioner:
 
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
-        registration, placement = building.build(
-            self._model, self._choices, self._lrs, self._strategy, self.backend
-        )
-        numbers = (self._damping, self._decay, self._bounds)
+        numbers = (self._damping, self._decay, self._bounds, self._refresh)
         words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
-        others = (self._refresh, *words, self._gradients, self._sampler, self.backend.fused)
-        own = building.describe_settings(registration.blocks, *numbers, *others)
-        compare_ranks(self.backend, placement, own)
+        others = (*numbers, *words, self._gradients, self._sampler, self.backend.fused)
+        parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
+        registration, placement = building.build(*parts, self._background, others)
+        if self._blocks:
+            self._land("Preconditioner.step()")
         old, self._blocks = self._blocks, registration.blocks
-        self.backend.prepare(placement.groups())
         if old and hand_over(self.backend, old, self.placement, self._blocks, placement):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owed = 2
@@ -310,11 +302,6 @@ class Preconditioner:
         if not old:
             self.reset_batch()
 
-    def _require_ready(self) -> None:
-        if self._closed:
-            raise RuntimeError("this preconditioner is closed")
-        self._loss_scale.require_unscaled(self._optimizer)
-
     # -- what users ask -----------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -331,9 +318,10 @@ class Preconditioner:
 
         Returns:
             ``"factors"``, ``"accumulators"`` (of statistics whose reduction is deferred),
-            ``"second_order"``, ``"statistics"`` (of the window under way) and their ``"total"``.
+            ``"second_order"``, ``"statistics"`` (of the window under way), with ``background=``
+            ``"under_way"`` (copies of factors, results not in use yet), and their ``"total"``.
         """
-        return state.memory_usage(self._blocks)
+        return state.memory_usage(self._blocks, self._background.held())
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank's collectives carried so far.
@@ -357,13 +345,20 @@ class Preconditioner:
 
         Where the strategy leaves factors or second-order data on some ranks only (all but
         ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
+        With ``background=``, what is under way is put to use first: then every rank must call it,
+        whatever the strategy.
 
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
+        self._land("Preconditioner.state_dict()")
         now = (self.counters, self._steps, self._refresh.owed, self._scaling)
         saved = state.save(self._blocks, self.placement, self.backend, *now)
         return {**saved, "initial_lrs": self._lrs.state()}
+
+    def _land(self, what: str) -> None:
+        """Put all to use that is solved in the background; every rank must call."""
+        self._background.land(self._blocks, self.placement, self.backend, self.counters, what)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
@@ -379,6 +374,7 @@ class Preconditioner:
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
         state.load(saved, self._blocks, self.placement, self.backend, check)
+        self._background.drop()
         self._steps, self._refresh.owed = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
@@ -394,7 +390,11 @@ class Preconditioner:
         self._capture.reset()
 
     def close(self) -> None:
-        """Remove every hook; the preconditioner cannot be used afterwards."""
+        """Remove every hook; the preconditioner cannot be used afterwards.
+
+        What is solved in the background is given up, once what has begun has ended.
+        """
         self._capture.close()
+        self._background.close()
         self._statistics.arrive()
         self._closed = True

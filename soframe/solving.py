@@ -1,11 +1,16 @@
-"""Solve and share: factors become second-order data on their owners, and travel to the workers."""
+"""Solve and share: factors become second-order data on their owners, and travel to the workers.
+
+A `Solution` begins with what the solves start from and ends with the delivery of what they give.
+In between owners solve: at once, or beside the training of some steps (`soframe.background`).
+Whoever solves where and when, collectives are started by the thread that trains.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,9 +19,10 @@ from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
 from soframe.factors import FactorSpec, TensorSpec
-from soframe.running import settle
+from soframe.running import settle, unpack
 from soframe.solvers.base import SolveFailedError, solve_safely
 from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
+from soframe.worker import Work, Worker
 
 log = logging.getLogger("soframe")
 
@@ -32,6 +38,7 @@ def update(
     damping: float,
     counters: dict[str, int],
     gradients: Callable[[], Mapping[Block, torch.Tensor | None]],
+    landing: Sequence[Solution] = (),
 ) -> tuple[Mapping[Block, torch.Tensor | None], dict[Block, torch.Tensor]]:
     """Solve what is due and precondition.
 
@@ -45,6 +52,7 @@ def update(
         damping: The damping of this step.
         counters: ``retried_solves`` and ``failed_solves`` are raised.
         gradients: Returns the raw gradients, see `precondition`.
+        landing: What was solved in the background and is on the way to the gradient workers.
 
     Returns:
         The raw gradients, and the preconditioned ones.
@@ -55,12 +63,20 @@ def update(
     """
     new = any(not block.solved for block in due)
     solution = Solution(due, dict(zip(blocks, placement.blocks, strict=True)), backend, damping)
+    solution.deliver()
     if new or not backend.overlap:
         # Who takes part in what follows depends on which blocks are solved for the first time.
         solution.conclude(counters)
     raw = gradients()
-    results = precondition(blocks, placement, backend, damping, raw, solution.arrive)
-    solution.conclude(counters)
+    parts = (*landing, solution)
+
+    def arrive(block: Block) -> None:
+        for part in parts:
+            part.arrive(block)
+
+    results = precondition(blocks, placement, backend, damping, raw, arrive)
+    for part in parts:
+        part.conclude(counters)
     return raw, results
 
 
@@ -76,6 +92,7 @@ class Solution:
         where: Who owns and who needs what.
         backend: The backend.
         damping: The damping of this step.
+        worker: Solves in the background, from copies; None to solve when `deliver` is called.
     """
 
     def __init__(
@@ -84,6 +101,7 @@ class Solution:
         where: Mapping[Block, BlockPlacement],
         backend: Backend,
         damping: float,
+        worker: Worker | None = None,
     ) -> None:
         self._backend = backend
         self._jobs: dict[Block, list[_Job]] = {
@@ -96,23 +114,54 @@ class Solution:
             return
         settle(backend, [(block, where[block]) for block in due])
         traces = _mean_traces(due, where, backend)
-        for job in self._every:
-            if job.owner == backend.rank:
-                job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+        own = [job for job in self._every if job.owner == backend.rank]
+        for job in own:
+            job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+        if worker is not None:
+            for job in own:
+                job.begin(worker, traces[job.block], damping)
+
+    @property
+    def blocks(self) -> Collection[Block]:
+        """The blocks."""
+        return self._jobs.keys()
+
+    @property
+    def finished(self) -> bool:
+        """Whether this rank has solved its part in the background."""
+        return all(job.work is None or job.work.done for job in self._every)
+
+    def held(self) -> list[torch.Tensor]:
+        """Return what the solves in the background hold on this rank: copies, and results."""
+        return [tensor for job in self._every for tensor in job.held()]
+
+    def drop(self) -> None:
+        """Give up what is under way; every rank does so. What a solver raised goes to the log."""
+        # The last ones first: what has not begun when the first is waited for never does.
+        for job in reversed(self._every):
+            if job.work is not None:
+                job.work.cancel()
+            if job.error is not None:
+                log.warning("%s: factor %s", job.block.name, job.factor.name, exc_info=job.error)
+
+    def deliver(self) -> None:
+        """Send what is solved, and start to agree on what failed; every rank must call."""
+        if not self._open:
+            return
         job_of = {id(job.parcel): job for job in self._every}
 
         def tasks() -> Iterator[Task]:
             parcels = [job.parcel for job in self._every]
-            for bucket, task in deliveries(backend, parcels, "share"):
+            for bucket, task in deliveries(self._backend, parcels, "share"):
                 for parcel in bucket:
                     job_of[id(parcel)].task = task
                 yield task
 
-        self._end = start(tasks(), overlap=backend.overlap)
+        self._end = start(tasks(), overlap=self._backend.overlap)
         outcome = [[job.failed for job in self._every], [job.retried for job in self._every]]
         vector = torch.tensor(outcome, dtype=torch.float32).flatten()
-        self._outcome = vector.to(backend.wire_device(vector.device))
-        self._agreement = backend.all_reduce(self._outcome, "agree")
+        self._outcome = vector.to(self._backend.wire_device(vector.device))
+        self._agreement = self._backend.all_reduce(self._outcome, "agree")
 
     def arrive(self, block: Block) -> None:
         """Let a gradient worker have what was solved of a block.
@@ -155,6 +204,9 @@ class _Job:
         self.specs = block.tensors[factor.name]
         self.failed = self.retried = 0
         self.error: Exception | None = None
+        self.work: Work | None = None
+        self.copy: torch.Tensor | None = None
+        self.last: Mapping[str, torch.Tensor] | None = None
         self.task: Task | None = None
         self.taken = False
         group = share_group(self.owner, self.workers)
@@ -163,14 +215,33 @@ class _Job:
             self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
         )
 
+    def begin(self, worker: Worker, traces: list[torch.Tensor], damping: float) -> None:
+        """Let a worker solve from what is there now, on the owner."""
+        stored = self.block.running[self.factor.name]  # changes in place, the last data never do
+        self.copy, self.last = stored.clone(), self.block.second_order.get(self.factor.name)
+        uses = [self.copy, *traces, *(self.last or {}).values()]
+        self.work = worker.submit(functools.partial(self.solve, traces, damping), uses)
+        self.parcel.make = self.work.result
+
+    def held(self) -> list[torch.Tensor]:
+        """Return what this rank holds for a solve in the background."""
+        copy, kept = self.copy, {id(tensor) for tensor in (self.last or {}).values()}
+        made = [] if self.work is None else self.work.made
+        # A solver may hand on what it had.
+        made = [tensor for tensor in made if id(tensor) not in kept]
+        return made if copy is None else [copy, *made]
+
     def solve(self, traces: list[torch.Tensor], damping: float) -> list[torch.Tensor] | None:
         """Solve on the owner; None if that fails."""
         block, factor = self.block, self.factor
         try:
             share = block.solver.shares(traces, damping)[self.index]
-            # An owner that is no gradient worker has no data of the last solve.
-            last = block.second_order.get(factor.name)
-            data, retried = solve_safely(block.solver, block.matrix(factor), share, last)
+            if self.copy is not None:
+                matrix, last = unpack(self.copy, factor.size), self.last
+            else:
+                # An owner that is no gradient worker has no data of the last solve.
+                matrix, last = block.matrix(factor), block.second_order.get(factor.name)
+            data, retried = solve_safely(block.solver, matrix, share, last)
         except SolveFailedError as error:
             self.failed = 1
             log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
@@ -178,6 +249,8 @@ class _Job:
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             self.failed, self.error = _RAISED, error
             return None
+        finally:
+            self.copy = None
         self.retried = int(retried)
         return [data[name] for name in self.specs]
 

@@ -372,15 +372,18 @@ def _own(tensor: Tensor, block: Block) -> Tensor:
     return tensor.detach().to(device=block.device, dtype=block.dtype, copy=True)
 
 
-def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
+def memory_usage(
+    blocks: Sequence[Block], under_way: Sequence[Tensor] | None = None
+) -> dict[str, int]:
     """Return bytes on this rank.
 
     Args:
         blocks: The blocks.
+        under_way: What solves in the background hold; None where there are none.
 
     Returns:
-        ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` and their
-        ``"total"``.
+        ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"``, perhaps
+        ``"under_way"``, and their ``"total"``.
     """
     held = {
         "factors": [t for b in blocks for t in b.running.values()],
@@ -388,6 +391,7 @@ def memory_usage(blocks: Sequence[Block]) -> dict[str, int]:
         "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
         "statistics": [t for b in blocks for t in b.sums.values()],
     }
+    held |= {} if under_way is None else {"under_way": list(under_way)}
     usage = {name: sum(_bytes(t) for t in tensors) for name, tensors in held.items()}
     return {**usage, "total": sum(usage.values())}
 

@@ -116,6 +116,25 @@ def test_a_whole_interval_has_one_slow_step() -> None:
     assert "max : median" in whole_table("title", [sgd, own])
 
 
+def test_who_solves_in_the_background_takes_its_steps_by_itself() -> None:
+    device, order = torch.device("cpu"), []
+    contenders = []
+    for name in ("sgd", "soframe, inverse, background", "soframe, inverse"):
+        one = contender(name, TINY, TINY.model(), device, {}, (2, 4))
+
+        def step(own: Any = one.step, name: str = name) -> None:
+            order.append(name)
+            own()
+
+        one.step = step
+        contenders.append(one)
+    rows = steps.whole(contenders, 4)
+    assert [row["name"] for row in rows] == [one.name for one in contenders]
+    assert order == ["sgd", "soframe, inverse"] * 5 + ["soframe, inverse, background"] * 5
+    settings = [repr(one.preconditioner._background) for one in contenders[1:]]
+    assert settings == ["Background(10)", "Background(0)"]
+
+
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:
     plain, last = tiny("sgd"), tiny("sgd, channels_last")
     for one in (plain, last):

@@ -21,6 +21,7 @@ Intervals = tuple[Interval, Interval]
 TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
 CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
 LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
+LANDS = 10  # steps after which a solve in the background is put to use
 
 
 @dataclass
@@ -44,6 +45,11 @@ class Contender:
     preconditioner: Any = None
     taken: int = 0
     times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in KINDS})
+
+    @property
+    def beside(self) -> bool:
+        """Whether it computes beside its steps."""
+        return "background" in self.name
 
     def turn(self, kind: str, count: int) -> None:
         """Time the next steps.
@@ -164,6 +170,8 @@ def _preconditioner(
     common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
     if "staggered" in name:
         common["stagger"] = "solves" if name.endswith("solves") else True
+    if "background" in name:
+        common["background"] = "ready" if name.endswith("ready") else LANDS
     if "a quarter of the rows" in name:
         common["rows"] = 0.25
     solver = "eigen" if "eigen" in name else "inverse"

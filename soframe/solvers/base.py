@@ -30,10 +30,13 @@ class Solver(ABC):
         damps_factors: Whether the damping is added to each factor by ``solve`` (its share, see
             ``shares``) rather than to their product by ``apply``.
         follows: Whether ``follow`` does anything.
+        alone: Whether solving changes settings of the whole process for a while, so that nothing
+            else is to be computed meanwhile.
     """
 
     damps_factors: ClassVar[bool] = False
     follows: bool = False
+    alone: ClassVar[bool] = False
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:

@@ -43,6 +43,7 @@ class Lazy(Solver):
             raise ValueError(f"Lazy: tolerance must not be negative, not {self.tolerance!r}")
         object.__setattr__(self, "damps_factors", self.solver.damps_factors)
         object.__setattr__(self, "follows", self.solver.follows)
+        object.__setattr__(self, "alone", self.solver.alone)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the inner solver's, the sketch, and the share of the damping."""

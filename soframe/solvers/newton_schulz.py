@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class NewtonSchulz(Inverse):
         iterations: The most iterations of one solve.
     """
 
+    alone: ClassVar[bool] = True
     iterations: int = 40
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Relative(Solver):
     def __post_init__(self) -> None:
         object.__setattr__(self, "damps_factors", self.solver.damps_factors)
         object.__setattr__(self, "follows", self.solver.follows)
+        object.__setattr__(self, "alone", self.solver.alone)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the inner solver's, and the mean trace."""

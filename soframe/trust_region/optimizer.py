@@ -114,6 +114,8 @@ class TrustRegion(torch.optim.Optimizer):
             raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
         if preconditioner.get("gradients", "averaged") != "averaged":
             raise ValueError("TrustRegion needs gradients='averaged': slopes are made of them")
+        if preconditioner.get("background", 0) != 0:
+            raise ValueError("TrustRegion needs background=0: its damping is that of the step")
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})

@@ -1,0 +1,216 @@
+"""What is under way when a state is saved or loaded, the model changes, or training ends."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from soframe import checkpoint
+from soframe.solvers import Eigen, Lazy
+from tests.background import (
+    EVERY,
+    STEPS,
+    Gated,
+    closing_runs,
+    in_use,
+    still,
+    under_way,
+    wait_until_solved,
+)
+from tests.distributed.training import Run, same, snapshot
+from tests.state.test_resume import load, save, train, triangles
+
+
+@pytest.fixture
+def runs() -> Iterator[Callable[..., Run]]:
+    with closing_runs() as make:
+        yield make
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("solver", "stagger"),
+    [("eigen", False), ("inverse", True), (Lazy(Eigen(follows=True), tolerance=0.3), "solves")],
+)
+def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
+    options = {"background": 2, "solver": solver, "stagger": stagger}
+    for at in range(STEPS):
+        whole = train(runs(**options), 0, at)
+        saved = save(whole)
+        assert under_way(whole) == 0
+        resumed = load(runs(**options), saved)
+        for run in (whole, resumed):
+            train(run, at, STEPS)
+        assert torch.equal(resumed.weights(), whole.weights()), at
+        assert same(triangles(resumed), triangles(whole)), at
+
+
+def test_a_sharded_checkpoint_has_what_was_under_way(runs):
+    own, plain = still(runs(background=3)), still(runs())
+    for run in (own, plain):
+        train(run, 0, EVERY + 1)
+    assert not same(in_use(own), in_use(plain))
+    part, expected = (checkpoint.part(run.preconditioner) for run in (own, plain))
+    header = part.pop("header")
+    assert header == expected.pop("header")
+    assert same(part, expected)
+    assert under_way(own) == 0
+
+
+def test_loading_drops_what_was_under_way(runs):
+    saved = save(train(runs(), 0, 2))
+    own, fresh = runs(background=2), runs(background=2)
+    train(own, 0, EVERY + 1)
+    assert under_way(own) > 0
+    for run in (own, fresh):
+        train(load(run, saved), 2, 4)  # it would have landed after these
+    assert under_way(own) == 0
+    assert torch.equal(own.weights(), fresh.weights())
+    assert same(snapshot(own.preconditioner), snapshot(fresh.preconditioner))
+
+
+def test_what_is_not_loaded_changes_nothing(runs):
+    own, plain = still(runs(background=2)), still(runs())
+    for run in (own, plain):
+        train(run, 0, EVERY + 1)
+    with pytest.raises(ValueError, match="not the state"):
+        own.preconditioner.load_state_dict({})
+    train(own, EVERY + 1, EVERY + 3)
+    assert same(in_use(own), in_use(plain))
+
+
+# -- whatever else happens between two steps -------------------------------------------------------
+
+
+def test_a_model_that_changes_has_what_was_under_way(runs):
+    own, plain = still(runs(background=3)), still(runs())
+    for run in (own, plain):
+        train(run, 0, EVERY + 1)
+        run.model.hidden.weight.requires_grad_(False)
+        run.model.conv.requires_grad_(False)
+    assert not same(in_use(own), in_use(plain))
+    for run in (own, plain):
+        run.step(EVERY + 1)
+    found = in_use(own)
+    assert {name.split(".")[0] for name in found} == {"grouped", "hidden", "head"}
+    assert same(found, in_use(plain))
+    assert under_way(own) == 0
+
+
+def test_preconditioning_again_is_with_the_factors_of_now(runs):
+    own, plain = still(runs(background=3, solver="inverse")), still(runs(solver="inverse"))
+    for run in (own, plain):
+        train(run, 0, EVERY + 2)
+        run.preconditioner.precondition_again(0.5)
+    assert under_way(own) == 0
+    assert same(in_use(own), in_use(plain))
+    train(own, EVERY + 2, EVERY + 4)
+    assert same(in_use(own), in_use(plain)), "nothing older has landed on top"
+
+
+def test_data_that_are_set_are_used_until_the_next_landing(runs):
+    own, plain = still(runs(background=2)), still(runs())
+    train(own, 0, 1)
+    train(plain, 0, EVERY + 1)
+    first = own.preconditioner.second_order
+    zeros = [{f: {k: 0 * t for k, t in d.items()} for f, d in one.items()} for one in first]
+    train(own, 1, EVERY + 1)
+    own.preconditioner.second_order = zeros
+    own.step(EVERY + 1)
+    assert all(not t.any() for t in in_use(own).values())
+    own.step(EVERY + 2)
+    assert same(in_use(own), in_use(plain))
+
+
+def test_copies_and_results_are_counted(runs):
+    solver = Gated()
+    own = runs(background=3, solver=solver)
+    train(own, 0, EVERY)
+    usage = own.preconditioner.memory_usage()
+    assert usage["under_way"] == 0
+    own.step(EVERY)
+    now = own.preconditioner.memory_usage()
+    assert now["under_way"] == now["factors"], "one copy of each"
+    assert now["total"] == usage["total"] + now["under_way"]
+    solver.gate.set()
+    wait_until_solved(own)
+    assert under_way(own) == now["second_order"], "copies are gone, results there"
+    train(own, EVERY + 1, EVERY + 4)
+    assert own.preconditioner.memory_usage() == usage
+    assert "under_way" not in runs().preconditioner.memory_usage()
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("soframe")]
+
+
+def test_closing_ends_the_thread_and_begins_nothing_more(runs):
+    solver = Gated()
+    own = runs(background=3, solver=solver)
+    train(own, 0, EVERY + 1)
+    assert len(threads()) == 1
+    while len(solver.seen) == 8:  # the first solves, of everything
+        time.sleep(0.001)
+    threading.Timer(0.1, solver.gate.set).start()
+    own.preconditioner.close()
+    assert threads() == []
+    assert len(solver.seen) == 9
+    assert own.preconditioner.state_dict()["step"] == EVERY + 1
+
+
+def test_an_error_that_is_given_up_is_in_the_log(runs, caplog):
+    solver = Gated(error=KeyError("not this one"))
+    solver.gate.set()
+    own = runs(background=3, solver=solver)
+    train(own, 0, EVERY + 1)
+    wait_until_solved(own)
+    with caplog.at_level(logging.WARNING, "soframe"):
+        own.preconditioner.close()
+    assert "KeyError: 'not this one'" in caplog.text
+
+
+SCRIPT = """
+import sys, time
+from soframe.solvers import Inverse
+from tests.distributed.training import Case, Run
+
+class Slow(Inverse):
+    def solve(self, matrix, damping):
+        time.sleep(0.05)
+        return super().solve(matrix, damping)
+
+run = Run(Case({"solve_every": 2, "background": "ready", "solver": Slow()}))
+for step in range(3):
+    run.step(step)
+assert run.preconditioner.memory_usage()["under_way"] > 0
+print("under way", flush=True)
+if sys.argv[1] == "raises":
+    raise ValueError("the script's own")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("ends", 0), ("raises", 1)])
+def test_a_script_that_closes_nothing_ends_with_its_own_status(how, status):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", SCRIPT, how]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert "under way" in done.stdout, done.stderr
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("Traceback") == status
+    assert ("ValueError: the script's own" in done.stderr) == (status == 1)
