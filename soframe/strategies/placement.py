@@ -286,7 +286,8 @@ class Placement:
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
-        That is what `Preconditioner.traffic` grows by, to the byte.
+        That is what `Preconditioner.traffic` grows by, to the byte. What is solved in the
+        background is shared when it lands; with ``"ready"`` ranks agree on 8 bytes more in a step.
 
         Args:
             rank: The rank.
