@@ -14,14 +14,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from soframe.applying import precondition
 from soframe.blocks import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver, deliveries, own_memory
+from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
-from soframe.factors import FactorSpec, TensorSpec
+from soframe.factors import FactorSpec
 from soframe.running import settle, unpack
 from soframe.solvers.base import SolveFailedError, solve_safely
-from soframe.strategies.placement import BlockPlacement, Placement, exchange_group, share_group
+from soframe.strategies.placement import BlockPlacement, Placement, share_group
 from soframe.worker import Work, Worker
 
 log = logging.getLogger("soframe")
@@ -308,63 +309,3 @@ def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
     if raised:
         names = ", ".join(f"{job.block.name}.{job.factor.name}" for job in raised)
         raise RuntimeError(f"the solver raised for {names} on another rank; see its own error")
-
-
-def precondition(
-    blocks: Sequence[Block],
-    placement: Placement,
-    backend: Backend,
-    damping: float,
-    gradients: Mapping[Block, torch.Tensor | None],
-    arrive: Callable[[Block], None],
-) -> dict[Block, torch.Tensor]:
-    """Precondition on the gradient workers and send the result to the receivers.
-
-    Every rank enters the same collectives whatever gradients it has: a worker without a gradient
-    sends zeros.
-
-    Args:
-        blocks: All blocks, in the placement's order.
-        placement: Who preconditions and who receives.
-        backend: The backend.
-        damping: The damping of this step.
-        gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
-            this rank is no gradient worker.
-        arrive: Called for a block before its second-order data is used.
-
-    Returns:
-        The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
-    """
-    results: dict[Block, torch.Tensor] = {}
-    parcels: list[tuple[Block, Parcel]] = []
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if not block.solved:
-            continue
-        work = functools.partial(_precondition, block, gradients.get(block), damping, arrive)
-        spec = (TensorSpec(tuple(block.shape)),)
-        for worker in place.gradient_workers:
-            group = exchange_group(worker, place.sources)
-            parcel = Parcel(worker, group, spec, block.dtype, block.device)
-            if worker == backend.rank:
-                parcel.make = work
-            parcels.append((block, parcel))
-    # What stays here may be made in any order: the largest last, whose solving takes the longest.
-    order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
-    deliver(backend, order, "exchange", fused=backend.fused)
-    for block, parcel in parcels:
-        if backend.rank in parcel.group and parcel.tensors is not None:
-            results[block] = parcel.tensors[0]
-    return {block: results[block] for block in gradients}
-
-
-def _precondition(
-    block: Block,
-    gradient: torch.Tensor | None,
-    damping: float,
-    arrive: Callable[[Block], None],
-) -> list[torch.Tensor] | None:
-    """Precondition on a gradient worker; None without a gradient."""
-    if gradient is None:
-        return None
-    arrive(block)
-    return [block.method.precondition(gradient, block.second_order, block.solver, damping)]
