@@ -7,10 +7,10 @@ Every contender trains its own copy of the network on the same batch, and all ta
 kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
 one that also solves. What a setting costs is their mean over an interval: at statistics every F and
 solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are to
-SGD in the same round; their median over rounds is printed, with the quartiles. With ``--whole``
-every contender takes all steps of an interval of 100 instead, one after the other: what the mean
-and the slowest steps are, and what staggering and solving in the background change. Needs torch and
-the repository only; kfac-pytorch if it is found.
+SGD at the same places of the same round; their median over rounds is printed, with the quartiles.
+With ``--whole`` every contender takes all steps of an interval of 100 instead, one after the other:
+what the mean and the slowest steps are, and what staggering and solving in the background change.
+Needs torch and the repository only; kfac-pytorch if it is found.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ TINY = Network(
     lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3)),
     lambda: (torch.randn(5, 3, 4, 4), torch.randint(3, (5,))),
     F.cross_entropy,
+    images=True,
 )
 
 
@@ -86,6 +87,7 @@ def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
     sgd, own = figures({one.name: one.times for one in contenders})
     assert sgd["name"] == "sgd"
     assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in KINDS)
+    assert sgd["1/10"] == sgd["10/100"] == (1.0, 1.0, 1.0)
     low, middle, high = own["10/100"]
     assert 0 < low <= middle <= high
     text = table("title", [sgd, own])

@@ -135,7 +135,7 @@ def contender(
     compiled = settings.pop("compile", False) or name.endswith("compiled")
     torch.manual_seed(1)
     inputs, targets = (tensor.to(device) for tensor in network.batch())
-    if last:
+    if last and network.images:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)

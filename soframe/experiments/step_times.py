@@ -76,8 +76,11 @@ def figures(found: Mapping[str, Times]) -> list[dict[str, Any]]:
         for kind in KINDS:
             row[kind] = 1e3 * statistics.median(times[kind] for times in own)
         for every, solve_every in INTERVALS:
-            means = [mean_step(times, every, solve_every) for times in own]
-            ratios = [mean / base for mean, base in zip(means, plain, strict=True)]
+            # Against plain steps at the same places of the round, which is what surrounds them.
+            ratios = [
+                mean_step(times, every, solve_every) / mean_step(base, every, solve_every)
+                for times, base in zip(own, rounds[first], strict=True)
+            ]
             row[f"{every}/{solve_every}"] = quartiles(ratios)
         row["worst"] = quartiles([times["solve"] / times["precondition"] for times in own])
         if not name.startswith(first):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import soframe
-from soframe import solving
+from soframe import applying, solving
 from soframe.comm import TorchDistributed
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
@@ -65,17 +65,17 @@ def test_where_all_ranks_have_the_same_data_they_are_one_process(ranks, gradient
 def test_nothing_is_solved_or_preconditioned_twice(name, monkeypatch):
     """With one gradient worker each, over all ranks together; whose gradients are local."""
     done: Counter[tuple[Any, ...]] = Counter()
-    precondition, solve = solving._precondition, solving._Job.solve
+    precondition, solve = applying.Batch._apply, solving._Job.solve
 
-    def count(block: Any, *args: Any) -> Any:
-        done["preconditioned", block.name] += 1
-        return precondition(block, *args)
+    def count(batch: Any) -> Any:
+        done.update(("preconditioned", block.name) for block in batch.gradients)
+        return precondition(batch)
 
     def count_solve(job: Any, *args: Any) -> Any:
         done["solved", job.block.name, job.factor.name] += 1
         return solve(job, *args)
 
-    monkeypatch.setattr(solving, "_precondition", count)
+    monkeypatch.setattr(applying.Batch, "_apply", count)
     monkeypatch.setattr(solving._Job, "solve", count_solve)
     widths, ranks = [3, 5, 4, 6, 2], 3
     for rank in range(ranks):
