@@ -106,9 +106,7 @@ class Batch:
         return (
             (self.workers, one.shape, one.dtype, one.device, one.tensors)
             == (workers, block.shape, block.dtype, block.device, block.tensors)
-            and (one.method, one.solver) == (block.method, block.solver)
-            and _joins(block)
-        )
+        ) and (one.method, one.solver) == (block.method, block.solver)
 
     def result(self, block: Block) -> list[Tensor]:
         """Return the preconditioned gradient of a block, once.
@@ -147,12 +145,15 @@ def _batch_of(
     damping: float,
     arrive: Callable[[Block], None],
 ) -> Batch:
-    """Return the batch that a block joins, perhaps a new one."""
+    """Return the batch that a block joins, perhaps a new one; those that may be joined are kept."""
+    new = Batch(workers, damping, arrive)
+    if not _joins(block):
+        return new
     for batch in batches:
         if batch.takes(block, workers):
             return batch
-    batches.append(Batch(workers, damping, arrive))
-    return batches[-1]
+    batches.append(new)
+    return new
 
 
 def _joins(block: Block) -> bool:
