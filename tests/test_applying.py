@@ -118,8 +118,8 @@ def test_data_lie_side_by_side_and_are_held_once() -> None:
         assert torch.equal(before["inverse"], data[1]), "what others kept stays what it was"
 
 
-def test_saved_data_have_memory_of_their_own(tmp_path: Any) -> None:
-    """A state is as large as its tensors, whatever they lie beside."""
+def test_a_state_is_as_large_as_its_tensors(tmp_path: Any) -> None:
+    """Data that lie beside others are saved once, and loaded."""
     model = network()
     with closing(preconditioner(model, solver="inverse", statistics_every=1)) as own:
         log_cosh(model(randn(5, 2, 2, 2)), randn(5, 3)).backward()

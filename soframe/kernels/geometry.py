@@ -150,6 +150,61 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
     return tuple(sorted(found, key=lambda s: (abs(s.shift), s.shift, s.start)))
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a factor that two segments add to.
+
+    Attributes:
+        size: Features of a block: channels, or a kernel row of them.
+        kernels: How many blocks there are along the kernel's rows and columns.
+        steps: From one of them to the next, in features.
+        row: The first block's first row in the factor.
+        column: Likewise its first column.
+    """
+
+    size: int
+    kernels: tuple[int, int]
+    steps: tuple[int, int]
+    row: int
+    column: int
+
+    def of(self, total: Tensor) -> Tensor:
+        """Return the blocks of a factor, as one strided view.
+
+        Args:
+            total: ``[groups, features, features]``.
+
+        Returns:
+            ``[groups, kernel rows, kernel columns, size, size]``. A run of segments moves along the
+            diagonal, so that a step is one along both of the total's dimensions.
+        """
+        group, down, right = total.stride()
+        along = down + right
+        shape = (len(total), *self.kernels, self.size, self.size)
+        strides = (group, self.steps[0] * along, self.steps[1] * along, down, right)
+        offset = total.storage_offset() + self.row * down + self.column * right
+        return total.as_strided(shape, strides, offset)
+
+
+@lru_cache(maxsize=4096)
+def blocks(rows: Segment, columns: Segment | None, geometry: Geometry) -> Blocks:
+    """Return where the products of two segments are added.
+
+    Args:
+        rows: The segment of rows.
+        columns: That of columns; None where a block has all kernel columns.
+        geometry: The geometry.
+    """
+    channels = geometry.channels
+    line = geometry.columns.kernel * channels  # features of a kernel row
+    row, other, step = rows.first * line, rows.other * line, rows.step * line
+    if columns is None:
+        return Blocks(line, (rows.kernels, 1), (step, 0), row, row + other)
+    row, other = row + columns.first * channels, other + columns.other * channels
+    kernels, steps = (rows.kernels, columns.kernels), (step, columns.step * channels)
+    return Blocks(channels, kernels, steps, row, row + other)
+
+
 def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
     """Return the sum of all patches: what the bias shares with the weight.
 

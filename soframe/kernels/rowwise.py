@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from soframe.kernels.geometry import Geometry, Segment, segments
+from soframe.kernels.geometry import Blocks, Geometry, Segment, blocks, segments
 
 Numbers = tuple[int, ...]
 
@@ -47,19 +47,12 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     stride = geometry.columns.stride
     # Columns of one residue side by side, so that a range of them is contiguous.
     phases = [grid[:, first::stride].contiguous() for first in range(stride)]
-    _, down, right = total.stride()
-    origin = total.storage_offset()
     for product in plan(geometry):
         left = phases[product.left.phase].as_strided(*product.left.view)
         other = phases[product.right.phase].as_strided(*product.right.view)
         found = torch.bmm(left, other)
         for part in product.parts:
-            rows, columns = part.steps
-            along = down + right  # a run moves along the diagonal
-            strides = (rows * along, columns * along, down, right)
-            offset = origin + part.row * down + part.column * right
-            blocks = total.as_strided(part.shape, strides, offset)
-            blocks.add_(found[part.first : part.stop].sum(0), alpha=scale)
+            part.blocks.of(total).add_(found[part.first : part.stop].sum(0), alpha=scale)
 
 
 def positions_first(x: Tensor) -> Tensor:
@@ -91,18 +84,12 @@ class Part:
     Attributes:
         first: The first row.
         stop: The one behind the last.
-        shape: Of the blocks: ``[kernel rows, kernel columns, channels, channels]``.
-        steps: From one kernel row and one kernel column to the next, in features.
-        row: The first block's first row in the factor.
-        column: Likewise its first column.
+        blocks: These.
     """
 
     first: int
     stop: int
-    shape: Numbers
-    steps: tuple[int, int]
-    row: int
-    column: int
+    blocks: Blocks
 
 
 @dataclass(frozen=True)
@@ -148,8 +135,11 @@ def _product(own: list[Segment], columns: Segment, geometry: Geometry) -> Produc
     right = _operand(start + own[0].shift, shifted, number, columns.count, geometry)
     (count, length, channels), (down, along, one), offset = left.view
     left = Operand(left.phase, ((count, channels, length), (down, one, along), offset))
-    parts = tuple(_part(rows, columns, (rows.start - start) // step, geometry) for rows in own)
-    return Product(left, right, parts)
+    parts = []
+    for rows in own:
+        first = (rows.start - start) // step
+        parts.append(Part(first, first + rows.count, blocks(rows, columns, geometry)))
+    return Product(left, right, tuple(parts))
 
 
 def _operand(row: int, column: int, number: int, count: int, geometry: Geometry) -> Operand:
@@ -159,17 +149,3 @@ def _operand(row: int, column: int, number: int, count: int, geometry: Geometry)
     size = (number, count * geometry.batch, channels)
     strides = (geometry.rows.stride * line, channels, 1)
     return Operand(phase, (size, strides, row * line + column // stride * pixel))
-
-
-def _part(rows: Segment, columns: Segment, first: int, geometry: Geometry) -> Part:
-    channels = geometry.channels
-    line = geometry.columns.kernel * channels  # features of a kernel row
-    row = rows.first * line + columns.first * channels
-    return Part(
-        first,
-        first + rows.count,
-        (rows.kernels, columns.kernels, channels, channels),
-        (rows.step * line, columns.step * channels),
-        row,
-        row + rows.other * line + columns.other * channels,
-    )

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soframe.kernels import rowwise
-from soframe.kernels.geometry import Geometry, Segment, segments
+from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
 Slab = Callable[[int], Tensor]
@@ -105,15 +105,15 @@ def _add_products(
             continue  # above the diagonal
         a = _rows_of(left, rows.start, rows.count, step)
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
-        blocks = _blocks(total, rows, columns, geometry)
+        added = blocks(rows, columns, geometry).of(total)
         if by_row and len(a) > 1:
-            blocks.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
+            added.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
             continue
         a, b = a.flatten(0, 1), b.flatten(0, 1)
-        if geometry.groups == 1 and blocks.shape[1] == blocks.shape[2] == 1:
-            blocks[0, 0, 0].addmm_(a.T, b, alpha=scale)
+        if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
+            added[0, 0, 0].addmm_(a.T, b, alpha=scale)
         else:
-            blocks.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
+            added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 
 
 def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
@@ -130,32 +130,3 @@ def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
         return (a * b).sum(0).view(groups, 1, 1)
     a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))
     return torch.bmm(a.permute(1, 2, 0), b.transpose(0, 1))
-
-
-def _blocks(total: Tensor, rows: Segment, columns: Segment | None, geometry: Geometry) -> Tensor:
-    """Return the blocks that a product is added to, as one strided view.
-
-    Args:
-        total: ``[groups, features, features]``.
-        rows: The segment of rows.
-        columns: That of columns; None where a block has all kernel columns.
-        geometry: The geometry.
-
-    Returns:
-        ``[groups, kernel rows, kernel columns, size, size]`` of the segments' runs. A run moves
-        along the diagonal, so that a step is one along both of the total's dimensions.
-    """
-    channels = geometry.channels
-    line = geometry.columns.kernel * channels  # features of a kernel row
-    group, row, column = total.stride()
-    size, first, other = line, rows.first * line, rows.other * line
-    runs, steps = [rows.kernels], [rows.step * line]
-    if columns is None:
-        runs, steps = [*runs, 1], [*steps, 0]
-    else:
-        size, first = channels, first + columns.first * channels
-        other += columns.other * channels
-        runs, steps = [*runs, columns.kernels], [*steps, columns.step * channels]
-    offset = total.storage_offset() + first * row + (first + other) * column
-    strides = (group, *(step * (row + column) for step in steps), row, column)
-    return total.as_strided((total.shape[0], *runs, size, size), strides, offset)
