@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class Gated(Inverse):
         return super().solve(matrix, damping)
 
 
-@contextmanager
+@pytest.fixture(name="runs")
 def closing_runs() -> Iterator[Callable[..., Run]]:
     """Makes runs, and closes them."""
     made: list[Run] = []

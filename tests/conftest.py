@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+pytest_plugins = ["tests.background"]  # its fixtures
+
 # A shared machine is slow at times; that is no failure.
 settings.register_profile("soframe", deadline=None, print_blob=True)
 # For the mutation gate: a verdict that never changes, and no search for the smallest example.

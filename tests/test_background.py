@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.background import (
     STEPS,
     Gated,
     Waits,
-    closing_runs,
     in_use,
     still,
     under_way,
@@ -30,12 +28,6 @@ from tests.background import (
 )
 from tests.distributed.training import Run, make_net, same, snapshot
 from tests.state.test_resume import train
-
-
-@pytest.fixture
-def runs() -> Iterator[Callable[..., Run]]:
-    with closing_runs() as make:
-        yield make
 
 
 class Late(Eigen):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from soframe.comm import Recording, TorchDistributed
-from soframe.comm.recording import Event
 from soframe.solvers import Eigen, Inverse, Solver
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_accounting import SHAPES
-from tests.distributed.test_equivalence import STRATEGIES, assert_same_traces
+from tests.distributed.test_equivalence import STRATEGIES
 from tests.distributed.test_overlap import Late
 from tests.distributed.test_plans import EVERY, Traffic
 from tests.distributed.training import Case, Run, mean_over, same, snapshot, train_alone
+from tests.distributed.twins import Trace, assert_twins
 from tests.state.test_resume import load, save, train, triangles
 
 pytestmark = pytest.mark.distributed
@@ -38,16 +38,6 @@ class Slow(Inverse):
 
 
 # -- the same bits, the same calls -----------------------------------------------------------------
-
-
-@dataclass
-class Trace:
-    """What one rank did and has in the end."""
-
-    weights: Tensor
-    state: dict[str, Tensor]
-    counters: dict[str, int]
-    events: list[Event]
 
 
 def trace(rank: int, ranks: int, case: Case, overlap: bool) -> Trace:
@@ -87,15 +77,7 @@ def test_threads_change_no_bit_and_no_call(
         if gradients == "averaged" or name in ("mem", "sharded", "hybrid")
     }
     results = run_ranks(both_ways, ranks, list(cases.values()), timeout=120)
-    for index, name in enumerate(cases):
-        pairs = [own[index] for own in results]
-        for rank, (one, other) in enumerate(pairs):
-            where = (name, rank)
-            assert torch.equal(one.weights, other.weights), where
-            assert same(one.state, other.state), where
-            assert one.counters == other.counters, where
-            assert one.events == other.events, where
-        assert_same_traces([one.events for one, _ in pairs])
+    assert_twins(results, cases)
 
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:

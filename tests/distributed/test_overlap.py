@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from soframe import Preconditioner
 from soframe.comm import Handle, Recording, TorchDistributed
-from soframe.comm.recording import Event
 from soframe.solvers import Eigen, Inverse, Solver
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_equivalence import assert_same_traces
 from tests.distributed.test_plans import EVERY
 from tests.distributed.training import Case, Run, mean_over, same, snapshot
+from tests.distributed.twins import Trace, assert_twins
 
 pytestmark = pytest.mark.distributed
 
@@ -46,17 +46,6 @@ class Late(TorchDistributed):
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         self._dawdle()
         return super()._broadcast(tensor, source, group)
-
-
-@dataclass
-class Trace:
-    """What one rank did and has in the end."""
-
-    weights: Tensor
-    state: dict[str, Tensor]
-    counters: dict[str, int]
-    events: list[Event]
-    under_way: list[int]
 
 
 def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trace:
@@ -105,15 +94,7 @@ def test_overlap_changes_no_bit_and_no_call(
         if gradients == "averaged" or name in ("mem", "sharded", "hybrid")
     }
     results = run_ranks(train_both_ways, ranks, list(cases.values()), bucket, fused, timeout=120)
-    for index, name in enumerate(cases):
-        pairs = [own[index] for own in results]
-        for rank, (one, other) in enumerate(pairs):
-            where = (name, rank)
-            assert torch.equal(one.weights, other.weights), where
-            assert same(one.state, other.state), where
-            assert one.counters == other.counters, where
-            assert one.events == other.events, where
-        assert_same_traces([one.events for one, _ in pairs])
+    assert_twins(results, cases)
 
 
 def test_statistics_travel_while_the_model_goes_on() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,13 @@ from tests.background import (
     EVERY,
     STEPS,
     Gated,
-    closing_runs,
     in_use,
     still,
     under_way,
     wait_until_solved,
 )
-from tests.distributed.training import Run, same, snapshot
+from tests.distributed.training import same, snapshot
 from tests.state.test_resume import load, save, train, triangles
-
-
-@pytest.fixture
-def runs() -> Iterator[Callable[..., Run]]:
-    with closing_runs() as make:
-        yield make
-
 
 # -- state -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from soframe import checkpoint
+from soframe import Preconditioner, checkpoint
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_places import Apart
@@ -246,6 +246,22 @@ def test_a_part_does_not_change_while_training_goes_on(strategy):
     kept = copy.deepcopy(part)
     train(run, AT, STEPS)
     assert equal(part, kept)
+
+
+def test_data_that_lie_side_by_side_are_written_once(tmp_path):
+    """Each is a view of the memory of all."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    every = {"statistics_every": 1, "solve_every": 1}
+    own = Preconditioner(model, optimizer=optimizer, solver="inverse", **every)
+    model(torch.randn(64, 48)).square().mean().backward()
+    own.step()
+    data = [t for b in own._blocks for ts in b.second_order.values() for t in ts.values()]
+    assert all(t.untyped_storage().nbytes() == 20 * t.nbytes for t in data)
+    dcp.save({"soframe": checkpoint.part(own)}, checkpoint_id=tmp_path)
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert written < 4 * sum(t.nbytes for t in data)
+    own.close()
 
 
 def test_the_learning_rates_that_clips_began_with_are_kept(tmp_path):
