@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,12 +130,14 @@ def test_what_is_not_the_same_is_computed(computed: list[LayerHelper]) -> None:
 
 
 def test_the_input_is_not_kept(computed: list[LayerHelper]) -> None:
-    """Nor is another that happens to lie where it lay taken for it."""
+    """Nor is another that lies where it lay taken for it."""
+    buffer = np.empty((4, 3))
     shared = SharedInputs()
     helpers = [helper() for _ in range(20)]
     expired = []
     for number, own in enumerate(helpers):
-        x = torch.full((4, 3), float(number), dtype=torch.float64)
+        buffer[:] = number
+        x = torch.from_numpy(buffer)
         add(shared, own, x)
         memory = StorageWeakRef(x.untyped_storage())
         del x
