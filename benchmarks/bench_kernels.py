@@ -1,15 +1,26 @@
-"""How long the factors of a convolution take, by path, layout and shape."""
+"""How long kernels take: factors by path, layout and shape, products by way and threads."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.factors import FORMATS, Layer, tensors
+from soframe.kernels import products
 from soframe.kernels.dispatch import PATHS
-from soframe.kernels.gram import mirror, zeros
+from soframe.kernels.gram import (
+    add_by_columns,
+    add_by_halves,
+    add_by_lines,
+    halvings,
+    mirror,
+    zeros,
+)
 from soframe.layers import Conv2dHelper
+from soframe.solvers import Inverse, inverse
 
 LAYERS = {
     "stem": (8, Layer(1, 3, 64, 7, 2, 224)),
@@ -52,3 +63,81 @@ def bench_output_moment(benchmark: BenchmarkFixture, name: str, layout: str) -> 
 @pytest.mark.parametrize("size", [144, 1152, 4608])
 def bench_mirror(benchmark: BenchmarkFixture, size: int) -> None:
     benchmark.pedantic(mirror, (torch.randn(1, size, size),), rounds=5, warmup_rounds=1)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [256, 512, 768, 1024, 2048])
+@pytest.mark.parametrize("way", ["columns", "halves", "lines"])
+def bench_rows(benchmark: BenchmarkFixture, way: str, size: int, threads: int) -> None:
+    """2048 rows: the figures of `soframe.kernels.gram`."""
+    rows, total = torch.randn(2048, size), torch.zeros(size, size)
+    if way == "halves" and not halvings(size):
+        pytest.skip("too few columns")
+    ways: dict[str, Callable[[], None]] = {
+        "columns": lambda: add_by_columns(total, rows),
+        "halves": lambda: add_by_halves(total, rows),
+        "lines": lambda: add_by_lines(total, rows.T.contiguous()),
+    }
+    benchmark.pedantic(ways[way], rounds=15, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize("blocks", [(6, 16, 144), (5, 64, 576), (24, 256, 256)], ids=str)
+def bench_apply(
+    benchmark: BenchmarkFixture, blocks: tuple[int, int, int], together: bool, threads: int
+) -> None:
+    """Blocks of one shape: the figures of `soframe.applying.SMALL`."""
+    number, out, into = blocks
+    solver = Inverse()
+    groups = number if together else 1
+    data = [
+        (
+            torch.randn(groups, out, into),
+            {"inverse": torch.randn(groups, out, out)},
+            {"inverse": torch.randn(groups, into, into)},
+        )
+        for _ in range(number // groups)
+    ]
+
+    def apply() -> None:
+        for gradient, left, right in data:
+            solver.apply(gradient, left=left, right=right, damping=0.0)
+
+    benchmark.pedantic(apply, rounds=15, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("onednn", [False, True], ids=["torch", "oneDNN"])
+@pytest.mark.parametrize("shape", [(2048, 256), (2048, 512), (65536, 16)], ids=str)
+def bench_inner(
+    benchmark: BenchmarkFixture,
+    shape: tuple[int, int],
+    onednn: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The figures of `soframe.kernels.products`."""
+    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
+    rows = torch.randn(*shape)
+    benchmark.pedantic(products.inner, (rows, rows), rounds=15, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("framed", [False, True], ids=["as it is", "enlarged"])
+@pytest.mark.parametrize("size", [512, 1024, 1025, 2048])
+def bench_frame(
+    benchmark: BenchmarkFixture,
+    size: int,
+    framed: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The figures of `soframe.solvers.inverse.frame`."""
+    monkeypatch.setattr(inverse, "FRAMED", 1 if framed else 2**30)
+    matrix, damping = torch.eye(size).unsqueeze(0), torch.ones(1)
+    benchmark.pedantic(Inverse().solve, (matrix, damping), rounds=7, warmup_rounds=1)

@@ -18,12 +18,15 @@ from soframe.blocks import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
 from soframe.factors import TensorSpec
+from soframe.kernels import products
 from soframe.strategies.placement import Placement, exchange_group
 
 SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six
 blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
-times the time; with two threads 0.42, 0.74 and 0.95."""
+times the time; with two threads 0.42, 0.74 and 0.95 (an AVX2 machine; `bench_apply` of
+`benchmarks/bench_kernels.py`). Where oneDNN multiplies a single matrix faster
+(`soframe.kernels.products`), five of 64 x 576 took twice the time together."""
 
 
 def precondition(
@@ -63,7 +66,8 @@ def precondition(
             parcel = Parcel(worker, group, spec, block.dtype, block.device)
             gradient = gradients.get(block)
             if worker == backend.rank and gradient is not None:
-                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive)
+                joins = _joins(block, gradient)
+                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
                 batch.gradients[block] = gradient
                 parcel.make = functools.partial(batch.result, block)
             parcels.append((block, parcel))
@@ -144,10 +148,11 @@ def _batch_of(
     batches: list[Batch],
     damping: float,
     arrive: Callable[[Block], None],
+    joins: bool,
 ) -> Batch:
     """Return the batch that a block joins, perhaps a new one; those that may be joined are kept."""
     new = Batch(workers, damping, arrive)
-    if not _joins(block):
+    if not joins:
         return new
     for batch in batches:
         if batch.takes(block, workers):
@@ -156,13 +161,15 @@ def _batch_of(
     return new
 
 
-def _joins(block: Block) -> bool:
+def _joins(block: Block, gradient: Tensor) -> bool:
     """Return whether a block is applied together with others of its shape."""
     groups, out, into = block.shape
+    if block.device.type == "cpu":
+        work = out * into * max(out, into)  # of the larger product
+        if out * into > SMALL or (groups == 1 and products.serves(gradient, work)):
+            return False
     specs = [spec for tensors in block.tensors.values() for spec in tensors.values()]
-    return (block.device.type != "cpu" or out * into <= SMALL) and all(
-        len(spec.shape) > 0 and spec.shape[0] == groups for spec in specs
-    )
+    return all(len(spec.shape) > 0 and spec.shape[0] == groups for spec in specs)
 
 
 def side_by_side(blocks: Sequence[Block], factor: str, name: str) -> Tensor:

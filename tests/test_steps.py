@@ -149,6 +149,18 @@ def test_channels_last_changes_the_layout_and_nothing_else() -> None:
         compare(one, other, "weights", rtol=1e-4)
 
 
+def test_a_network_without_images_has_no_channels_to_lay_out() -> None:
+    rows = Network(
+        "rows",
+        lambda: nn.Linear(3, 2),
+        lambda: (torch.randn(5, 3), torch.randint(2, (5,))),
+        F.cross_entropy,
+    )
+    one = contender("soframe, inverse, channels_last", rows, rows.model(), torch.device("cpu"), {})
+    one.warm_up()
+    assert one.taken == 1 + sum(count for _, count in TURNS)
+
+
 def test_networks_are_those_of_the_papers() -> None:
     sizes = {
         name: sum(p.numel() for p in NETWORKS[name].model().parameters())

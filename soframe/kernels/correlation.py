@@ -19,13 +19,11 @@ paths, and 6e-7 to 1.4e-5 in one piece.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soframe.kernels import shifts
+from soframe.kernels import products, shifts
 from soframe.kernels.geometry import Axis, Geometry
 
 Range = tuple[int, int]
@@ -72,21 +70,6 @@ def serves(geometry: Geometry) -> bool:
     """
     axes = (geometry.rows, geometry.columns)
     return all(axis.stride == 1 and core(axis)[0] < core(axis)[1] for axis in axes)
-
-
-def has_primitive(x: Tensor) -> bool:
-    """Return whether there is a fast and exact primitive for a tensor: oneDNN's.
-
-    cuDNN's is in TensorFloat-32 by default, and on the CPU none but single precision's is fast.
-
-    Args:
-        x: The image.
-    """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return False
-    backend: Any = torch.backends.mkldnn
-    exact = backend.conv.fp32_precision in ("none", "ieee")  # not TensorFloat-32, nor bfloat16
-    return exact and backend.is_available() and torch._C._get_mkldnn_enabled()
 
 
 def core(axis: Axis) -> Range:
@@ -237,7 +220,9 @@ def _met(axis: Axis, u: int) -> list[int]:
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write ``left^T right`` of each group."""
-    if len(left) == 1:
+    if len(left) == 1 and products.pays(left[0], right[0]):
+        out[0] = products.inner(left[0], right[0])
+    elif len(left) == 1:
         torch.mm(left[0].T, right[0], out=out[0])
     else:
         torch.bmm(left.mT, right, out=out)

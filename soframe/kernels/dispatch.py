@@ -8,20 +8,36 @@ one, channels first, ms with one thread and with two; predictions in parentheses
 ======================  ======================  ======================  ======================
 batch, channels, map    correlation             shifts                  rows
 ======================  ======================  ======================  ======================
-64, 3, 32 x 32          3.7, 3.1 (3.8, 2.8)     4.3, 3.0 (5.2, 3.1)     4.5, 3.4 (2.3, 1.6)
-64, 16, 32 x 32         12.1, 9.8 (13.6, 8.1)   10.4, 7.2 (10.9, 6.0)   19.6, 10.0 (16.9, 9.0)
-64, 32, 16 x 16         10.7, 7.3 (12.3, 7.5)   7.3, 4.4 (8.1, 4.4)     15.5, 7.8 (14.6, 7.6)
-64, 64, 8 x 8           10.2, 6.7 (10.8, 7.3)   5.6, 4.2 (6.1, 3.4)     10.9, 7.1 (12.8, 6.6)
-8, 64, 56 x 56          59.9, 56.9 (76.5, 40.6) 50.0, 30.5 (45.8, 23.6) 84.5, 47.8 (87.5, 44.5)
-8, 256, 14 x 14         84.4, 47.2 (67.8, 39.5) 44.9, 30.1 (36.2, 18.7) 86.7, 65.7 (78.7, 39.6)
-8, 32 of 4, 28 x 28     16.0, 11.5 (9.9, 9.9)   58.3, 32.9 (43.9, 43.9) 32.5, 15.3 (29.2, 29.2)
-8, 96 of 1, 28 x 28     12.2, 9.6 (7.4, 7.4)    6.0, 5.0 (5.8, 5.8)     23.5, 14.3 (27.6, 27.6)
+64, 3, 32 x 32          3.7, 3.1 (4.4, 3.3)     4.3, 3.0 (5.2, 3.1)     4.5, 3.4 (2.3, 1.6)
+64, 16, 32 x 32         12.1, 9.8 (14.2, 8.6)   10.4, 7.2 (10.9, 6.0)   19.6, 10.0 (16.9, 9.0)
+64, 32, 16 x 16         10.7, 7.3 (12.7, 7.9)   7.3, 4.4 (8.1, 4.4)     15.5, 7.8 (14.6, 7.6)
+64, 64, 8 x 8           10.2, 6.7 (11.2, 7.7)   5.6, 4.2 (6.1, 3.4)     10.9, 7.1 (12.8, 6.6)
+8, 64, 56 x 56          59.9, 56.9 (76.9, 41.1) 50.0, 30.5 (45.8, 23.6) 84.5, 47.8 (87.5, 44.5)
+8, 256, 14 x 14         84.4, 47.2 (68.2, 39.9) 44.9, 30.1 (36.2, 18.7) 86.7, 65.7 (78.7, 39.6)
+8, 32 of 4, 28 x 28     16.0, 11.5 (10.3, 10.3) 58.3, 32.9 (43.9, 43.9) 32.5, 15.3 (29.2, 29.2)
+8, 96 of 1, 28 x 28     12.2, 9.6 (7.8, 7.8)    6.0, 5.0 (5.8, 5.8)     23.5, 14.3 (27.6, 27.6)
 ======================  ======================  ======================  ======================
 
 They are lower quartiles of 14 turns on a machine with other work, so between rows they compare less
-well than within. Threads share a convolution without groups, the rows of an image where these have
-products of their own (`soframe.kernels.rowwise`), and products of wide matrices; others, of fewer
-than `WIDE` columns, are counted as if they were not shared.
+well than within. Where vectors of 512 bits make the primitive much faster than torch's products are
+(`soframe.kernels.products`), maps of 64 and 128 channels take a correlation as well. There
+`benchmarks/paths.py` says, of the chosen path and the next best:
+
+======================  ====================================  ====================================
+batch, channels, map    with one thread                       with two
+======================  ====================================  ====================================
+64, 16, 32 x 32         correlation   6.1, shifts 7.1         correlation   4.4, shifts 3.8
+64, 32, 16 x 16         correlation   6.6, shifts 5.9         shifts        3.3, correlation 4.8
+64, 64, 8 x 8           shifts        4.4, correlation 5.6    shifts        2.5, correlation 3.8
+8, 64, 56 x 56          correlation  20.3, shifts 32.4        correlation  10.5, shifts 15.5
+8, 128, 28 x 28         correlation  19.5, shifts 29.6        correlation  11.3, shifts 14.8
+8, 256, 14 x 14         shifts       17.5, correlation 24.7   shifts        9.9, correlation 12.7
+8, 512, 7 x 7           shifts       29.2, correlation 55.6   shifts       15.0, correlation 25.6
+======================  ====================================  ====================================
+
+Threads share a convolution without groups, the rows of an image where these have products of their
+own (`soframe.kernels.rowwise`), and products of wide matrices; others, of fewer than `WIDE`
+columns, are counted as if they were not shared.
 """
 
 from __future__ import annotations
@@ -53,6 +69,8 @@ MULTIPLY_ADD = 3e-11  # seconds: of large products
 READ = 3e-10  # seconds: of one element, read by a product or copied
 WRITTEN_OUT = 16  # copies, as long as writing patches out takes
 CONVOLUTION = 5e-11  # seconds: a multiplication and addition in the gradient of a weight
+WIDE_CONVOLUTION = 1.5e-11  # where vectors have 512 bits
+FASTER = 2  # times, by which `soframe.kernels.products` then multiplies faster than torch
 NARROW = 12  # columns of a product: fewer take as long
 VECTORS = 16  # channels that the primitive takes at least
 MOVE = 1.5e-9  # seconds: of one element of fewer than NARROW channels, when it is copied
@@ -61,45 +79,52 @@ WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
 
 @lru_cache(maxsize=1024)
-def choose(geometry: Geometry, threads: int = 1, primitive: bool = False) -> Path:
+def choose(
+    geometry: Geometry, threads: int = 1, primitive: bool = False, wide: bool = False
+) -> Path:
     """Return the path that is expected to be fastest.
 
     Args:
         geometry: The geometry.
         threads: How many there are.
         primitive: Whether the gradient of a convolution's weight has a fast and exact primitive
-            (`soframe.kernels.correlation.has_primitive`).
+            (`soframe.kernels.products.has_primitives`).
+        wide: Whether that is much faster than products are
+            (`soframe.kernels.products.prefers_onednn`).
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
-        ``"shifts"`` mostly; ``"correlation"`` for groups of a few channels at a stride of one;
-        ``"rows"`` for inputs of fewer still; ``"unfold"`` for maps so small that there is nothing
-        to share.
+        ``"shifts"`` mostly; ``"correlation"`` for groups of a few channels at a stride of one, and
+        for large maps where the primitive is much faster; ``"rows"`` for inputs of fewer still;
+        ``"unfold"`` for maps so small that there is nothing to share.
     """
     if geometry.rows.kernel == geometry.columns.kernel == 1:
         return "pointwise"
     candidates: tuple[Path, ...] = ("shifts", "rows", "unfold")
     if primitive and correlation.serves(geometry):
         candidates += ("correlation",)
-    return min(candidates, key=lambda path: seconds(path, geometry, threads))
+    return min(candidates, key=lambda path: seconds(path, geometry, threads, wide))
 
 
-def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
+def seconds(path: Path, geometry: Geometry, threads: int = 1, wide: bool = False) -> float:
     """Predict the time of a path.
 
     Args:
         path: The path; ``"correlation"`` where it serves.
         geometry: The geometry.
         threads: How many there are.
+        wide: As for `choose`.
 
     Returns:
         Seconds, on the machine where the constants were measured.
     """
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
-    # Threads share rows, however narrow these are.
-    wide = 1 if path != "unfold" and rowwise.serves(geometry) else WIDE
-    product = partial(_product, groups=groups, threads=threads, wide=wide)
+    # Threads share rows, however narrow these are; of such batches there are no faster products.
+    by_row = path != "unfold" and rowwise.serves(geometry)
+    product = partial(
+        _product, groups=groups, threads=threads, by_row=by_row, faster=wide and not by_row
+    )
     if path == "unfold":
         copied = geometry.positions * geometry.features * groups
         return WRITTEN_OUT * copied * READ + product(geometry.positions, geometry.features) / 2
@@ -111,19 +136,19 @@ def seconds(path: Path, geometry: Geometry, threads: int = 1) -> float:
         return copied * copy + sum(product(batch * n, width) for n in counts)
     copied = rows.size * columns.size * batch * channels * groups
     if path == "correlation":
-        return _correlation(geometry, copied, threads)
+        return _correlation(geometry, copied, threads, wide)
     counts = [
         r.count * c.count
         for r in segments(rows)
         for c in segments(columns)
         if (r.other, c.other) <= (0, 0)
     ]
-    copies = 2 if wide == 1 else 1 + len({s.shift for s in segments(columns)})
+    copies = 2 if by_row else 1 + len({s.shift for s in segments(columns)})
     copy = copied * copies * _copy(channels * groups)
     return copy + sum(product(batch * n, channels) for n in counts)
 
 
-def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
+def _correlation(geometry: Geometry, copied: int, threads: int, wide: bool) -> float:
     """Predict `soframe.kernels.correlation`: the convolution, and the strips around it."""
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
@@ -133,7 +158,8 @@ def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
     width = max(channels, VECTORS)
     distances = rows.kernel * (2 * columns.kernel - 1)
     core = batch * (bottom - top) * (right - left)
-    convolution = distances * core * width * channels * groups * CONVOLUTION
+    convolution = distances * core * width * channels * float(groups)
+    convolution *= WIDE_CONVOLUTION if wide and groups == 1 else CONVOLUTION
     convolution /= threads if groups == 1 else 1
     strips = above * columns.out * batch * line**2 * rows.kernel
     strips += beside * (bottom - top) * batch * line * channels * rows.kernel
@@ -144,18 +170,21 @@ def _correlation(geometry: Geometry, copied: int, threads: int) -> float:
         convolution
         + strips * groups * MULTIPLY_ADD / 1.5
         + (3 * copied + 2 * gathered * groups) * _copy(channels * groups)
-        + calls * CALL / 2
+        + calls * CALL
     )
 
 
-def _product(length: int, size: int, groups: int, threads: int, wide: int = WIDE) -> float:
+def _product(
+    length: int, size: int, groups: int, threads: int, by_row: bool, faster: bool
+) -> float:
     """Predict ``[size, length] @ [length, size]`` for all groups."""
     if size == 1 < groups:
         return CALL + length * groups * 2 * READ
-    shared = groups * (length * max(size, NARROW) ** 2 * MULTIPLY_ADD + length * size * READ)
+    rate = MULTIPLY_ADD / (FASTER if faster and groups == 1 else 1)
+    shared = groups * (length * max(size, NARROW) ** 2 * rate + length * size * READ)
     # The groups of an image are copied apart.
     apart = 2 * length * size * groups * _copy(size) if groups > 1 else 0.0
-    return CALL + apart + shared / (threads if size >= wide else 1)
+    return CALL + apart + shared / (threads if by_row or size >= WIDE else 1)
 
 
 def _copy(size: int) -> float:

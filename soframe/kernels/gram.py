@@ -2,10 +2,14 @@
 
 Cholesky factorisations, eigendecompositions and packing read one triangle, and `mirror` fills the
 other where somebody reads both. A large product is done in parts, for little more than half the
-arithmetic: by blocks of columns, each against the columns up to its own, with no matrix besides the
-sum; or by halves, which are wider, and which threads share better: with two of them 2048 rows of
-1024 columns take 21 ms instead of 27, of 768 columns 12 instead of 14, of 2048 columns 68 instead
-of 78, and of 512 columns the same 5.5. One thread takes no less by halves.
+arithmetic, in one of three ways, of which `benchmarks/bench_kernels.py` times each:
+
+- by blocks of columns, each against the columns up to its own, with no matrix besides the sum;
+- by halves, which are wider, and which threads share better: with two of them 2048 rows of 1024
+  columns take 21 ms instead of 27, of 768 columns 12 instead of 14, of 2048 columns 68 instead of
+  78, and of 512 columns the same 5.5 (an AVX2 machine). One thread takes no less by halves;
+- transposed, by blocks of lines, where `soframe.kernels.products` multiplies by other means than
+  torch does.
 """
 
 from __future__ import annotations
@@ -16,11 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from soframe.kernels import products
+
 # Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
 LEAST = 96  # columns of a half
+TRANSPOSED = 2**20  # numbers that are transposed at once, about
+LEAST_ROWS = 2048  # that are
+APART = 128  # columns of a block of transposed rows, at most
 ALIGNMENT = 64  # bytes
 TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
 
@@ -82,6 +91,13 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         rows: ``[m, n]``.
         scale: The multiplier.
     """
+    if products.pays(rows, rows):
+        if rows.shape[1] > SMALL:
+            for part in rows.split(_at_once(rows.shape[1])):
+                add_by_lines(total, part.T.contiguous(), scale)
+        else:
+            products.add_inner(total, rows, rows, scale)
+        return
     shared = torch.get_num_threads() > 1 and rows.shape[1] >= 4 * SMALL
     way = add_by_halves if shared and halvings(rows.shape[1]) else add_by_columns
     way(total, rows, scale)
@@ -116,6 +132,26 @@ def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
             blocks.add_(torch.bmm(second.mT, first), alpha=scale)
 
 
+def _at_once(size: int) -> int:
+    """Return how many rows are transposed at once: copies of all would be as large as they are."""
+    return max(LEAST_ROWS, TRANSPOSED // size)
+
+
+def add_by_lines(total: Tensor, lines: Tensor, scale: float = 1.0) -> None:
+    """Do the same from transposed rows: each block of columns against what is not above it.
+
+    Args:
+        total: See `add_rows`.
+        lines: ``[n, m]``.
+        scale: The multiplier.
+    """
+    size = len(lines)
+    number = -(-size // APART)
+    for start, stop in pairwise(size * i // number for i in range(number + 1)):
+        found = products.times(lines[start:], lines[start:stop].T)
+        total[start:, start:stop].add_(found, alpha=scale)
+
+
 def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     """Do the same by blocks of columns.
 
@@ -138,7 +174,10 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0) -> None:
         scale: The multiplier.
     """
     batch, size, positions = maps.shape
-    if size < SMALL:
+    if size >= SMALL and products.serves(maps, batch * positions * size**2):
+        for part in maps.split(max(1, _at_once(size) // positions)):
+            add_by_lines(total, part.transpose(0, 1).reshape(size, -1), scale)
+    elif size < SMALL:
         total.add_(torch.bmm(maps, maps.mT).sum(0), alpha=scale)
     elif positions < size:
         # Many short products into one large matrix: its memory traffic costs more than a copy.

@@ -11,6 +11,7 @@ What is multiplied, and where it is added, depends on the geometry alone and is 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,9 +49,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     # Columns of one residue side by side, so that a range of them is contiguous.
     phases = [grid[:, first::stride].contiguous() for first in range(stride)]
     for product in plan(geometry):
-        left = phases[product.left.phase].as_strided(*product.left.view)
-        other = phases[product.right.phase].as_strided(*product.right.view)
-        found = torch.bmm(left, other)
+        found = torch.bmm(product.left.of(phases), product.right.of(phases))
         for part in product.parts:
             part.blocks.of(total).add_(found[part.first : part.stop].sum(0), alpha=scale)
 
@@ -75,6 +74,16 @@ class Operand:
 
     phase: int
     view: tuple[Numbers, Numbers, int]
+
+    def of(self, phases: Sequence[Tensor]) -> Tensor:
+        """Return the view.
+
+        Args:
+            phases: The columns of each residue, contiguous.
+        """
+        whole, (size, strides, offset) = phases[self.phase], self.view
+        # What need not be copied, such as one image with its channels last, begins anywhere.
+        return whole.as_strided(size, strides, whole.storage_offset() + offset)
 
 
 @dataclass(frozen=True)

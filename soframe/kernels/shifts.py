@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soframe.kernels import rowwise
+from soframe.kernels import products, rowwise
 from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
@@ -111,7 +111,7 @@ def _add_products(
             continue
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
-            added[0, 0, 0].addmm_(a.T, b, alpha=scale)
+            products.add_inner(added[0, 0, 0], a, b, scale)
         else:
             added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 
@@ -125,7 +125,7 @@ def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
 def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
     """Return ``a^T b`` of each group."""
     if groups == 1:
-        return (a.T @ b).unsqueeze(0)
+        return products.inner(a, b).unsqueeze(0)
     if a.shape[1] == groups:
         return (a * b).sum(0).view(groups, 1, 1)
     a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))

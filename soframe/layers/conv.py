@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.kernels.correlation import has_primitive
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
+from soframe.kernels.products import has_primitives, prefers_onednn
 from soframe.kernels.unfold import patches
 from soframe.layers.base import LayerHelper, Unit
 from soframe.registry import register
@@ -95,7 +95,9 @@ class Conv2dHelper(LayerHelper):
         if self.bias is not None:
             weights = total[:, :-1, :-1]
             add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
-        path = self.path or choose(geometry, torch.get_num_threads(), has_primitive(x))
+        path = self.path or choose(
+            geometry, torch.get_num_threads(), has_primitives(x), prefers_onednn()
+        )
         PATHS[path](weights, x, geometry, scale)
         return total
 

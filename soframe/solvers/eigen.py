@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from soframe.factors import FactorSpec, TensorSpec
+from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver, whole
 
@@ -51,7 +52,7 @@ class Eigen(Solver):
         if not self.follows:
             return None
         vectors = data["vectors"]
-        return {"values": rayleigh(vectors, whole(matrix) @ vectors).clamp_(min=0)}
+        return {"values": rayleigh(vectors, times(whole(matrix), vectors)).clamp_(min=0)}
 
     def apply(
         self,
@@ -62,14 +63,14 @@ class Eigen(Solver):
         damping: float,
     ) -> Tensor:
         """See `Solver.apply`."""
-        rotated = left["vectors"].mT @ gradient @ right["vectors"]
+        rotated = times(times(left["vectors"].mT, gradient), right["vectors"])
         curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
         if damping == 0:
             # Where there is neither curvature nor damping, no step is the least one.
             rotated = torch.where(curvature > 0, rotated, 0.0)
             curvature = torch.where(curvature > 0, curvature, 1.0)
         rotated /= curvature
-        return left["vectors"] @ rotated @ right["vectors"].mT
+        return times(times(left["vectors"], rotated), right["vectors"].mT)
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
@@ -78,7 +79,7 @@ class Eigen(Solver):
         curvature = right["values"].unsqueeze(-2) + damping
         # Where there is neither curvature nor damping, no step is the least one.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
-        return (gradient @ right["vectors"] * inverse) @ right["vectors"].mT
+        return times(times(gradient, right["vectors"]) * inverse, right["vectors"].mT)
 
 
 def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:

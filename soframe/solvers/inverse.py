@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from soframe.factors import FactorSpec, TensorSpec
+from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver
+
+FRAMED = 512  # the size from which matrices are enlarged for LAPACK
 
 
 @register("solver", "inverse")
@@ -73,9 +76,11 @@ class Inverse(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
-        lower = torch.linalg.cholesky(damped(matrix, damping))
+        size = matrix.shape[-1]
+        framed = damped(matrix, damping, frame(size) if matrix.device.type == "cpu" else 0)
         # Symmetric to the last bit, and stored by columns: its transpose needs no copy.
-        return {"inverse": torch.cholesky_inverse(lower).mT}
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(framed)).mT
+        return {"inverse": inverse[..., :size, :size].contiguous()}
 
     def apply(
         self,
@@ -86,22 +91,50 @@ class Inverse(Solver):
         damping: float,
     ) -> Tensor:
         """See `Solver.apply`; the damping is in the inverses already."""
-        return left["inverse"] @ gradient @ right["inverse"]
+        return times(times(left["inverse"], gradient), right["inverse"])
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
         """See `Solver.apply_right`; the damping is in the inverse already."""
-        return gradient @ right["inverse"]
+        return times(gradient, right["inverse"])
 
 
-def damped(matrix: Tensor, damping: Tensor) -> Tensor:
+def frame(size: int) -> int:
+    """Return by how many rows and columns a matrix is best enlarged before LAPACK gets it.
+
+    Rows whose length is a multiple of 1024 bytes meet in few lines of the cache, and those of odd
+    lengths lie across vectors. With 16 rows more, 1024 took 0.56 of the time with one thread and
+    0.64 with two, 512 and 2048 0.8 to 0.9; 1025 as 1040 0.82; smaller ones as long as they are.
+
+    Args:
+        size: The size.
+
+    Returns:
+        What is missing to the next multiple of 16 that is none of 256.
+    """
+    if size < FRAMED:
+        return 0
+    return -size % 16 if (size + -size % 16) % 256 else -size % 16 + 16
+
+
+def damped(matrix: Tensor, damping: Tensor, extra: int = 0) -> Tensor:
     """Return matrices with the damping on their diagonals.
 
     Args:
         matrix: ``[groups, n, n]``.
         damping: ``[groups]``.
+        extra: Rows and columns of the identity matrix to add.
+
+    Returns:
+        ``[groups, n + extra, n + extra]``, block-diagonal: the inverse is that of the blocks.
     """
-    result = matrix.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1))
+    size = matrix.shape[-1]
+    if extra:
+        result = matrix.new_zeros(len(matrix), size + extra, size + extra)
+        result[:, :size, :size] = matrix
+        result.diagonal(dim1=-2, dim2=-1)[:, size:] = 1
+    else:
+        result = matrix.clone()
+    result.diagonal(dim1=-2, dim2=-1)[:, :size].add_(damping.unsqueeze(-1))
     return result

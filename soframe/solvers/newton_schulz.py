@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import whole
 from soframe.solvers.inverse import Inverse, damped
@@ -81,16 +82,16 @@ def invert(matrix: Tensor, start: Tensor, iterations: int) -> Tensor | None:
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     with exact_products(matrix.device.type):
-        residual = eye - matrix @ inverse
+        residual = eye - times(matrix, inverse)
         for count in range(1, iterations + 1):
-            inverse = inverse + inverse @ residual
+            inverse = inverse + times(inverse, residual)
             if count % _CHUNK and count < iterations:
-                residual = eye - matrix @ inverse
+                residual = eye - times(matrix, inverse)
                 continue
-            residual = eye - matrix @ inverse
+            residual = eye - times(matrix, inverse)
             worst = float((residual.square().sum((-2, -1)) / len(eye)).sqrt().amax())
             if worst <= tolerance:
-                inverse = inverse + inverse @ residual
+                inverse = inverse + times(inverse, residual)
                 return (inverse + inverse.mT) / 2
             if not worst <= 1:
                 return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import whole
 from soframe.solvers.eigen import Eigen, rayleigh
@@ -53,10 +54,10 @@ class OrthogonalIteration(Eigen):
     ) -> dict[str, Tensor]:
         """See `Solver.solve_again`."""
         factor, vectors = whole(matrix), last["vectors"]
-        product = factor @ vectors
+        product = times(factor, vectors)
         for _ in range(self.iterations):
             vectors = torch.linalg.qr(product)[0]
-            product = factor @ vectors
+            product = times(factor, vectors)
         values = rayleigh(vectors, product)
         left_over = torch.linalg.matrix_norm(product - vectors * values.unsqueeze(-2))
         if not bool((left_over <= self.tolerance * torch.linalg.matrix_norm(factor)).all()):

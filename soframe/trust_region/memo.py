@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from soframe.kernels import products
+
 _Arguments = tuple[Any, ...]
 
 SLOPES: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -141,18 +143,15 @@ def _product_tangent(
     db = None if bias is None else fwd.unpack_dual(bias).tangent
     if dw is None and db is not None:
         dw = torch.zeros_like(w)
-    tangent: Tensor | None = None
-    if dw is not None:
-        tangent = function(x, dw, db, *rest, **named)
+    plain = function is F.linear and w.ndim == 2 and x.dtype == w.dtype
+    if plain and not torch.is_autocast_enabled(x.device.type):
+        tangent = None if dw is None else products.linear(x, dw, db)
+        return tangent if dx is None else products.linear(dx, w, added=tangent)
+    tangent = None if dw is None else function(x, dw, db, *rest, **named)
     if dx is None:
         return tangent
-    if tangent is None:
-        tangent = function(dx, w, None, *rest, **named)
-    elif function is F.linear and x.ndim == 2 and tangent.dtype == dx.dtype == w.dtype:
-        tangent.addmm_(dx, w.T)
-    else:
-        tangent = tangent + function(dx, w, None, *rest, **named)
-    return tangent
+    other: Tensor = function(dx, w, None, *rest, **named)
+    return other if tangent is None else tangent + other
 
 
 class _Mode(TorchFunctionMode):

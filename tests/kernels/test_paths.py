@@ -10,14 +10,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.kernels import correlation, rowwise, unfold
+from soframe.kernels import correlation, products, rowwise, unfold
 from soframe.kernels.dispatch import PATHS, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
 from soframe.kernels.gram import mirror
+from soframe.layers import conv
 from soframe.testing import compare
 from tests.curvature import randn
 
-LAYOUTS = ["plain", "channels last", "transposed", "strided"]
+LAYOUTS = ["plain", "channels last", "transposed", "strided", "one of several"]
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -30,6 +31,9 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((*x.shape[:3], 2 * x.shape[3]), torch.nan)
         wide[..., ::2] = x
         return wide[..., ::2]
+    if layout == "one of several":
+        several = torch.cat([torch.full_like(x, torch.nan), x])
+        return several.contiguous(memory_format=torch.channels_last)[len(x) :]
     return x
 
 
@@ -122,6 +126,18 @@ def test_products_of_rows_are_those_of_one_matrix(geometry: Geometry, layout: st
                 patch.setattr(rowwise, "serves", lambda _, wanted=wanted: wanted)
                 got = added(path, own, geometry, 0.25)
             compare(got, by_hand(x, geometry), path, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS) - {"pointwise"}))
+def test_an_image_that_is_one_of_several(path: str) -> None:
+    """It is contiguous, channels last, and begins in the midst of their memory."""
+    axis = Axis(size=4, kernel=3, stride=1, dilation=1, before=1, after=1)
+    geometry = Geometry(1, 1, 2, axis, axis)
+    assert rowwise.serves(geometry)
+    x = image(geometry)
+    own = laid_out(x, "one of several")
+    assert own.storage_offset() > 0
+    compare(added(path, own, geometry), by_hand(x, geometry), path, rtol=1e-12)
 
 
 def test_where_rows_have_products_of_their_own() -> None:
@@ -292,11 +308,58 @@ FAST: list[tuple[str, str, int, Geometry]] = [
     ("correlation", "ResNeXt", 1, square(8, 32, 4, 28, 3)),
     ("unfold", "nothing that all kernel positions meet", 1, square(8, 1, 16, 2, 3)),
 ]
+WIDE: list[tuple[str, str, int, Geometry]] = [
+    # and where it is much faster than torch's products
+    ("correlation", "ResNet-20, first stage", 1, square(64, 1, 16, 32, 3)),
+    ("shifts", "ResNet-20, second stage", 2, square(64, 1, 32, 16, 3)),
+    ("shifts", "ResNet-20, third stage", 1, square(64, 1, 64, 8, 3)),
+    ("correlation", "ResNet-50, first stage", 2, square(8, 1, 64, 56, 3)),
+    ("correlation", "ResNet-50, second stage", 2, square(8, 1, 128, 28, 3)),
+    ("shifts", "ResNet-50, third stage", 1, square(8, 1, 256, 14, 3)),
+    ("shifts", "ResNet-50, fourth stage", 2, square(8, 1, 512, 7, 3)),
+    ("shifts", "groups have products of their own", 1, square(8, 96, 1, 28, 3)),
+]
 
 
-@pytest.mark.parametrize(("path", "case", "threads", "geometry"), FAST)
-def test_choices_with_a_primitive(path: str, case: str, threads: int, geometry: Geometry) -> None:
-    assert choose(geometry, threads, primitive=True) == path, case
+@pytest.mark.parametrize(
+    ("wide", "path", "case", "threads", "geometry"),
+    [(False, *row) for row in FAST] + [(True, *row) for row in WIDE],
+)
+def test_choices_with_a_primitive(
+    wide: bool, path: str, case: str, threads: int, geometry: Geometry
+) -> None:
+    assert choose(geometry, threads, primitive=True, wide=wide) == path, case
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_layers_choose_by_their_processor(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(conv, "prefers_onednn", lambda: wide)
+    monkeypatch.setattr(conv, "choose", lambda *own: asked.append(own) or "unfold")
+    helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
+    x = torch.ones(2, 1, 4, 4)
+    helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
+    assert [own[2:] for own in asked] == [(products.has_primitives(x), wide)]
+
+
+@pytest.mark.parametrize("path", ["shifts", "correlation", "unfold"])
+def test_products_by_onednn(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "LEAST_ROWS", 1)
+    monkeypatch.setattr(products, "LEAST_WORK", 1)
+    monkeypatch.setattr(rowwise, "serves", lambda _: False)
+    taken = []
+    inner, times = products.inner, products.times
+    monkeypatch.setattr(products, "inner", lambda *own: taken.append(own) or inner(*own))
+    monkeypatch.setattr(products, "times", lambda *own: taken.append(own) or times(*own))
+    geometry = square(2, 1, 20, 7, 3)
+    x = image(geometry)
+    expected, bound = by_hand(x, geometry), by_hand(x.abs(), geometry)
+    got = added(path, x.float(), geometry)
+    assert taken
+    assert ((got - expected).abs() <= 2e-6 * bound).all()
 
 
 def test_a_primitive_of_less_precision_is_not_used() -> None:
@@ -304,17 +367,17 @@ def test_a_primitive_of_less_precision_is_not_used() -> None:
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
-        assert not correlation.has_primitive(torch.empty(1))
+        assert not products.has_primitives(torch.empty(1))
     finally:
         settings.fp32_precision = before
     assert settings.fp32_precision == before
 
 
 def test_only_single_precision_on_a_processor_has_a_primitive() -> None:
-    assert correlation.has_primitive(torch.empty(1)) == torch.backends.mkldnn.is_available()
-    assert not correlation.has_primitive(torch.empty(1, dtype=torch.float64))
-    assert not correlation.has_primitive(torch.empty(1, dtype=torch.bfloat16))
-    assert not correlation.has_primitive(torch.empty(1, device="meta"))
+    assert products.has_primitives(torch.empty(1)) == torch.backends.mkldnn.is_available()
+    assert not products.has_primitives(torch.empty(1, dtype=torch.float64))
+    assert not products.has_primitives(torch.empty(1, dtype=torch.bfloat16))
+    assert not products.has_primitives(torch.empty(1, device="meta"))
 
 
 @pytest.mark.parametrize(("path", "case", "numbers"), CHOICES)

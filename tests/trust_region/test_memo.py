@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from soframe.kernels import products
 from soframe.testing import compare
 from soframe.trust_region.memo import Memo
 from soframe.trust_region.quadratic import Forward, Outputs, jacobian_product
@@ -57,6 +58,13 @@ class Noisy(nn.Module):
         views = F.dropout(hidden, 0.5) * F.dropout(hidden, 0.5).cos()
         noise = torch.randn_like(hidden) - torch.randn_like(hidden)
         return self.last((views + noise).tanh())
+
+
+class Single(nn.Module):
+    """Goes back to single precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
 
 
 class Positions(nn.Module):
@@ -159,8 +167,14 @@ def test_equals_the_plain_twin(name: str) -> None:
         compare(one, other, name)
 
 
-def test_the_plain_twin_in_bfloat16_under_autocast() -> None:
-    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).float()
+@pytest.mark.parametrize("onednn", [False, True])
+def test_the_plain_twin_in_bfloat16_under_autocast(
+    onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever library multiplies: in place, neither casts what it is given."""
+    monkeypatch.setattr(products, "LEAST_WORK", 1)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Single(), nn.Linear(4, 2))).float()
     x = randn(5, 3).float()
 
     def closure() -> Tensor:
@@ -169,6 +183,7 @@ def test_the_plain_twin_in_bfloat16_under_autocast() -> None:
 
     plain, reused, _, _ = tangents(model, closure)
     for one, other in zip(reused, plain, strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
         compare(one.float(), other.float(), "tangent", rtol=0.03)
 
 

@@ -1,0 +1,122 @@
+"""The paths of a convolution's factor: the time that each takes, and the one that was predicted.
+
+    python benchmarks/paths.py --threads 1
+    python benchmarks/paths.py --threads 2 --channels-last
+
+That is where the figures of `soframe.kernels.dispatch` are from. Paths take turns, with caches that
+something else has filled in between, as in training. The path that soframe chooses is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from soframe.kernels import correlation
+from soframe.kernels.dispatch import PATHS, Path, choose, seconds
+from soframe.kernels.geometry import Axis, Geometry
+from soframe.kernels.products import has_primitives, prefers_onednn
+
+ELSEWHERE = 12_000_000  # numbers, more than caches hold
+# batch, groups, channels of a group, size of the map, kernel, stride
+CASES = [
+    (64, 1, 3, 32, 3, 1),
+    (64, 1, 16, 32, 3, 1),
+    (64, 1, 32, 16, 3, 1),
+    (64, 1, 64, 8, 3, 1),
+    (64, 1, 16, 32, 3, 2),
+    (8, 1, 3, 224, 7, 2),
+    (8, 1, 64, 56, 3, 1),
+    (8, 1, 128, 28, 3, 1),
+    (8, 1, 256, 14, 3, 1),
+    (8, 1, 512, 7, 3, 1),
+    (8, 1, 128, 56, 3, 2),
+    (8, 32, 4, 28, 3, 1),
+    (8, 96, 1, 28, 3, 1),
+]
+
+
+def measure(geometry: Geometry, x: Tensor, rounds: int) -> dict[Path, float]:
+    """Path -> median seconds."""
+    total = torch.zeros(geometry.groups, geometry.features, geometry.features)
+    elsewhere = torch.ones(ELSEWHERE)
+    taken: dict[Path, list[float]] = {
+        path: []
+        for path in ("correlation", "shifts", "rows", "unfold")
+        if path != "correlation" or correlation.serves(geometry)
+    }
+    for _ in range(rounds + 1):
+        for path, own in taken.items():
+            elsewhere.mul_(1.0)
+            start = time.perf_counter()
+            PATHS[path](total, x, geometry, 1.0)
+            own.append(time.perf_counter() - start)
+    return {path: statistics.median(own[1:]) for path, own in taken.items()}
+
+
+def show(rows: list[dict[str, object]], threads: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"ms, and predicted ms; {threads} thread(s)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("batch, groups x channels, map, kernel / stride", no_wrap=True)
+    for path in ("correlation", "shifts", "rows", "unfold"):
+        table.add_column(path, justify="right")
+    for row in rows:
+        batch, groups, channels, size, kernel, stride = row["case"]  # type: ignore[misc]
+        measured, predicted = row["measured"], row["predicted"]
+        assert isinstance(measured, dict)
+        assert isinstance(predicted, dict)
+        cells = [
+            f"{'*' if path == row['chosen'] else ''}{1e3 * measured[path]:.1f} "
+            f"({1e3 * predicted[path]:.1f})"
+            if path in measured
+            else ""
+            for path in ("correlation", "shifts", "rows", "unfold")
+        ]
+        table.add_row(f"{batch}, {groups} x {channels}, {size}, {kernel} / {stride}", *cells)
+    Console(width=110).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time of the paths of a convolution's factor.")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    form = torch.channels_last if options.channels_last else torch.contiguous_format
+    rows: list[dict[str, object]] = []
+    for batch, groups, channels, size, kernel, stride in CASES[: options.cases]:
+        axis = Axis(size, kernel, stride, 1, kernel // 2, kernel // 2)
+        geometry = Geometry(batch, groups, channels, axis, axis)
+        x = torch.randn(batch, groups * channels, size, size).contiguous(memory_format=form)
+        wide, threads = prefers_onednn(), options.threads
+        measured = measure(geometry, x, options.rounds)
+        rows.append(
+            {
+                "case": (batch, groups, channels, size, kernel, stride),
+                "chosen": choose(geometry, threads, has_primitives(x), wide),
+                "measured": measured,
+                "predicted": {path: seconds(path, geometry, threads, wide) for path in measured},
+            }
+        )
+    if options.json:
+        print(json.dumps({"threads": options.threads, "rows": rows}, indent=1))
+    else:
+        show(rows, options.threads)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
