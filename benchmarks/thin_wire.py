@@ -186,6 +186,11 @@ def work(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    # NOTE: Its functions keep the default group of the moment when they are imported, if only by
+    # torch's compiler. Then destroying the group does not end its threads, and one that still lets
+    # go of a tensor while the interpreter ends aborts the process.
+    import torch.distributed.nn.functional  # noqa: F401
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found, answer = {}, Path(options.worker)

@@ -41,6 +41,43 @@ def test_where_it_may_not_it_says_so():
     assert errors.startswith("thin_wire: skipped, ")
 
 
+def test_a_worker_leaves_no_thread_of_its_group(tmp_path):
+    """One would abort the process now and then, should it need Python while that ends."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("it counts threads by Linux's /proc")
+    sent, answer = tmp_path / "sent", tmp_path / "answer.json"
+    sent.write_text("0")
+    script = f"""
+import os, sys
+from pathlib import Path
+from benchmarks import thin_wire
+
+thin_wire.SENT = Path({str(sent)!r})
+sys.argv += {[*SMALL[2:], "--strategies", *TWO[1:]]!r} + ["--worker", {str(answer)!r}]
+thin_wire.main()
+print([Path("/proc/self/task", task, "comm").read_text() for task in os.listdir("/proc/self/task")])
+"""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **os.environ,
+            **rendezvous,
+            "PYTHONPATH": str(SCRIPT.parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(answer.read_text())) == set(TWO[1:])
+    assert "gloo" not in done.stdout, done.stdout
+
+
 REASON = thin_wire.why_not()
 allowed = pytest.mark.skipif(REASON is not None, reason=f"thin wire: {REASON}")
 

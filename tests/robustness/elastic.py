@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  # see benchmarks/thin_wire.py
 from torch import Tensor
 
 from soframe.solvers import Eigen
