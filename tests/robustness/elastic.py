@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  # see benchmarks/thin_wire.py
 from torch import Tensor
 
 from soframe.solvers import Eigen
@@ -114,6 +113,10 @@ def main(folder: str, strategy: str, death: str) -> None:
     torch.save((first, weights), Path(folder) / f"end-{ranks}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+    # NOTE: A thread of Gloo lets go of the barrier's tensor after this one has gone on; if it then
+    # finds the interpreter at its end, torch aborts the process. So the interpreter has no end.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  # see benchmarks/thin_wire.py
 
 from tests.distributed.training import Case, Run, mean_over
 
