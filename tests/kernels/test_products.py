@@ -152,12 +152,25 @@ def test_small_products_stay_where_calls_are_cheap(monkeypatch: pytest.MonkeyPat
     assert not products.pays(many, many)
 
 
+ZEN_4 = {
+    "avx512_f": True,
+    "avx512_vnni": True,
+    "avx_vnni": False,
+    "avx512_vp2intersect": False,
+    "cpu_name": "AMD EPYC",
+    "l1d_cache_size": 32768,
+}
+
+
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
     [
-        ({"avx512_f": True, "cpu_name": "AMD EPYC"}, True),
-        ({"avx512_f": False, "cpu_name": "AMD EPYC"}, False),
-        ({"avx512_f": True, "cpu_name": "Intel(R) Xeon(R)"}, False),
+        (ZEN_4 | {"avx_vnni": True}, True),
+        (ZEN_4 | {"avx512_vp2intersect": True}, True),
+        (ZEN_4 | {"l1d_cache_size": 49152}, True),
+        (ZEN_4, False),
+        ({"avx512_f": False, "avx_vnni": True, "cpu_name": "AMD EPYC"}, False),
+        ({"avx512_f": True, "avx_vnni": True, "cpu_name": "Intel(R) Xeon(R)"}, False),
         ({}, False),
     ],
 )
