@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from soframe.preconditioner import Preconditioner
@@ -123,7 +122,7 @@ class Proposal:
 
     Attributes:
         damping: What it was damped with.
-        direction: Its negative, zero where a parameter has no block.
+        direction: Its negative, None where a parameter has no block.
         second_order: What it was preconditioned with; see `soframe.Preconditioner.second_order`.
     """
 
@@ -154,10 +153,7 @@ def propose(
     covered = preconditioner.covered()
 
     def proposal(damping: float) -> Proposal:
-        direction = [
-            -p.grad if p in covered and p.grad is not None else torch.zeros_like(p)
-            for p in parameters
-        ]
+        direction = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
         return Proposal(damping, direction, preconditioner.second_order)
 
     made = [proposal(damping)]

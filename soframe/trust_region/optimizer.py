@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_p
 from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.memo import Memo
+from soframe.trust_region.parts import part_of_each, split, uncovered
 from soframe.trust_region.quadratic import (
     Closure,
     Direction,
@@ -69,6 +71,8 @@ class TrustRegion(torch.optim.Optimizer):
             step.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
+        parts: How many runs of layers have coefficients of their own in the step; see
+            `soframe.trust_region.parts`.
         lr: Multiplies the update; 1 is the minimum of the model.
         fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
@@ -94,6 +98,7 @@ class TrustRegion(torch.optim.Optimizer):
         damping: DampingChoice = "levenberg-marquardt",
         weight_decay: float = 0.0,
         momentum: bool = True,
+        parts: int = 3,
         lr: float = 1.0,
         fisher: str = "monte-carlo",
         preconditioner_damping: AdaptiveDamping | float | None = None,
@@ -105,7 +110,7 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
         multiple = own if isinstance(own, float | int) else 1.0
-        for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
+        for name, value in (("lr", lr), ("preconditioner_damping", multiple), ("parts", parts)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         if not weight_decay >= 0:
@@ -124,6 +129,7 @@ class TrustRegion(torch.optim.Optimizer):
             raise ValueError(
                 f"TrustRegion needs one damping for the whole model, which {self.damping!r} has not"
             )
+        self._parts = part_of_each(self._model, trainable, parts)
         self._momentum, self._reject, self._burn_in = momentum, reject, burn_in
         self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
@@ -187,11 +193,16 @@ class TrustRegion(torch.optim.Optimizer):
             others = own.neighbours(self._steps) if isinstance(own, AdaptiveDamping) else []
             with flushed_denormals(self._flush):
                 proposals = propose(self.preconditioner, parameters, gradients, damping, others)
-                directions = [p.direction for p in proposals]
-                directions += self._directions(parameters, gradients)
+                numbers = [self._parts[p] for p in parameters]
+                tried = [split(own.direction, numbers) for own in proposals]
+                last = [self.state[p].get("update") for p in parameters] if self._momentum else []
+                rest = uncovered(parameters, gradients, self.preconditioner.covered())
+                rest += split(last, numbers[: len(last)])
+                directions = [*chain(*tried), *rest]
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
-                directions, quadratic = self._choose(proposals, directions, quadratic)
+                best, quadratic = self._choose(proposals, tried, quadratic)
+                directions = [*tried[best], *rest]
                 self._move(forwards, parameters, loss, directions, quadratic)
             else:
                 self._step_back(parameters)
@@ -235,7 +246,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Take the step that minimises the model, and measure what it brought if that is due."""
         coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
         predicted = quadratic.change(coefficients)
-        update = combine(directions, coefficients)
+        update = combine(parameters, directions, coefficients)
         interval = self.damping.interval
         measure = interval > 0 and (self._steps + 1) % interval == 0
         before = [p.detach().clone() for p in parameters] if measure else []
@@ -285,28 +296,15 @@ class TrustRegion(torch.optim.Optimizer):
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
     def _choose(
-        self, proposals: Sequence[Proposal], directions: list[Direction], quadratic: Quadratic
-    ) -> tuple[list[Direction], Quadratic]:
-        """Keep the proposal whose step the model predicts to bring most."""
-        best, model = quadratic.best_with_one_of(len(proposals))
+        self, proposals: Sequence[Proposal], tried: list[list[Direction]], quadratic: Quadratic
+    ) -> tuple[int, Quadratic]:
+        """Keep the proposal whose parts, with the rest, the model predicts to bring most."""
+        edges = accumulate(map(len, tried), initial=0)
+        best, model = quadratic.best_with_one_of([range(*own) for own in pairwise(edges)])
         if isinstance(self._own_damping, AdaptiveDamping) and len(proposals) > 1:
             self._own_damping.choose(proposals[best].damping, self._steps)
             self.preconditioner.second_order = proposals[best].second_order
-        return [proposals[best].direction, *directions[len(proposals) :]], model
-
-    def _directions(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-    ) -> list[Direction]:
-        """Return the last update, and the gradient of what has no curvature."""
-        covered = self.preconditioner.covered()
-        zeros = [torch.zeros_like(p) for p in parameters]
-        rows = list(zip(parameters, gradients, zeros, strict=True))
-        directions: list[Direction] = []
-        if any(p not in covered for p in parameters):
-            directions.append([zero if p in covered else -g for p, g, zero in rows])
-        if self._momentum and any("update" in self.state[p] for p in parameters):
-            directions.append([self.state[p].get("update", zero) for p, _, zero in rows])
-        return directions
+        return best, model
 
     def _quadratic(
         self,

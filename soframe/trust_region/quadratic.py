@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from soframe.trust_region.memo import Memo
 from soframe.trust_region.replay import Replay
 
-Direction = Sequence[Tensor]
-"""One tensor per parameter."""
+Direction = Sequence[Tensor | None]
+"""One tensor per parameter; None for zero."""
 
 Closure = Callable[[], Tensor]
 """Runs the model once and returns the loss, without a backward pass."""
@@ -40,17 +40,17 @@ class Quadratic:
     curvature: Tensor
     slope: Tensor
 
-    def best_with_one_of(self, count: int) -> tuple[int, Quadratic]:
-        """Return which of the first directions, together with all the rest, promises most.
+    def best_with_one_of(self, choices: Sequence[range]) -> tuple[int, Quadratic]:
+        """Return which choice of directions, together with those in none, promises most.
 
         Args:
-            count: How many directions stand for choice.
+            choices: The first directions, in runs.
 
         Returns:
-            The number of the direction, and the model along it and the rest.
+            The number of the choice, and the model along its directions and the rest.
         """
-        rest = range(count, len(self.slope))
-        which = [[i, *rest] for i in range(count)]
+        rest = range(choices[-1].stop, len(self.slope))
+        which = [[*choice, *rest] for choice in choices]
         models = [Quadratic(self.curvature[w][:, w], self.slope[w]) for w in which]
         changes = [model.change(model.minimise()) for model in models]
         best = changes.index(min(changes))
@@ -275,10 +275,10 @@ def curvature_along(
         for i, tangent in enumerate(tangents):
             products = forward.hessian_product(tangent)
             # One by one: copies of outputs into one matrix would cost more than the products.
-            for product, *others in zip(products, *tangents, strict=True):
+            for product, *others in zip(products, *tangents[: i + 1], strict=True):
                 row = [product.flatten() @ other.flatten() for other in others]
-                total[i] += torch.stack(row).double().cpu()
-    return (total + total.T) / 2
+                total[i, : i + 1] += torch.stack(row).double().cpu()
+    return total + total.tril(-1).T
 
 
 def jacobian_product(
@@ -295,12 +295,13 @@ def jacobian_product(
         forward: The forward pass to differentiate.
         outputs: The model's collector.
         parameters: The parameters.
-        direction: One tensor per parameter.
+        direction: The direction; what comes before its first parameter is not differentiated.
 
     Returns:
         One of each output's shape.
     """
-    tangents = {id(p): d for p, d in zip(parameters, direction, strict=True)}
+    rows = zip(parameters, direction, strict=True)
+    tangents = {id(p): d for p, d in rows if d is not None}
     with (
         torch.no_grad(),
         forward.replay.again(),
@@ -326,14 +327,25 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
     """
     parts = []
     for tensors in zip(*directions, strict=True):
-        rows = torch.stack([tensor.detach().flatten() for tensor in tensors])
+        zero = next((torch.zeros_like(tensor) for tensor in tensors if tensor is not None), None)
+        if zero is None:
+            continue
+        own = [zero if tensor is None else tensor.detach() for tensor in tensors]
+        rows = torch.stack(own).flatten(1)
         parts.append((rows @ rows.T).double())
+    if not parts:
+        return torch.zeros(len(directions), len(directions), dtype=torch.float64)
     return torch.stack(parts).sum(0).cpu()
 
 
-def combine(directions: Sequence[Direction], coefficients: Tensor) -> list[Tensor]:
-    """Return a linear combination of directions, in new tensors."""
-    total = [d * float(coefficients[0]) for d in directions[0]]
-    for direction, coefficient in zip(directions[1:], coefficients[1:], strict=True):
-        torch._foreach_add_(total, list(direction), alpha=float(coefficient))
+def combine(
+    parameters: Sequence[Tensor], directions: Sequence[Direction], coefficients: Tensor
+) -> list[Tensor]:
+    """Return a linear combination of directions, in new tensors of the parameters' shapes."""
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    for direction, coefficient in zip(directions, coefficients, strict=True):
+        rows = [(t, d) for t, d in zip(total, direction, strict=True) if d is not None]
+        if rows:
+            into, added = zip(*rows, strict=True)
+            torch._foreach_add_(list(into), list(added), alpha=float(coefficient))
     return total

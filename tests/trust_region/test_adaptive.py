@@ -74,12 +74,12 @@ def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
     curvature = torch.diag(torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64))
     curvature[1, 2] = curvature[2, 1] = 0.9
     model = Quadratic(curvature, torch.tensor([-1.0, -1.1, -1.0], dtype=torch.float64))
-    best, chosen = model.best_with_one_of(2)
+    best, chosen = model.best_with_one_of([range(1), range(1, 2)])
     assert best == 0
     compare(chosen.curvature, torch.eye(2, dtype=torch.float64), "curvature")
     compare(chosen.slope, torch.tensor([-1.0, -1.0], dtype=torch.float64), "slope")
     alone = Quadratic(model.curvature[:2, :2], model.slope[:2])
-    assert alone.best_with_one_of(2)[0] == 1
+    assert alone.best_with_one_of([range(1), range(1, 2)])[0] == 1
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -90,12 +90,12 @@ def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
     own = trust_region(
         model,
         "cross-entropy",
-        0.05,
+        0.01,
         solver=solver,
         solve_every=3,
         preconditioner_damping=adaptive,
     )
-    kept = 0.05
+    kept = 0.01
     for step in range(4):
         x, y = classes_of(step)
         if step % 3 == 0:
@@ -105,9 +105,9 @@ def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
                 fixed = trust_region(
                     other,
                     "cross-entropy",
-                    0.05,
+                    0.01,
                     solver=solver,
-                    preconditioner_damping=damping / 0.05,
+                    preconditioner_damping=damping / 0.01,
                 )
                 fixed.load_state_dict(own.state_dict() | {"damping": fixed.damping.state()})
                 fixed.step(lambda: F.cross_entropy(other(x), y))  # noqa: B023
@@ -126,4 +126,4 @@ def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
             for factor, tensors in theirs.second_order.items():
                 for name, tensor in tensors.items():
                     compare(mine.second_order[factor][name], tensor, f"{factor} {name}")
-    assert kept != 0.05
+    assert kept != 0.01

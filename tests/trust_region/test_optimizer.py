@@ -52,6 +52,11 @@ def affine_net() -> nn.Module:
 
 COVERED = [slice(0, 12), slice(12, 20)]
 REST = slice(20, 24)
+PARTS = {
+    1: [slice(0, 24)],
+    2: [slice(0, 20), slice(20, 24)],
+    3: [slice(0, 12), slice(12, 20), slice(20, 24)],
+}
 
 
 @dataclass
@@ -63,8 +68,15 @@ class Dense:
     factor: float = 1.0
     weight_decay: float = 0.0
     momentum: bool = True
+    parts: int = 3
     lr: float = 1.0
     last: Tensor | None = None
+
+    def split(self, direction: Tensor) -> list[Tensor]:
+        parts = [torch.zeros_like(direction) for _ in PARTS[self.parts]]
+        for part, own in zip(parts, PARTS[self.parts], strict=True):
+            part[own] = direction[own]
+        return [part for part in parts if part.any()]
 
     def step(self, batches: list[Batch]) -> float:
         """Take a step and return the predicted change."""
@@ -74,13 +86,14 @@ class Dense:
         g = gradient(net, batches, half_square) + self.weight_decay * self.theta
         damping = self.damping + self.weight_decay
         eye = torch.eye(len(g), dtype=torch.float64)
-        directions = [torch.zeros_like(g), torch.zeros_like(g)]
+        preconditioned, rest = torch.zeros_like(g), torch.zeros_like(g)
         for own in COVERED:
             block = (f + self.factor * damping * eye)[own, own]
-            directions[0][own] = -torch.linalg.solve(block, g[own])
-        directions[1][REST] = -g[REST]
+            preconditioned[own] = -torch.linalg.solve(block, g[own])
+        rest[REST] = -g[REST]
+        directions = [*self.split(preconditioned), rest]
         if self.momentum and self.last is not None:
-            directions.append(self.last)
+            directions += self.split(self.last)
         d = torch.stack(directions)
         c, b = d @ (f + damping * eye) @ d.T, d @ g
         coefficients = self.lr * torch.linalg.solve(c, -b)
@@ -99,6 +112,9 @@ def regression(step: int) -> list[Batch]:
         ({}, {}),
         ({"weight_decay": 0.3}, {"weight_decay": 0.3}),
         ({"momentum": False}, {"momentum": False}),
+        ({"parts": 1}, {"parts": 1}),
+        ({"parts": 2}, {"parts": 2}),
+        ({"parts": 2, "momentum": False}, {"parts": 2, "momentum": False}),
         ({"lr": 0.3}, {"lr": 0.3}),
         ({"preconditioner_damping": 7.0}, {"factor": 7.0}),
         (

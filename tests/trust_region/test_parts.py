@@ -1,0 +1,144 @@
+"""Steps whose parts have coefficients of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from soframe.testing import compare
+from soframe.trust_region import Quadratic
+from soframe.trust_region.parts import part_of_each, split
+from soframe.trust_region.quadratic import Direction, combine, inner_products
+from tests.curvature import randn
+from tests.trust_region.kit import classes_of, closures, deep, fisher, flat, trust_region
+from tests.trust_region.test_quadratic import CURVATURES, Tied, curvature, directions_of
+
+
+def chain(count: int) -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(count)])
+
+
+def numbers_of(model: nn.Module, parts: int) -> list[int]:
+    parameters = list(model.parameters())
+    found = part_of_each(model, parameters, parts)
+    return [found[p] for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts", "expected"),
+    [
+        (8, 1, [0, 0, 0, 0, 0, 0, 0, 0]),
+        (8, 2, [0, 0, 0, 0, 0, 0, 0, 1]),
+        (8, 3, [0, 0, 0, 0, 1, 1, 1, 2]),
+        (5, 4, [0, 0, 1, 2, 3]),
+        (3, 9, [0, 4, 8]),
+        (1, 3, [2]),
+    ],
+)
+def test_the_last_layer_is_one_and_the_others_are_cut_evenly(
+    layers: int, parts: int, expected: list[int]
+) -> None:
+    assert numbers_of(chain(layers), parts) == [n for n in expected for _ in range(2)]
+
+
+def test_shared_and_own_parameters() -> None:
+    """What layers share is the first's; a module's own come before those of its children."""
+
+    class Own(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+    model = Own()
+    found = part_of_each(model, list(model.parameters()), 9)
+    of = [model.scale, model.first.weight, model.first.bias, model.second.bias]
+    assert [found[p] for p in of] == [0, 4, 4, 8]
+    assert len(found) == 4
+
+
+def test_frozen_layers_are_not_counted() -> None:
+    model = chain(4)
+    for parameter in model[3].parameters():
+        parameter.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = part_of_each(model, trained, 3)
+    assert [found[p] for p in trained] == [0, 0, 1, 1, 2, 2]
+
+
+def test_parts_add_up_and_none_is_empty() -> None:
+    tensors: list[Tensor | None] = [randn(2), None, randn(3, seed=1), None]
+    parts = split(tensors, [0, 1, 2, 2])
+    assert [[t is not None for t in part] for part in parts] == [
+        [True, False, False, False],
+        [False, False, True, False],
+    ]
+    like = [torch.zeros(n, dtype=torch.float64) for n in (2, 1, 3, 4)]
+    total = combine(like, parts, torch.ones(2))
+    for tensor, found in zip(tensors, total, strict=True):
+        compare(found, torch.zeros_like(found) if tensor is None else tensor, "sum")
+    assert split([None, None], [0, 1]) == []
+
+
+def dense(direction: Direction, like: list[Tensor]) -> Tensor:
+    rows = zip(direction, like, strict=True)
+    return torch.cat([(torch.zeros_like(p) if d is None else d).flatten() for d, p in rows])
+
+
+@pytest.mark.parametrize("name", CURVATURES)
+def test_curvature_of_parts_is_that_of_the_dense_fisher(name: str) -> None:
+    make, batches, criterion = CURVATURES[name]
+    model = make()
+    parameters = [p.detach() for p in model.parameters()]
+    one, two = directions_of(model, 2)
+    directions = [*split(one, numbers_of(model, 3)), *split(two, numbers_of(model, 2)), two]
+    d = torch.stack([dense(direction, parameters) for direction in directions])
+    expected = d @ fisher(model, batches, criterion) @ d.T
+    compare(curvature(model, closures(model, batches, criterion), directions), expected, name)
+    compare(inner_products(directions), d @ d.T, "inner products")
+    coefficients = torch.linspace(-1, 1, len(directions), dtype=torch.float64)
+    compare(flat(combine(parameters, directions, coefficients)), coefficients @ d, "combination")
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_parts_never_promise_less(seed: int, parts: int) -> None:
+    """Than the direction that they are parts of."""
+    root = randn(8, 6, seed=seed)
+    full, slope = root.T @ root + 0.1 * torch.eye(6).double(), randn(6, seed=seed + 1)
+    direction = randn(6, seed=seed + 2)
+    rows = [direction * (torch.arange(6) % parts == part) for part in range(parts)]
+
+    def promised(d: Tensor) -> float:
+        model = Quadratic(d @ full @ d.T, d @ slope)
+        return model.change(model.minimise())
+
+    assert promised(torch.stack(rows)) <= promised(direction[None]) + 1e-12
+
+
+def test_a_choice_has_all_of_its_parts() -> None:
+    curvature = torch.eye(5, dtype=torch.float64)
+    model = Quadratic(curvature, torch.tensor([2.0, 2.0, 2.5, 0.0, 1.0], dtype=torch.float64))
+    best, chosen = model.best_with_one_of([range(2), range(2, 4)])
+    assert best == 0
+    compare(chosen.slope, torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64), "slope")
+
+
+def test_more_parts_promise_more_of_the_same_step() -> None:
+    promised = []
+    for parts in (1, 2, 3):
+        model = deep()
+        own = trust_region(model, "cross-entropy", 0.05, parts=parts)
+        x, y = classes_of(0)
+        own.step(lambda model=model, x=x, y=y: F.cross_entropy(model(x), y))
+        promised.append(own.last["predicted"])
+    assert promised[1] < promised[0]
+    assert promised[2] == promised[1]  # of two layers there are no three parts
+
+
+def test_at_least_one() -> None:
+    with pytest.raises(ValueError, match="parts must be positive, not 0"):
+        trust_region(deep(), "cross-entropy", parts=0)
