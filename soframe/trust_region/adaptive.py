@@ -23,7 +23,8 @@ class AdaptiveDamping:
     """A damping that moves among neighbours.
 
     Trials pay while the damping is on its way. So the steps between two of them double where one
-    keeps the damping or turns it back, and halve where it moves on.
+    keeps the damping, and halve where it moves on; then only the neighbour ahead is tried, and both
+    again once the damping stays.
 
     Attributes:
         ratio: Neighbours are a factor of this apart.
@@ -77,8 +78,11 @@ class AdaptiveDamping:
         """
         if self._now is None or step < self._due:
             return []
-        around = (self._within(self._now / self.ratio), self._within(self._now * self.ratio))
-        return [damping for damping in around if damping != self._now]
+        lower, upper = (self._within(self._now * self.ratio**way) for way in (-1, 1))
+        ahead = upper if self._moved > 0 else lower
+        if self._moved and ahead != self._now:
+            return [ahead]
+        return [damping for damping in (lower, upper) if damping != self._now]
 
     def choose(self, damping: float, step: int) -> None:
         """Go on with a damping, after a trial.
@@ -89,7 +93,7 @@ class AdaptiveDamping:
         """
         assert self._now is not None
         moved = float((damping > self._now) - (damping < self._now))
-        if moved and moved != -self._moved:
+        if moved:
             self._wait = max(self.interval, self._wait // 2)
         else:
             self._wait = min(self.longest, self._wait * 2)
