@@ -19,7 +19,7 @@ batch, channels, map    correlation             shifts                  rows
 ======================  ======================  ======================  ======================
 
 They are lower quartiles of 14 turns on a machine with other work, so between rows they compare less
-well than within. Where vectors of 512 bits make the primitive much faster than torch's products are
+well than within. Where oneDNN multiplies much faster than torch's products do, on AMD's Zen 5
 (`soframe.kernels.products`), maps of 64 and 128 channels take a correlation as well. There
 `benchmarks/paths.py` says, of the chosen path and the next best:
 
@@ -69,7 +69,7 @@ MULTIPLY_ADD = 3e-11  # seconds: of large products
 READ = 3e-10  # seconds: of one element, read by a product or copied
 WRITTEN_OUT = 16  # copies, as long as writing patches out takes
 CONVOLUTION = 5e-11  # seconds: a multiplication and addition in the gradient of a weight
-WIDE_CONVOLUTION = 1.5e-11  # where vectors have 512 bits
+WIDE_CONVOLUTION = 1.5e-11  # where oneDNN is preferred
 FASTER = 2  # times, by which `soframe.kernels.products` then multiplies faster than torch
 NARROW = 12  # columns of a product: fewer take as long
 VECTORS = 16  # channels that the primitive takes at least

@@ -110,7 +110,7 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
         multiple = own if isinstance(own, float | int) else 1.0
-        for name, value in (("lr", lr), ("preconditioner_damping", multiple), ("parts", parts)):
+        for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         if not weight_decay >= 0:
@@ -194,7 +194,7 @@ class TrustRegion(torch.optim.Optimizer):
             with flushed_denormals(self._flush):
                 proposals = propose(self.preconditioner, parameters, gradients, damping, others)
                 numbers = [self._parts[p] for p in parameters]
-                tried = [split(own.direction, numbers) for own in proposals]
+                tried = [split(p.direction, numbers) for p in proposals]
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
                 rest = uncovered(parameters, gradients, self.preconditioner.covered())
                 rest += split(last, numbers[: len(last)])

@@ -28,7 +28,14 @@ def part_of_each(
 
     Returns:
         The number of the run of each parameter; a parameter that layers share is in the first's.
+
+    Raises:
+        ValueError: If ``parts`` is no positive integer.
     """
+    if parts < 1 or parts != int(parts):
+        raise ValueError(f"parts must be a positive integer, not {parts!r}")
+    if parts == 1:
+        return dict.fromkeys(parameters, 0)
     wanted = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
@@ -36,8 +43,6 @@ def part_of_each(
         wanted.difference_update(own)
         if own:
             layers.append(own)
-    if parts == 1:
-        return dict.fromkeys(parameters, 0)
     *others, last = layers
     numbers = {p: n * (parts - 1) // len(others) for n, own in enumerate(others) for p in own}
     return numbers | dict.fromkeys(last, parts - 1)

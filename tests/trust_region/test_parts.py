@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from soframe.kernels import products
 from soframe.testing import compare
-from soframe.trust_region import Quadratic
+from soframe.trust_region import Quadratic, quadratic
 from soframe.trust_region.parts import part_of_each, split
-from soframe.trust_region.quadratic import Direction, combine, inner_products
-from tests.curvature import randn
+from soframe.trust_region.quadratic import Direction, combine, inner_products, jacobian_product
+from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import classes_of, closures, deep, fisher, flat, trust_region
 from tests.trust_region.test_quadratic import CURVATURES, Tied, curvature, directions_of
 
@@ -139,6 +142,30 @@ def test_more_parts_promise_more_of_the_same_step() -> None:
     assert promised[2] == promised[1]  # of two layers there are no three parts
 
 
-def test_at_least_one() -> None:
-    with pytest.raises(ValueError, match="parts must be positive, not 0"):
-        trust_region(deep(), "cross-entropy", parts=0)
+@pytest.mark.parametrize("parts", [0, -1, 1.5])
+def test_parts_are_counted(parts: int) -> None:
+    with pytest.raises(ValueError, match=f"parts must be a positive integer, not {parts}"):
+        trust_region(deep(), "cross-entropy", parts=parts)
+
+
+def test_late_parts_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tangents begin at a part's first layer: of the last layer's there is one product."""
+    model = chain(4)
+    x, y = randn(8, 2), randn(8, 2, seed=1)
+    taken: list[int] = []
+    linear = products.linear
+
+    def counted(*own: Tensor, **named: Tensor) -> Tensor:
+        taken[-1] += 1
+        return linear(*own, **named)
+
+    def jacobian(*own: Any) -> Any:
+        taken.append(0)
+        return jacobian_product(*own)
+
+    monkeypatch.setattr(products, "linear", counted)
+    monkeypatch.setattr(quadratic, "jacobian_product", jacobian)
+    own = trust_region(fill(model), "squared-error", parts=9)
+    own.step(lambda: half_square(model(x), y))
+    # A product for the part's own layer, and one for each that follows.
+    assert taken == [4, 3, 2, 1]
