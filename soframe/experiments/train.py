@@ -323,12 +323,19 @@ class Run:
         return sent
 
 
+#: Numbers in single precision, just below the 32 MiB from which glibc's threshold no longer moves.
+_LARGE = 8_000_000
+
+
 def _warm_up() -> None:
-    """Takes one step on a model of one weight.
+    """Takes one step on a model of one weight, and frees a large tensor.
 
     The first step of the first optimizer in a process makes torch import its compiler, which
-    takes longer than many a step: it is nobody's training time.
+    takes longer than many a step: it is nobody's training time. And glibc gives free memory back
+    to the system beyond twice the largest block that it has seen freed, to ask for it again in
+    the next step, page by page. After a large one it keeps what any optimizer here needs.
     """
+    torch.zeros(_LARGE)
     model = nn.Linear(1, 1)
     model(torch.zeros(1, 1)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.0).step()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from soframe.preconditioner import Preconditioner
-from soframe.trust_region.quadratic import Direction
+from soframe.trust_region.jacobian import Direction
 
 
 @dataclass

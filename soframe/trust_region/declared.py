@@ -10,7 +10,7 @@ from torch import Tensor
 
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
-from soframe.trust_region.quadratic import Forward
+from soframe.trust_region.forward import Forward
 
 
 def check_declared_loss(declared: Loss | None, forwards: Sequence[Forward]) -> None:

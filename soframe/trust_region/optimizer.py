@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -32,20 +31,12 @@ from soframe.trust_region.adaptive import AdaptiveDamping, Proposal, propose
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
-from soframe.trust_region.memo import Memo
+from soframe.trust_region.forward import Closure, Forward, Outputs, require_only_through
+from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split, uncovered
-from soframe.trust_region.quadratic import (
-    Closure,
-    Direction,
-    Forward,
-    Outputs,
-    Quadratic,
-    combine,
-    curvature_along,
-    inner_products,
-    require_only_through,
-)
-from soframe.trust_region.replay import Replay
+from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
+from soframe.trust_region.replay import Replay, random_devices
+from soframe.trust_region.tape import Tape
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
@@ -80,7 +71,7 @@ class TrustRegion(torch.optim.Optimizer):
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives reuse the activations of the first pass; see
-            `soframe.trust_region.memo`.
+            `soframe.trust_region.tape`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
@@ -217,10 +208,9 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
-            memo = Memo() if self._reuse else None
+            tape = Tape(random_devices(self._model)) if self._reuse else None
             with torch.enable_grad():
-                with memo.record() if memo else nullcontext():
-                    outputs, loss = self._outputs.of(closure)
+                outputs, loss = self._outputs.of(closure, tape=tape)
                 gradients = torch.autograd.grad(
                     loss, outputs, create_graph=True, materialize_grads=True
                 )
@@ -228,7 +218,7 @@ class TrustRegion(torch.optim.Optimizer):
                 self.preconditioner.observe(outputs if len(outputs) > 1 else outputs[0])
                 # From the outputs, not the loss: the Hessian needs the graph in between again.
                 torch.autograd.backward(outputs, [gradient.detach() for gradient in gradients])
-            forwards.append(Forward(closure, replay, outputs, gradients, memo))
+            forwards.append(Forward(closure, replay, outputs, gradients, tape))
             total += float(loss.detach())
         if not self._checked and math.isfinite(total):
             self._checked = True

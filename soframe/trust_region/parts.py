@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
-from soframe.trust_region.quadratic import Direction
+from soframe.trust_region.jacobian import Direction
 
 
 def part_of_each(

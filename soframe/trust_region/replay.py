@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+
+class RandomState:
+    """The state of torch's random generators.
+
+    Args:
+        devices: Of those CUDA devices, besides the CPU's.
+    """
+
+    def __init__(self, devices: Sequence[int] = ()) -> None:
+        self._devices = devices
+        self._states = [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state(device) for device in devices),
+        ]
+
+    def equals(self, other: RandomState | None) -> bool:
+        """Return whether no number was drawn between the two.
+
+        Args:
+            other: A state of the same devices.
+        """
+        if other is None:
+            return False
+        return all(map(torch.equal, self._states, other._states))
+
+    def restore(self) -> None:
+        """Draw from here on."""
+        cpu, *cuda = self._states
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Come back to it after this context.
+
+        Yields:
+            Nothing.
+        """
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+def random_devices(model: nn.Module) -> list[int]:
+    """Return the CUDA devices of a model.
+
+    Args:
+        model: The model.
+    """
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
 class Replay:
@@ -18,11 +71,8 @@ class Replay:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._devices = sorted(
-            {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-        )
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._devices = random_devices(model)
+        self._state = RandomState(self._devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -38,10 +88,8 @@ class Replay:
             if buffer is not None
         ]
         copies: dict[int, Tensor] = {id(b): b.clone() for _, _, b in slots}
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._cpu)
-            for device, state in zip(self._devices, self._cuda, strict=True):
-                torch.cuda.set_rng_state(state, device)
+        with RandomState(self._devices).kept():
+            self._state.restore()
             try:
                 for buffers, name, buffer in slots:
                     buffers[name] = copies[id(buffer)]

@@ -1,0 +1,159 @@
+"""A forward pass of the user's closure, and what derivatives need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as fwd
+from torch import Tensor, nn
+
+from soframe.trust_region.replay import Replay
+from soframe.trust_region.tape import Tape
+
+Closure = Callable[[], Tensor]
+"""Runs the model once and returns the loss, without a backward pass."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the model needs of one forward pass, with gradients, of one micro-batch.
+
+    Attributes:
+        closure: What was run.
+        replay: How to run it again.
+        outputs: The model's outputs, one or several.
+        gradients: The gradients of the loss in them, themselves differentiable.
+        tape: What the pass called; None to run it again.
+    """
+
+    closure: Closure
+    replay: Replay
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    tape: Tape | None = None
+
+    def hessian_product(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the Hessian of the loss in the outputs, times a tangent.
+
+        Args:
+            tangents: One of each output's shape.
+
+        Returns:
+            One of each output's shape.
+        """
+        rows = [
+            (gradient, tangent)
+            for gradient, tangent in zip(self.gradients, tangents, strict=True)
+            if gradient.requires_grad  # not where the loss is linear in the output
+        ]
+        if not rows:
+            return tuple(torch.zeros_like(tangent) for tangent in tangents)
+        gradients, vectors = zip(*rows, strict=True)
+        products: tuple[Tensor, ...] = torch.autograd.grad(
+            gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
+        )
+        return products
+
+
+class Outputs:
+    """Collects the outputs of a model's forward passes, while a closure runs.
+
+    Args:
+        model: The model; the hook is removed by `close`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[tuple[Tensor, ...]] | None = None
+        self._cut = False
+        self._tape: Tape | None = None
+        self._handle = model.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: object, output: object) -> object:
+        if self._seen is None:
+            return None
+        found = (output,) if isinstance(output, Tensor) else output
+        if not isinstance(found, tuple | list) or not all(isinstance(o, Tensor) for o in found):
+            raise TypeError(
+                f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
+                f"needs a model that returns a tensor, or a tuple or list of tensors"
+            )
+        self._seen.append(tuple(found))
+        if self._tape is not None:
+            self._tape.end(found)
+        if not self._cut:
+            return None
+        primals = [fwd.unpack_dual(tensor).primal for tensor in found]
+        if isinstance(output, Tensor):
+            return primals[0]
+        named = hasattr(output, "_fields")
+        return type(output)(*primals) if named else type(output)(primals)  # type: ignore[call-arg]
+
+    def of(
+        self, closure: Closure, *, cut: bool = False, tape: Tape | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Run a closure.
+
+        Args:
+            closure: It runs the model once and returns a scalar loss.
+            cut: Whether tangents end at the model's outputs: the loss is computed without.
+            tape: Notes what is called until there are outputs.
+
+        Returns:
+            The model's outputs and the loss.
+
+        Raises:
+            RuntimeError: If the model was not run exactly once.
+            TypeError: If the loss is no scalar tensor.
+        """
+        seen: list[tuple[Tensor, ...]] = []
+        self._seen, self._cut, self._tape = seen, cut, tape
+        try:
+            with nullcontext() if tape is None else tape.record():
+                loss: object = closure()
+        finally:
+            self._seen, self._cut, self._tape = None, False, None
+        if len(seen) != 1:
+            raise RuntimeError(
+                f"a closure must run the model once, not {len(seen)} times; pass a list with one "
+                f"closure for every micro-batch"
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
+        return seen[0], loss
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+def require_only_through(
+    outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Check that a loss depends on the parameters through the model's outputs alone.
+
+    Args:
+        outputs: The model's outputs.
+        loss: The loss.
+        parameters: The parameters.
+
+    Raises:
+        RuntimeError: If it does not: such a term has no place in the model of the loss.
+    """
+    own = {id(parameter) for parameter in parameters}
+    seen = {None, *(output.grad_fn for output in outputs)}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise RuntimeError(
+                "the closure's loss depends on parameters other than through the model's output; "
+                "decay weights with weight_decay="
+            )
+        todo += [following for following, _ in node.next_functions]

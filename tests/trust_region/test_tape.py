@@ -1,0 +1,413 @@
+"""Derivatives by the tape are those of the plain twin, and cost fewer products."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from soframe.kernels import products
+from soframe.testing import compare
+from soframe.trust_region import tape
+from soframe.trust_region.forward import Forward, Outputs
+from soframe.trust_region.jacobian import jacobian_product, jacobian_products
+from soframe.trust_region.replay import Replay
+from soframe.trust_region.tape import Tape
+from tests.curvature import fill, randn
+
+
+class Sigmoids(nn.Module):
+    """Functions as methods and functions, several inputs of one layer, a reused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.first(x))
+        hidden = self.again(hidden).tanh() + torch.relu(self.again(2 * hidden))
+        return torch.cat([hidden, hidden.sigmoid() * 3, hidden.relu()], 1)
+
+
+class Temporaries(nn.Module):
+    """Intermediate tensors die at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for factor in range(6):
+            scale = torch.full(x.shape, float(factor), dtype=x.dtype).mul(2.0)
+            total = total + self.layer(x + factor).tanh() * scale
+        return total
+
+
+class Noisy(nn.Module):
+    """The same random functions of the same tensor, twice: their results differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        views = F.dropout(hidden, 0.5) * F.dropout(hidden, 0.5).cos()
+        noise = torch.randn_like(hidden) - torch.randn_like(hidden)
+        return self.last((views + noise).tanh())
+
+
+class Constants(nn.Module):
+    """What is computed without gradients is a constant, to both kinds of differentiation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            scale = hidden.abs().max() + 1
+        return self.last(hidden / scale + hidden.sin().detach())
+
+
+class Square(torch.autograd.Function):
+    """No torch function returns what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x * x
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * tangents[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+class Unseen(nn.Module):
+    """Has such a function within, or for the last one."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 4), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Square.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return found if self.last else found.tanh()
+
+
+class Overwriting(nn.Module):
+    """Writes into what it has computed, before or after it was used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 4), nn.Linear(4, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.how == "item":
+            hidden[:, 0] = 0.5
+        if self.how == "add":
+            hidden += 1
+        found = self.last(hidden.cos())
+        if self.how == "output":
+            found[0] = 2.0
+        return found
+
+
+class Single(nn.Module):
+    """Goes back to single precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+class Positions(nn.Module):
+    """Rows of three dimensions, attention, layer norm, gelu, dropout; several results; views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inputs(x.reshape(-1, 2, 3))
+        attended = F.scaled_dot_product_attention(rows, rows, rows)
+        hidden = F.gelu(self.norm(rows + attended))
+        first, other = F.dropout(hidden, 0.3).split([1, 3], dim=-1)
+        largest, _ = other.max(dim=-1, keepdim=True)
+        hidden = torch.cat([other.T.T if other.ndim == 2 else other, first * largest], dim=-1)
+        return F.linear(input=hidden, weight=self.last.weight, bias=self.last.bias).flatten(1)
+
+
+def without_bias_gradient() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    model[4].weight.requires_grad_(False)
+    return model
+
+
+def images(inplace: bool = False) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(2, 4, 2, padding=1, groups=2), nn.ReLU(inplace=inplace)]
+    layers += [nn.BatchNorm2d(4), nn.Conv2d(4, 3, (2, 1), stride=2, bias=False), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (5, 3)),
+    "sigmoids, reuse": (Sigmoids, (5, 3)),
+    "temporaries": (Temporaries, (5, 3)),
+    "positions": (Positions, (4, 6)),
+    "noisy": (Noisy, (5, 3)),
+    "partly frozen": (without_bias_gradient, (5, 3)),
+    "convolutions": (images, (3, 2, 4, 4)),
+    "in-place": (lambda: images(inplace=True), (3, 2, 4, 4)),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Conv2d(2, 2, 2), nn.InstanceNorm2d(2, track_running_stats=True)),
+        (3, 2, 4, 4),
+    ),
+    "evaluation": (lambda: images().eval(), (3, 2, 4, 4)),
+    "no gradients": (Constants, (5, 3)),
+    "unseen": (lambda: Unseen(last=False), (5, 3)),
+    "unseen output": (lambda: Unseen(last=True), (5, 3)),
+    "overwritten item": (lambda: Overwriting("item"), (5, 3)),
+    "overwritten sum": (lambda: Overwriting("add"), (5, 3)),
+    "overwritten output": (lambda: Overwriting("output"), (5, 3)),
+    "no bias": (lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU()), (5, 3)),
+}
+
+
+UNFOLLOWED = {
+    "in-place": "relu changes its arguments",
+    "unseen": "tanh uses a result of something that is no torch function",
+    "unseen output": "no torch function returned the model's output",
+    "overwritten item": "cos uses what has been changed in place",
+    "overwritten sum": "add_ changes its arguments",
+    "overwritten output": "the model's output has been changed in place",
+}
+"""Why the tape cannot be followed."""
+
+
+class Twins:
+    """Two derivatives by the tape, and two by running the closure again."""
+
+    def __init__(self, model: nn.Module, closure: Callable[[], Tensor]) -> None:
+        self.model, self.outputs, self.tape = model, Outputs(model), Tape()
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.directions = [
+            [randn(*p.shape, seed=10 * k + i).to(p.dtype) for i, p in enumerate(self.parameters)]
+            for k in range(2)
+        ]
+        replay = Replay(model)
+        found, _ = self.outputs.of(closure, tape=self.tape)
+        self.forward = Forward(closure, replay, found, found, self.tape)
+
+    def by_tape(self) -> list[Tensor]:
+        own = (self.model, self.forward, self.outputs, self.parameters, self.directions)
+        return [output for each in jacobian_products(*own) for output in each]
+
+    def plain(self) -> list[Tensor]:
+        own = (self.model, self.forward, self.outputs, self.parameters)
+        return [t for each in self.directions for t in jacobian_product(*own, each)]
+
+    def compare(self, what: str) -> None:
+        for one, other in zip(self.by_tape(), self.plain(), strict=True):
+            assert float(other.abs().sum()) > 0
+            compare(one, other, what)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def closure_of(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_plain_twin(name: str) -> None:
+    make, shape = MODELS[name]
+    model = make().double()
+    x = randn(*shape)
+    model(x)  # lazy layers
+    fill(model)
+    twins = Twins(model, closure_of(model, x))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    assert twins.tape.follows() == (name not in UNFOLLOWED)
+    assert twins.tape.problem == UNFOLLOWED.get(name)
+    twins.compare(name)
+    # Nothing is left of it.
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, model.buffers(), buffers))
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_under_autocast_the_closure_runs_again(
+    onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LEAST_WORK", 1)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Single(), nn.Linear(4, 2))).float()
+    x = randn(5, 3).float()
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    twins = Twins(model, closure)
+    assert twins.tape.problem == "linear is called under autocast"
+    assert all(tangent.dtype == torch.bfloat16 for tangent in twins.by_tape())
+    twins.compare("tangent")
+
+
+def test_products_of_different_dtypes_are_torchs() -> None:
+    """As of weights that are kept in another precision: what torch refuses, it refuses here."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), Single(), nn.Linear(4, 2))).double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        Twins(model, closure_of(model, randn(5, 3)))
+
+
+def test_nothing_is_computed_again() -> None:
+    """Neither the closure nor a product, and slopes once for all directions."""
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    model, x = fill(nn.Sequential(*layers)), randn(5, 3)
+    runs: list[int] = []
+
+    def closure() -> Tensor:
+        runs.append(1)
+        return model(x).square().mean()
+
+    twins = Twins(model, closure)
+    with Counting() as plain:
+        twins.plain()
+    assert len(runs) == 3
+    with Counting() as count:
+        twins.by_tape()
+    assert len(runs) == 3
+    # Two for the parameters' and the inputs' tangents, but for the first layer's constant inputs.
+    assert sum(count.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) == 2 * 5
+    assert sum(plain.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) >= 2 * 8
+    assert count.calls["rsub"] == 2
+    assert "tanh" not in count.calls
+
+
+def test_what_leads_nowhere_is_forgotten() -> None:
+    model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), randn(5, 3)
+    extra = nn.Linear(4, 4).double()
+
+    def closure() -> Tensor:
+        found = model(x)
+        return extra(found).square().mean()
+
+    twins = Twins(model, closure)
+    with Counting() as count:
+        twins.by_tape()
+    assert sum(count.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) == 2
+    twins.compare("tangent")
+
+
+@pytest.mark.parametrize("what", ["inputs", "weights"])
+def test_what_has_changed_is_not_followed(what: str) -> None:
+    model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), randn(5, 3)
+    twins = Twins(model, closure_of(model, x))
+    assert twins.tape.follows()
+    with torch.no_grad():
+        (x if what == "inputs" else model[2].weight).add_(1.0)
+    assert not twins.tape.follows()
+    twins.compare("tangent")
+
+
+def test_a_parameter_that_is_the_output_moves_as_it_does() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(3))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    model = Bare()
+    Twins(model, lambda: model().square().sum()).compare("tangent")
+
+
+def test_tensors_of_other_kinds_are_not_followed() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(x.to_sparse(), self.weight)
+
+    model = Sparse()
+    twins = Twins(model, closure_of(model, randn(4, 3)))
+    assert twins.tape.problem == "_sparse_mm has to do with tensors of another kind"
+
+
+def test_the_last_tangents_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tangent is let go of once no later function needs it."""
+    depth, width = 12, 4
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Sigmoid())]
+    model = nn.Sequential(*layers)
+    twins = Twins(model, closure_of(model, torch.randn(3, width)))
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+    rule_of = tape.rule_of
+
+    def counted(*own: Any) -> Any:
+        nonlocal most
+        rule = rule_of(*own)
+
+        def counting(*args: Any, **named: Any) -> Any:
+            found = rule(*args, **named)
+            made.extend(weakref.ref(tangent) for tangent in found)
+            return found
+
+        most = max(most, sum(ref() is not None for ref in made))
+        return counting
+
+    monkeypatch.setattr(tape, "rule_of", counted)
+    twins.by_tape()
+    assert len(made) == 2 * 2 * depth
+    assert most == 2
+
+
+def test_random_numbers_are_those_of_their_calls() -> None:
+    """Also of the second call, and whatever was drawn in between."""
+    model = fill(Noisy()).double()
+    torch.manual_seed(3)
+    twins = Twins(model, closure_of(model, randn(5, 3)))
+    torch.rand(7)
+    twins.compare("tangent")
+
+
+def test_says_once_why_it_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    tape._tell.cache_clear()
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)))
+    with caplog.at_level("INFO", "soframe"):
+        for _ in range(3):
+            Twins(model, closure_of(model, randn(5, 3)))
+    expected = "derivatives run the closure again: relu changes its arguments"
+    assert [record.getMessage() for record in caplog.records] == [expected]
