@@ -110,7 +110,7 @@ class Batch:
         return (
             (self.workers, one.shape, one.dtype, one.device, one.tensors)
             == (workers, block.shape, block.dtype, block.device, block.tensors)
-        ) and (one.method, one.solver) == (block.method, block.solver)
+        ) and (one.method, one.solver, one.damping) == (block.method, block.solver, block.damping)
 
     def result(self, block: Block) -> list[Tensor]:
         """Return the preconditioned gradient of a block, once.
@@ -138,7 +138,8 @@ class Batch:
                 factor: {name: side_by_side(blocks, factor, name) for name in specs}
                 for factor, specs in one.tensors.items()
             }
-        found = one.method.precondition(gradient, data, one.solver, self.damping)
+        damping = one.damped_with(self.damping)
+        found = one.method.precondition(gradient, data, one.solver, damping)
         self.results.update(zip(blocks, found.split(one.shape.groups), strict=True))
 
 

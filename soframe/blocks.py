@@ -46,6 +46,7 @@ class Block:
         counts: What they count.
         rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
         input_of: The name of the first block that was called with the same input then.
+        damping: In place of the preconditioner's; None for that. The same on every rank.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Block:
     counts: Counts = field(default_factory=Counts)
     rows: int = 0
     input_of: str = ""
+    damping: float | None = None
 
     def __post_init__(self) -> None:
         self.shape: BlockShape = self.helper.shape
@@ -94,6 +96,14 @@ class Block:
         under_way, self.under_way = self.under_way, []
         for task in under_way:
             finish(task)
+
+    def damped_with(self, damping: float) -> float:
+        """Return the block's damping.
+
+        Args:
+            damping: The preconditioner's.
+        """
+        return damping if self.damping is None else self.damping
 
     @property
     def helper(self) -> LayerHelper:

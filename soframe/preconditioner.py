@@ -223,7 +223,8 @@ class Preconditioner:
         """After `step`, precondition what `.grad` holds now, with another damping.
 
         Args:
-            damping: The damping. Solvers that damp when they solve stay with it until they solve.
+            damping: The damping, of blocks without one of their own. Solvers that damp when they
+                solve stay with it until they solve.
         """
         due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
         work = (self.placement, self.backend, damping, self.counters, self._raw.now)
@@ -232,14 +233,12 @@ class Preconditioner:
             block.write(result)
 
     @property
-    def second_order(self) -> list[dict[str, Any]]:
-        """The second-order data of each block; it can be set to what it was before."""
-        return [dict(block.second_order) for block in self._blocks]
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the curvature, in the order of their first modules in the model.
 
-    @second_order.setter
-    def second_order(self, before: list[dict[str, Any]]) -> None:
-        for block, data in zip(self._blocks, before, strict=True):
-            block.second_order = data
+        :meta private:
+        """
+        return tuple(self._blocks)
 
     def _agree(self) -> tuple[bool, list[float] | None]:
         """Agree with all ranks on what is finite and what the statistics weigh.

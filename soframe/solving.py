@@ -236,7 +236,7 @@ class _Job:
         """Solve on the owner; None if that fails."""
         block, factor = self.block, self.factor
         try:
-            share = block.solver.shares(traces, damping)[self.index]
+            share = block.solver.shares(traces, block.damped_with(damping))[self.index]
             if self.copy is not None:
                 matrix, last = unpack(self.copy, factor.size), self.last
             else:

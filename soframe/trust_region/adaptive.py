@@ -1,9 +1,10 @@
 """The preconditioner's own damping, chosen by the quadratic model.
 
 The damping of the quadratic model says how far the model is trusted; what the preconditioner needs
-besides makes up for its approximations, and may be larger or smaller by orders of magnitude. Every
-few steps the gradient is preconditioned with neighbouring dampings too, and the one whose step the
-exact model predicts to bring most is kept (Martens and Grosse, 2015, section 6.6).
+besides makes up for its approximations, and may be larger or smaller by orders of magnitude, for
+each run of layers another. Every few steps neighbours are tried too, and those are kept whose step
+the exact model predicts to bring most (after Martens and Grosse, 2015, section 6.6, where all
+layers have one). `soframe.trust_region.proposals` has what a trial is.
 """
 
 from __future__ import annotations
@@ -12,19 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
-from soframe.preconditioner import Preconditioner
-from soframe.trust_region.jacobian import Direction
-
 
 @dataclass
 class AdaptiveDamping:
-    """A damping that moves among neighbours.
+    """A damping for each run of layers, that moves among neighbours.
 
-    Trials pay while the damping is on its way. So the steps between two of them double where one
-    keeps the damping, and halve where it moves on; then only the neighbour ahead is tried, and both
-    again once the damping stays.
+    At a trial each run has one neighbour: the one ahead where its damping has moved last time, the
+    other one in turn where it has stayed. Trials pay while dampings are on their way. So the steps
+    between two of them double where all stay, and halve where one moves.
 
     Attributes:
         ratio: Neighbours are a factor of this apart.
@@ -37,7 +33,7 @@ class AdaptiveDamping:
     ratio: float = 2.0
     interval: int = 3
     longest: int = 12
-    low: float = 1e-12
+    low: float = 1e-16
     high: float = 1e8
 
     def __post_init__(self) -> None:
@@ -52,23 +48,24 @@ class AdaptiveDamping:
             )
         if not 0 < self.low < self.high:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
-        self._now: float | None = None
+        self._now: list[float] = []
+        self._ways: list[int] = []  # up or down, where each goes next
         self._wait = self.interval  # between the last trial and the next
         self._due = 0  # the step of the next
-        self._moved = 0.0  # where the last one went: -1, 0 or 1
 
-    def at(self, start: float) -> float:
-        """Return the damping.
+    def at(self, start: float, count: int = 1) -> list[float]:
+        """Return the dampings.
 
         Args:
             start: The damping to begin with; later calls ignore it.
+            count: How many.
         """
-        if self._now is None:
-            self._now = self._within(start)
-        return self._now
+        if not self._now:
+            self._now, self._ways = [self._within(start)] * count, [-1] * count
+        return list(self._now)
 
-    def neighbours(self, step: int) -> list[float]:
-        """Return the other dampings to try.
+    def trial(self, step: int) -> list[float]:
+        """Return the dampings to try beside those of now, each another one.
 
         Args:
             step: Completed steps.
@@ -76,94 +73,52 @@ class AdaptiveDamping:
         Returns:
             An empty list where no trial is due.
         """
-        if self._now is None or step < self._due:
-            return []
-        lower, upper = (self._within(self._now * self.ratio**way) for way in (-1, 1))
-        ahead = upper if self._moved > 0 else lower
-        if self._moved and ahead != self._now:
-            return [ahead]
-        return [damping for damping in (lower, upper) if damping != self._now]
+        return self._neighbours() if step >= self._due else []
 
-    def choose(self, damping: float, step: int) -> None:
-        """Go on with a damping, after a trial.
+    def choose(self, taken: Sequence[bool], step: int) -> None:
+        """Go on with some of the dampings that were tried.
 
         Args:
-            damping: One that was tried.
+            taken: Which of them.
             step: Completed steps.
         """
-        assert self._now is not None
-        moved = float((damping > self._now) - (damping < self._now))
-        if moved:
-            self._wait = max(self.interval, self._wait // 2)
-        else:
-            self._wait = min(self.longest, self._wait * 2)
-        self._now, self._moved, self._due = damping, moved, step + self._wait
+        tried = self._neighbours()
+        self._ways = [
+            (1 if new > old else -1) * (1 if own else -1)
+            for own, old, new in zip(taken, self._now, tried, strict=True)
+        ]
+        self._now = [
+            new if own else old for own, old, new in zip(taken, self._now, tried, strict=True)
+        ]
+        longer = min(self.longest, self._wait * 2)
+        self._wait = max(self.interval, self._wait // 2) if any(taken) else longer
+        self._due = step + self._wait
+
+    def _neighbours(self) -> list[float]:
+        found = []
+        for damping, way in zip(self._now, self._ways, strict=True):
+            ahead, back = (self._within(damping * self.ratio**w) for w in (way, -way))
+            found.append(back if ahead == damping else ahead)
+        return found
 
     def _within(self, damping: float) -> float:
         return min(self.high, max(self.low, damping))
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """Return what `load` needs."""
-        if self._now is None:
-            return {}
-        return {"now": self._now, "wait": self._wait, "due": self._due, "moved": self._moved}
+        return {
+            "now": list(self._now),
+            "ways": list(self._ways),
+            "wait": self._wait,
+            "due": self._due,
+        }
 
-    def load(self, state: Mapping[str, float]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
 
         Args:
             state: What `state` returned.
         """
-        self._now = state.get("now")
+        self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
         self._wait = int(state.get("wait", self.interval))
         self._due = int(state.get("due", 0))
-        self._moved = state.get("moved", 0.0)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A preconditioned gradient.
-
-    Attributes:
-        damping: What it was damped with.
-        direction: Its negative, None where a parameter has no block.
-        second_order: What it was preconditioned with; see `soframe.Preconditioner.second_order`.
-    """
-
-    damping: float
-    direction: Direction
-    second_order: list[dict[str, Any]]
-
-
-def propose(
-    preconditioner: Preconditioner,
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor],
-    damping: float,
-    others: Sequence[float],
-) -> list[Proposal]:
-    """Return the preconditioned gradient, and the same with other dampings.
-
-    Args:
-        preconditioner: The preconditioner, after its step: ``.grad`` is preconditioned.
-        parameters: The parameters.
-        gradients: Their gradients as they were before.
-        damping: The damping of that step.
-        others: The other dampings.
-
-    Returns:
-        One for the damping and one for each other.
-    """
-    covered = preconditioner.covered()
-
-    def proposal(damping: float) -> Proposal:
-        direction = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
-        return Proposal(damping, direction, preconditioner.second_order)
-
-    made = [proposal(damping)]
-    for other in others:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        preconditioner.precondition_again(other)
-        made.append(proposal(other))
-    return made

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.schedules import WarmInterval
-from soframe.trust_region.adaptive import AdaptiveDamping, Proposal, propose
+from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.forward import Closure, Forward, Outputs, require_only_through
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split, uncovered
+from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
 from soframe.trust_region.replay import Replay, random_devices
 from soframe.trust_region.tape import Tape
@@ -138,6 +139,8 @@ class TrustRegion(torch.optim.Optimizer):
             kl_clip=None,
             **settings,
         )
+        adaptive = own if isinstance(own, AdaptiveDamping) else None
+        self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.last: dict[str, float] = {}
@@ -146,7 +149,7 @@ class TrustRegion(torch.optim.Optimizer):
         del step  # it counts burn-in too
         damping = self.damping.at(self._steps) + self._weight_decay()
         own = self._own_damping
-        return own.at(damping) if isinstance(own, AdaptiveDamping) else own * damping
+        return max(own.at(damping)) if isinstance(own, AdaptiveDamping) else own * damping
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class TrustRegion(torch.optim.Optimizer):
         parameters = self._parameters()
         gradients = self._gradients(parameters)
         skipped = self.preconditioner.counters["skipped_updates"]
-        damping = self._preconditioner_damping(self._steps)
+        self._proposer.begin(self.damping.at(self._steps) + self._weight_decay())
         with flushed_denormals(self._flush):
             self.preconditioner.step()
         if self._burn_in > 0:
@@ -180,20 +183,17 @@ class TrustRegion(torch.optim.Optimizer):
         elif not math.isfinite(loss) or self.preconditioner.counters["skipped_updates"] > skipped:
             self._step_back(parameters)
         else:
-            own = self._own_damping
-            others = own.neighbours(self._steps) if isinstance(own, AdaptiveDamping) else []
             with flushed_denormals(self._flush):
-                proposals = propose(self.preconditioner, parameters, gradients, damping, others)
-                numbers = [self._parts[p] for p in parameters]
-                tried = [split(p.direction, numbers) for p in proposals]
+                proposals = self._proposer.propose(parameters, gradients, self._steps)
+                tried = chain(*(proposal.parts for proposal in proposals))
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
                 rest = uncovered(parameters, gradients, self.preconditioner.covered())
-                rest += split(last, numbers[: len(last)])
-                directions = [*chain(*tried), *rest]
+                rest += split(last, [self._parts[p] for p in parameters[: len(last)]])
+                directions = [*tried, *rest]
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
-                best, quadratic = self._choose(proposals, tried, quadratic)
-                directions = [*tried[best], *rest]
+                chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
+                directions = [*chosen, *rest]
                 self._move(forwards, parameters, loss, directions, quadratic)
             else:
                 self._step_back(parameters)
@@ -284,17 +284,6 @@ class TrustRegion(torch.optim.Optimizer):
             if decay:
                 parameter.grad.add_(parameter.detach(), alpha=decay)
         return [p.grad.clone() for p in parameters if p.grad is not None]
-
-    def _choose(
-        self, proposals: Sequence[Proposal], tried: list[list[Direction]], quadratic: Quadratic
-    ) -> tuple[int, Quadratic]:
-        """Keep the proposal whose parts, with the rest, the model predicts to bring most."""
-        edges = accumulate(map(len, tried), initial=0)
-        best, model = quadratic.best_with_one_of([range(*own) for own in pairwise(edges)])
-        if isinstance(self._own_damping, AdaptiveDamping) and len(proposals) > 1:
-            self._own_damping.choose(proposals[best].damping, self._steps)
-            self.preconditioner.second_order = proposals[best].second_order
-        return best, model
 
     def _quadratic(
         self,

@@ -32,21 +32,37 @@ class Quadratic:
     curvature: Tensor
     slope: Tensor
 
-    def best_with_one_of(self, choices: Sequence[range]) -> tuple[int, Quadratic]:
-        """Return which choice of directions, together with those in none, promises most.
+    def best_of(self, count: int) -> tuple[list[bool], Quadratic]:
+        """Choose among pairs of directions, for a step that promises most.
+
+        Pairs are looked at in turn, and their second is taken if the step with it promises more
+        than without; beginning with the first of all pairs, or with the second of all, whichever
+        promises more.
 
         Args:
-            choices: The first directions, in runs.
+            count: How many pairs: first come the first of each, then the second of each, then
+                directions that belong to every step.
 
         Returns:
-            The number of the choice, and the model along its directions and the rest.
+            Which pairs contribute their second, and the model along the chosen directions and the
+            rest.
         """
-        rest = range(choices[-1].stop, len(self.slope))
-        which = [[*choice, *rest] for choice in choices]
-        models = [Quadratic(self.curvature[w][:, w], self.slope[w]) for w in which]
-        changes = [model.change(model.minimise()) for model in models]
-        best = changes.index(min(changes))
-        return best, models[best]
+
+        def model(taken: Sequence[bool]) -> Quadratic:
+            chosen = [number + count * second for number, second in enumerate(taken)]
+            which = [*chosen, *range(2 * count, len(self.slope))]
+            return Quadratic(self.curvature[which][:, which], self.slope[which])
+
+        def promised(taken: Sequence[bool]) -> float:
+            own = model(taken)
+            return own.change(own.minimise())
+
+        # Of equal promises the first: what is stays.
+        best = min(([False] * count, [True] * count), key=promised)
+        for number in range(count):
+            other = [second != (at == number) for at, second in enumerate(best)]
+            best = min((best, other), key=promised)
+        return best, model(best)
 
     def finite(self) -> bool:
         """Return whether every entry is finite."""

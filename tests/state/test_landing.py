@@ -113,10 +113,12 @@ def test_data_that_are_set_are_used_until_the_next_landing(runs):
     own, plain = still(runs(background=2)), still(runs())
     train(own, 0, 1)
     train(plain, 0, EVERY + 1)
-    first = own.preconditioner.second_order
+    blocks = own.preconditioner.blocks
+    first = [block.second_order for block in blocks]
     zeros = [{f: {k: 0 * t for k, t in d.items()} for f, d in one.items()} for one in first]
     train(own, 1, EVERY + 1)
-    own.preconditioner.second_order = zeros
+    for block, data in zip(blocks, zeros, strict=True):
+        block.second_order = data
     own.step(EVERY + 1)
     assert all(not t.any() for t in in_use(own).values())
     own.step(EVERY + 2)

@@ -6,63 +6,64 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import soframe
 from soframe.testing import compare
-from soframe.trust_region import AdaptiveDamping, Quadratic
+from soframe.trust_region import AdaptiveDamping
+from tests.curvature import fill
 from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
 
 def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
     damping = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
-    assert damping.neighbours(0) == []  # nobody has asked yet
-    assert damping.at(2.0) == 2.0
-    assert damping.at(7.0) == 2.0
-    assert damping.neighbours(0) == [0.5, 8.0]
-    damping.choose(0.5, 0)
-    assert damping.neighbours(1) == damping.neighbours(2) == []
-    assert damping.at(7.0) == 0.5
-    assert damping.neighbours(3) == [0.125]  # the one ahead
-    damping.choose(0.125, 3)
-    assert damping.neighbours(6) == [0.1]
-    damping.choose(0.1, 6)
-    assert damping.neighbours(9) == [0.4]  # itself is tried anyway, and nothing is ahead
+    assert damping.trial(0) == []  # nobody has asked yet
+    assert damping.at(2.0, 2) == [2.0, 2.0]
+    assert damping.at(7.0, 2) == [2.0, 2.0]
+    assert damping.trial(0) == [0.5, 0.5]  # down first
+    damping.choose([True, False], 0)
+    assert damping.at(7.0) == [0.5, 2.0]
+    assert damping.trial(1) == damping.trial(2) == []
+    assert damping.trial(3) == [0.125, 8.0]  # the one ahead, and the other one
+    damping.choose([True, True], 3)
+    assert damping.trial(6) == [0.1, 2.0]  # not beyond its bounds, and back from the upper
+    damping.choose([True, False], 6)
+    assert damping.trial(9) == [0.4, 2.0]
     again = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
     again.load(damping.state())
-    assert again.at(5.0) == 0.1
+    assert again.at(5.0) == [0.1, 8.0]
+    assert again.trial(9) == [0.4, 2.0]
     again.load({})
-    assert again.at(50.0) == 8.0
+    assert again.at(50.0) == [8.0]
 
 
-def test_trials_become_rare_where_the_damping_stays() -> None:
+def test_what_stays_is_tried_on_both_sides_in_turn() -> None:
+    damping = AdaptiveDamping(ratio=2.0, interval=1, longest=1)
+    damping.at(1.0, 2)
+    tried = []
+    for step, taken in enumerate(([False, False], [False, True], [False, True], [True, False])):
+        tried.append(damping.trial(step))
+        damping.choose(taken, step)
+    assert tried == [[0.5, 0.5], [2.0, 2.0], [0.5, 4.0], [2.0, 8.0]]
+    assert damping.trial(4) == [4.0, 2.0]
+
+
+def test_trials_become_rare_where_all_dampings_stay() -> None:
     damping = AdaptiveDamping(ratio=2.0, interval=2, longest=8)
-    damping.at(1.0)
+    damping.at(1.0, 2)
     trials = []
-    # To: where each trial goes, as a power of the ratio.
-    for to, tried in (
-        (-1, (-1, 1)),
-        (-2, (-2,)),
-        (-2, (-3,)),
-        (-1, (-3, -1)),
-        (0, (0,)),
-        (0, (1,)),
-        (0, (-1, 1)),
-        (0, (-1, 1)),
-        (1, (-1, 1)),
-        (1, (2,)),
-    ):
-        step = next(s for s in range(1000) if damping.neighbours(s))
-        assert damping.neighbours(step) == [2.0**power for power in tried]
-        assert damping.neighbours(step + 5) == damping.neighbours(step)
+    for moved in (True, False, True, False, False, False, True, True):
+        step = next(s for s in range(1000) if damping.trial(s))
+        assert damping.trial(step + 5) == damping.trial(step)
         again = AdaptiveDamping(ratio=2.0, interval=2, longest=8)
         again.load(damping.state())
         assert again.state() == damping.state()
         damping = again
-        damping.choose(2.0**to, step)
+        damping.choose([False, moved], step)
         trials.append(step)
     waits = [after - before for before, after in itertools.pairwise(trials)]
-    # On its way; kept; on its way back; kept, kept, kept; up.
-    assert waits == [2, 2, 4, 2, 2, 4, 8, 8, 4]
+    assert waits == [2, 4, 2, 4, 8, 8, 4]
 
 
 @pytest.mark.parametrize(
@@ -81,63 +82,65 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         AdaptiveDamping(**settings)
 
 
-def test_the_best_model_is_chosen_with_all_that_is_no_choice() -> None:
-    # Alone the second would be best; with the third direction beside it, the first is.
-    curvature = torch.diag(torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64))
-    curvature[1, 2] = curvature[2, 1] = 0.9
-    model = Quadratic(curvature, torch.tensor([-1.0, -1.1, -1.0], dtype=torch.float64))
-    best, chosen = model.best_with_one_of([range(1), range(1, 2)])
-    assert best == 0
-    compare(chosen.curvature, torch.eye(2, dtype=torch.float64), "curvature")
-    compare(chosen.slope, torch.tensor([-1.0, -1.0], dtype=torch.float64), "slope")
-    alone = Quadratic(model.curvature[:2, :2], model.slope[:2])
-    assert alone.best_with_one_of([range(1), range(1, 2)])[0] == 1
-
-
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_the_damping_that_promises_most_is_kept(solver: str) -> None:
-    """Against three optimizers, each with one of the dampings."""
+def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
+    """Of each of two parts, against four optimizers, each with one choice of dampings."""
     model = deep()
     adaptive = AdaptiveDamping(ratio=5.0, interval=3, longest=3)
-    own = trust_region(
-        model,
-        "cross-entropy",
-        0.01,
-        solver=solver,
-        solve_every=3,
-        preconditioner_damping=adaptive,
-    )
-    kept, moved = 0.01, 0.0
+    settings = {"solver": solver, "solve_every": 3}
+    own = trust_region(model, "cross-entropy", 0.01, preconditioner_damping=adaptive, **settings)
+    kept, ways, moves = [0.01, 0.01], [-1, -1], set()
     for step in range(4):
         x, y = classes_of(step)
         if step % 3 == 0:
             promised = {}
-            around = [kept * 5**moved] if moved else [kept / 5, kept * 5]
-            for damping in (kept, *around):
+            tried = [damping * 5.0**way for damping, way in zip(kept, ways, strict=True)]
+            for taken in itertools.product((False, True), repeat=2):
                 other = copy.deepcopy(model)
-                fixed = trust_region(
-                    other,
-                    "cross-entropy",
-                    0.01,
-                    solver=solver,
-                    preconditioner_damping=damping / 0.01,
-                )
+                fixed = trust_region(other, "cross-entropy", 0.01, solver=solver)
                 fixed.load_state_dict(own.state_dict() | {"damping": fixed.damping.state()})
+                for block, second, *each in zip(
+                    fixed.preconditioner.blocks, taken, kept, tried, strict=True
+                ):
+                    block.damping = each[second]
                 fixed.step(lambda: F.cross_entropy(other(x), y))  # noqa: B023
-                promised[damping] = (fixed.last["predicted"], vector(other), fixed)
-            last, kept = kept, min(promised, key=lambda damping: promised[damping][0])
-            moved = float((kept > last) - (kept < last))
+                promised[taken] = (fixed.last["predicted"], vector(other), fixed)
+            taken = min(promised, key=lambda choice: promised[choice][0])
+            moves.add(taken)
+            ways = [way if second else -way for way, second in zip(ways, taken, strict=True)]
+            pairs = zip(taken, kept, tried, strict=True)
+            kept = [after if second else before for second, before, after in pairs]
         own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
         if step % 3 == 0:
-            predicted, weights, fixed = promised[kept]
+            predicted, weights, fixed = promised[taken]
             assert own.last["predicted"] == pytest.approx(predicted, rel=1e-9)
             compare(vector(model), weights, f"parameters after step {step}")
-        assert adaptive.at(0.0) == kept
-        # What the layers are preconditioned with until the next solve is of the damping kept.
+        assert adaptive.at(0.0) == pytest.approx(kept)
+        # What the layers are preconditioned with until the next solve is of the dampings kept.
         for mine, theirs in zip(
-            own.preconditioner._blocks, fixed.preconditioner._blocks, strict=True
+            own.preconditioner.blocks, fixed.preconditioner.blocks, strict=True
         ):
             for factor, tensors in theirs.second_order.items():
                 for name, tensor in tensors.items():
                     compare(mine.second_order[factor][name], tensor, f"{factor} {name}")
-    assert kept != 0.01
+    assert len(moves) > 1
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_a_block_s_own_damping_is_as_if_all_had_it(solver: str) -> None:
+    """Whether it counts where factors are solved or where they are applied, and in no batch."""
+    x, y = classes_of(0)
+    found: dict[tuple[float | None, ...], list[Tensor]] = {}
+    for dampings in ((None, None), (0.3, 0.7), (0.3, 0.3), (0.7, 0.7)):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+        own = soframe.Preconditioner(model, damping=0.7, solver=solver, lr=0.1, kl_clip=None)
+        for block, damping in zip(own.blocks, dampings, strict=True):
+            block.damping = damping
+        F.cross_entropy(model(x), y).backward()
+        own.step()
+        found[dampings] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for number in range(4):
+        compare(found[None, None][number], found[0.7, 0.7][number], "the preconditioner's")
+        same = found[0.3, 0.3] if number < 2 else found[0.7, 0.7]
+        compare(found[0.3, 0.7][number], same[number], "each its own")
+    assert not torch.allclose(found[0.3, 0.3][0], found[0.7, 0.7][0])

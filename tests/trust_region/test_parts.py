@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -123,12 +124,38 @@ def test_parts_never_promise_less(seed: int, parts: int) -> None:
     assert promised(torch.stack(rows)) <= promised(direction[None]) + 1e-12
 
 
-def test_a_choice_has_all_of_its_parts() -> None:
-    curvature = torch.eye(5, dtype=torch.float64)
-    model = Quadratic(curvature, torch.tensor([2.0, 2.0, 2.5, 0.0, 1.0], dtype=torch.float64))
-    best, chosen = model.best_with_one_of([range(2), range(2, 4)])
-    assert best == 0
-    compare(chosen.slope, torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64), "slope")
+def test_a_choice_is_made_for_each_part() -> None:
+    # The second of the first pair and the first of the other; the last belongs to every step.
+    slope = torch.tensor([1.0, 2.0, 3.0, 1.5, 1.0], dtype=torch.float64)
+    model = Quadratic(torch.eye(5, dtype=torch.float64), slope)
+    taken, chosen = model.best_of(2)
+    assert taken == [True, False]
+    compare(chosen.slope, torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64), "slope")
+    assert Quadratic(model.curvature, slope[[2, 3, 0, 1, 4]]).best_of(2)[0] == [False, True]
+    assert Quadratic(model.curvature, slope[[0, 3, 2, 1, 4]]).best_of(2)[0] == [True, True]
+    equal = Quadratic(model.curvature, torch.ones(5, dtype=torch.float64))
+    assert equal.best_of(2)[0] == [False, False]  # what is stays
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_no_single_exchange_would_bring_more(seed: int, count: int) -> None:
+    """Nor would all of the first, nor all of the others."""
+    root, slope = randn(8, 2 * count + 1, seed=seed), randn(2 * count + 1, seed=seed + 1)
+    model = Quadratic(root.T @ root, slope)
+    taken, chosen = model.best_of(count)
+
+    def promised(seconds: Sequence[bool]) -> float:
+        rows = [number + count * second for number, second in enumerate(seconds)] + [2 * count]
+        own = Quadratic(model.curvature[rows][:, rows], slope[rows])
+        return own.change(own.minimise())
+
+    best = chosen.change(chosen.minimise())
+    assert best == promised(taken)
+    # Pairs are looked at in turn, so of the last one it holds as it stands.
+    last = [*taken[:-1], not taken[-1]]
+    for other in ([False] * count, [True] * count, last):
+        assert best <= promised(other)
 
 
 def test_more_parts_promise_more_of_the_same_step() -> None:

@@ -1,0 +1,126 @@
+"""Preconditioned gradients with several dampings, in parts, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from soframe.preconditioner import Preconditioner
+from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.jacobian import Direction
+from soframe.trust_region.parts import split
+from soframe.trust_region.quadratic import Quadratic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A preconditioned gradient.
+
+    Attributes:
+        parts: Its negative, in parts; None where a parameter has no block.
+        second_order: What each block was preconditioned with.
+    """
+
+    parts: list[Direction]
+    second_order: list[dict[str, Any]]
+
+
+class Proposer:
+    """Tries dampings of the preconditioner where a trial is due.
+
+    Args:
+        damping: The dampings, one for each part that has blocks.
+        preconditioner: The preconditioner.
+        parts: The number of the part of each parameter.
+    """
+
+    def __init__(
+        self,
+        damping: AdaptiveDamping | None,
+        preconditioner: Preconditioner,
+        parts: Mapping[nn.Parameter, int],
+    ) -> None:
+        self._damping, self._preconditioner, self._parts = damping, preconditioner, parts
+
+    def begin(self, start: float) -> None:
+        """Before the preconditioner's step, damp each block with its part's damping.
+
+        Args:
+            start: The damping of the first step.
+        """
+        if self._damping is not None:
+            count = len(set(self._part_of_blocks()))
+            self._damp(self._of_blocks(self._damping.at(start, count)))
+
+    def propose(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], step: int
+    ) -> list[Proposal]:
+        """Return the preconditioned gradient, and another one where a trial is due.
+
+        Args:
+            parameters: The parameters, after the preconditioner's step: ``.grad`` is
+                preconditioned.
+            gradients: Their gradients as they were before.
+            step: Completed steps.
+        """
+        made = [self._proposal(parameters)]
+        others = [] if self._damping is None else self._damping.trial(step)
+        if others:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            self._damp(self._of_blocks(others))
+            self._preconditioner.precondition_again(max(others))
+            made.append(self._proposal(parameters))
+        return made
+
+    def choose(
+        self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int
+    ) -> tuple[list[Direction], Quadratic]:
+        """Keep the parts that the model predicts to bring most, and go on with their dampings.
+
+        Args:
+            proposals: What `propose` returned.
+            quadratic: The model along the parts of all of them, and of directions that belong to
+                every step.
+            step: Completed steps.
+
+        Returns:
+            The parts that were chosen, and the model along them and the rest.
+        """
+        one, *others = proposals
+        if not others:
+            return one.parts, quadratic
+        assert self._damping is not None
+        (other,) = others
+        taken, model = quadratic.best_of(len(one.parts))
+        self._damping.choose(taken, step)
+        for number, own in enumerate(self._of_blocks(taken)):
+            block = self._preconditioner.blocks[number]
+            block.second_order = (other if own else one).second_order[number]
+        pairs = zip(taken, one.parts, other.parts, strict=True)
+        return [second if own else first for own, first, second in pairs], model
+
+    def _proposal(self, parameters: Sequence[nn.Parameter]) -> Proposal:
+        covered = self._preconditioner.covered()
+        rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
+        data = [dict(block.second_order) for block in self._preconditioner.blocks]
+        return Proposal(split(rows, [self._parts[p] for p in parameters]), data)
+
+    def _damp(self, dampings: Sequence[float]) -> None:
+        for block, damping in zip(self._preconditioner.blocks, dampings, strict=True):
+            block.damping = damping
+
+    def _part_of_blocks(self) -> list[int]:
+        blocks = self._preconditioner.blocks
+        return [self._parts[next(iter(block.parameters.values()))] for block in blocks]
+
+    def _of_blocks(self, each: Sequence[T]) -> list[T]:
+        """Return what each block has, given what each part with blocks has."""
+        own = self._part_of_blocks()
+        numbers = sorted(set(own))
+        return [each[numbers.index(number)] for number in own]
