@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
 class Loss(ABC):
-    """The Hessian ``H_n`` of one sample's loss in its output, and its square root."""
+    """The Hessian ``H_n`` of one sample's loss in its output, and its square root.
+
+    Attributes:
+        isotropic: Whether it is a multiple of the identity, the same for every sample. Then the
+            curvature along directions is computed without its products.
+    """
+
+    isotropic: ClassVar[bool] = False
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:

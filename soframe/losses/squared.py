@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from soframe.registry import register
 
 
 class _Gaussian(Loss):
+    isotropic: ClassVar[bool] = True
+
     @abstractmethod
     def _precision(self, outputs: Tensor) -> float:
         """Return the factor of the identity that the Hessian is."""

@@ -35,6 +35,10 @@ class Forward:
     gradients: tuple[Tensor, ...]
     tape: Tape | None = None
 
+    def follows(self) -> bool:
+        """Return whether there is a tape that can be followed."""
+        return self.tape is not None and self.tape.follows()
+
     def hessian_product(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the Hessian of the loss in the outputs, times a tangent.
 
@@ -56,6 +60,23 @@ class Forward:
             gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
         )
         return products
+
+    def isotropy(self) -> float | None:
+        """Return c if the Hessian of the loss in the output is c times the identity.
+
+        Returns:
+            None if it is not, as the output itself tells, whose product with it is taken.
+        """
+        if len(self.outputs) != 1:
+            return None
+        output = self.outputs[0].detach()
+        (product,) = self.hessian_product([output])
+        output, product = output.flatten(), product.flatten()
+        square = output @ output
+        scale = output @ product / square
+        error = torch.linalg.vector_norm(torch.addcmul(product, output, scale, value=-1))
+        most = 128 * torch.finfo(output.dtype).eps * scale.abs() * square.sqrt()
+        return float(scale) if error <= most else None  # None for an output of zeros, a NaN
 
 
 class Outputs:

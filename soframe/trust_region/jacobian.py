@@ -36,7 +36,7 @@ def jacobian_products(
     Returns:
         For each direction one of each output's shape.
     """
-    if forward.tape is None or not forward.tape.follows():
+    if forward.tape is None or not forward.follows():
         return [
             jacobian_product(model, forward, outputs, parameters, direction)
             for direction in directions

@@ -292,7 +292,15 @@ class TrustRegion(torch.optim.Optimizer):
         gradients: Sequence[Tensor],
         directions: Sequence[Direction],
     ) -> Quadratic:
-        own = curvature_along(self._model, forwards, self._outputs, parameters, directions)
+        loss = self.preconditioner.loss
+        own = curvature_along(
+            self._model,
+            forwards,
+            self._outputs,
+            parameters,
+            directions,
+            isotropic=loss is not None and loss.isotropic,
+        )
         curvature = self._mean(own)
         damping = self.damping.at(self._steps) + self._weight_decay()
         products = inner_products([gradients, *directions])

@@ -99,6 +99,8 @@ def curvature_along(
     outputs: Outputs,
     parameters: Sequence[nn.Parameter],
     directions: Sequence[Direction],
+    *,
+    isotropic: bool = False,
 ) -> Tensor:
     """Return ``d_i^T F d_j`` for this rank's data, without damping.
 
@@ -108,20 +110,31 @@ def curvature_along(
         outputs: The model's collector.
         parameters: The parameters.
         directions: k directions.
+        isotropic: Whether the loss's Hessian in the output is a multiple of the identity, if the
+            output agrees: see `Forward.isotropy`.
 
     Returns:
         ``[k, k]``, float64, on the CPU: of the sum of the closures' losses.
     """
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     for forward in forwards:
+        scale = forward.isotropy() if isotropic else None
+        if scale is not None and forward.follows():
+            assert forward.tape is not None
+            end = forward.tape.linear_end(parameters, directions)
+            if end is not None:
+                total += scale * end.gram()
+                continue
         tangents = jacobian_products(model, forward, outputs, parameters, directions)
         for i, tangent in enumerate(tangents):
-            products = forward.hessian_product(tangent)
+            products = forward.hessian_product(tangent) if scale is None else tangent
             # One by one: copies of outputs into one matrix would cost more than the products.
             for product, *others in zip(products, *tangents[: i + 1], strict=True):
-                row = [product.flatten() @ other.flatten() for other in others]
-                total[i, : i + 1] += torch.stack(row).double().cpu()
-    return total + total.tril(-1).T
+                row = torch.stack([product.flatten() @ other.flatten() for other in others])
+                own = row.double().cpu() * (1.0 if scale is None else scale)
+                total[i, : i + 1] += own
+                total[:i, i] += own[:i]
+    return total
 
 
 def inner_products(directions: Sequence[Direction]) -> Tensor:
@@ -133,17 +146,18 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
     Returns:
         ``[k, k]``, float64, on the CPU; those of each parameter are added up in float64.
     """
-    parts = []
+    total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    # Of parts few have the same parameters: each group of directions is added where it belongs.
+    found: dict[tuple[int, ...], list[Tensor]] = {}
     for tensors in zip(*directions, strict=True):
-        zero = next((torch.zeros_like(tensor) for tensor in tensors if tensor is not None), None)
-        if zero is None:
-            continue
-        own = [zero if tensor is None else tensor.detach() for tensor in tensors]
-        rows = torch.stack(own).flatten(1)
-        parts.append((rows @ rows.T).double())
-    if not parts:
-        return torch.zeros(len(directions), len(directions), dtype=torch.float64)
-    return torch.stack(parts).sum(0).cpu()
+        own = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
+        if own:
+            rows = torch.stack([*own.values()]).flatten(1)
+            found.setdefault((*own,), []).append((rows @ rows.T).double())
+    for which, each in found.items():
+        at = torch.tensor(which)
+        total[at.unsqueeze(1), at] += torch.stack(each).sum(0).cpu()
+    return total
 
 
 def combine(

@@ -45,19 +45,26 @@ SLOPES: dict[Any, Callable[[Tensor], Tensor]] = {
 PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 
 
-def rule_of(function: Any, results: Sequence[Tensor | None], random: RandomState | None) -> Rule:
+def rule_of(
+    function: Any,
+    results: Sequence[Tensor | None],
+    random: RandomState | None,
+    *,
+    overwrites: bool = False,
+) -> Rule:
     """Return how to differentiate a call.
 
     Args:
         function: What was called.
         results: What it returned, None where there is no derivative.
         random: The random state at which it was called; None if it draws no numbers.
+        overwrites: Whether the arguments' tangents are needed by nobody else.
 
     Returns:
         The rule.
     """
     if function in SLOPES and results[0] is not None:
-        return partial(_scaled, SLOPES[function](results[0]))
+        return partial(_scaled, SLOPES[function](results[0]), overwrites)
     if function in PRODUCTS:
         return partial(_product, function)
     return partial(_differentiated, function, random)
@@ -68,10 +75,12 @@ def owns(function: Any) -> bool:
     return function in SLOPES or function in PRODUCTS
 
 
-def _scaled(slope: Tensor, argument: Pair, *rest: Any, **named: Any) -> list[Tensor | None]:
+def _scaled(
+    slope: Tensor, overwrites: bool, argument: Pair, *rest: Any, **named: Any
+) -> list[Tensor | None]:
     del rest, named
     assert argument.tangent is not None
-    return [argument.tangent * slope]
+    return [argument.tangent.mul_(slope) if overwrites else argument.tangent * slope]
 
 
 def _product(

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from soframe.trust_region.linear_end import LinearEnd
 from soframe.trust_region.replay import RandomState
-from soframe.trust_region.tangents import Pair, replaced, rule_of, tensors
+from soframe.trust_region.tangents import Pair, owns, replaced, rule_of, tensors
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,12 @@ class Tape:
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.problem is not None or self._ended:
             return function(*args, **kwargs)
+        if (
+            getattr(function, "__name__", "") == "__get__"
+        ):  # most calls ask a tensor for its shape or the like
+            asked = function(*args, **kwargs)
+            if not isinstance(asked, Tensor) or not asked.requires_grad:
+                return asked
         noted = _without_running(function, args, kwargs)
         inputs = tensors(noted)
         before = [t._version for t in inputs if not t.is_inference()]
@@ -229,29 +236,74 @@ class Tape:
             For each output one per direction; None for zero.
         """
         nothing: list[Tensor | None] = [None] * len(directions)
+        live = self._follow(self._calls, parameters, directions)
+        return [nothing if end is None else live.get(end, nothing) for end in self._ends]
+
+    def linear_end(
+        self, parameters: Sequence[nn.Parameter], directions: Sequence[Sequence[Tensor | None]]
+    ) -> LinearEnd | None:
+        """Return the last layer with what moves before it, if it is linear and widens.
+
+        Args:
+            parameters: The parameters.
+            directions: k of them, with one tensor per parameter or None for zero.
+
+        Returns:
+            None if the outputs' own tangents take no more.
+        """
+        if len(self._ends) != 1 or not self._calls:
+            return None
+        *calls, last = self._calls
+        if last.function is not F.linear or last.results != (self._ends[0],):
+            return None
+        bound = inspect.signature(_linear).bind(*last.args, **last.kwargs)
+        bound.apply_defaults()
+        slots = [slot and slot.number for slot in bound.args]
+        x, weight = (self._values[slots[i]] for i in (0, 1))
+        out, width = weight.shape
+        count = len(directions)
+        if x.dtype != weight.dtype or (count + 1) * width >= count * out:
+            return None
+        live = self._follow(calls, parameters, directions)
+        nothing: list[Tensor | None] = [None] * count
+        moving, *own = (nothing if n is None else live.get(n, nothing) for n in slots)
+        rows = [None if dx is None else dx.reshape(-1, width) for dx in moving]
+        return LinearEnd(x.reshape(-1, width), weight, [*zip(rows, *own, strict=True)])
+
+    def _follow(
+        self,
+        calls: Sequence[_Call],
+        parameters: Sequence[nn.Parameter],
+        directions: Sequence[Sequence[Tensor | None]],
+    ) -> dict[int, list[Tensor | None]]:
+        """Return the tangents that are left after some calls, for each direction."""
         live: dict[int, list[Tensor | None]] = {}
         for parameter, *own in zip(parameters, *directions, strict=True):
             if id(parameter) in self._numbers:
                 live[self._numbers[id(parameter)]] = list(own)
-        draws = any(call.random is not None for call in self._calls)
+        made: set[int] = set()  # whose tangents are no other tensor's memory
+        draws = any(call.random is not None for call in calls)
         with torch.no_grad(), self._now().kept() if draws else nullcontext():
-            for call in self._calls:
+            for call in calls:
                 given = {number: live[number] for number in call.inputs if number in live}
                 if given:
-                    each = self._tangents_of(call, given, len(directions))
+                    free = made.issuperset(given) and {*given} <= {*call.last}
+                    each = self._tangents_of(call, given, len(directions), free)
                     for number, *own in zip(call.results, *each, strict=True):
                         if number is not None and any(tangent is not None for tangent in own):
                             live[number] = own
+                            if owns(call.function):
+                                made.add(number)
                 for number in call.last:
                     live.pop(number, None)
-        return [nothing if end is None else live.get(end, nothing) for end in self._ends]
+        return live
 
     def _tangents_of(
-        self, call: _Call, given: dict[int, list[Tensor | None]], count: int
+        self, call: _Call, given: dict[int, list[Tensor | None]], count: int, free: bool
     ) -> list[list[Tensor | None]]:
         """Return what a call's results have for tangents, for each direction."""
         results = [None if number is None else self._values[number] for number in call.results]
-        rule = rule_of(call.function, results, call.random)
+        rule = rule_of(call.function, results, call.random, overwrites=free)
         each: list[list[Tensor | None]] = []
         for j in range(count):
             own = {number: tangents[j] for number, tangents in given.items()}
@@ -289,3 +341,7 @@ def _without_running(
     if bound.arguments[_RUNNING[function]]:
         bound.arguments.update(running_mean=None, running_var=None)
     return bound.args, bound.kwargs
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> None:
+    """Has the arguments of `torch.nn.functional.linear`, which has no signature."""
