@@ -9,6 +9,8 @@ layers have one). `soframe.trust_region.proposals` has what a trial is.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ class AdaptiveDamping:
         ratio: Neighbours are a factor of this apart.
         interval: The fewest steps between trials.
         longest: The most steps between trials.
+        spread: No damping is further than this factor from the median of all. A part that matters
+            little for now would else stay where it began.
         low: The least damping.
         high: The largest damping.
     """
@@ -33,6 +37,7 @@ class AdaptiveDamping:
     ratio: float = 2.0
     interval: int = 3
     longest: int = 12
+    spread: float = 4.0
     low: float = 1e-16
     high: float = 1e8
 
@@ -46,6 +51,8 @@ class AdaptiveDamping:
             raise ValueError(
                 f"{name}: longest must be at least interval ({self.interval}), not {self.longest}"
             )
+        if not self.spread >= 1:
+            raise ValueError(f"{name}: spread must be at least 1, not {self.spread}")
         if not 0 < self.low < self.high:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
         self._now: list[float] = []
@@ -87,9 +94,10 @@ class AdaptiveDamping:
             (1 if new > old else -1) * (1 if own else -1)
             for own, old, new in zip(taken, self._now, tried, strict=True)
         ]
-        self._now = [
-            new if own else old for own, old, new in zip(taken, self._now, tried, strict=True)
-        ]
+        now = [new if own else old for own, old, new in zip(taken, self._now, tried, strict=True)]
+        middle = math.exp(statistics.median(map(math.log, now)))
+        low, high = middle / self.spread, middle * self.spread
+        self._now = [self._within(min(high, max(low, damping))) for damping in now]
         longer = min(self.longest, self._wait * 2)
         self._wait = max(self.interval, self._wait // 2) if any(taken) else longer
         self._due = step + self._wait

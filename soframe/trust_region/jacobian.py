@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soframe.trust_region.forward import Forward, Outputs
+from soframe.trust_region.replay import eagerly
 
 Direction = Sequence[Tensor | None]
 """One tensor per parameter; None for zero."""
@@ -69,28 +70,30 @@ def jacobian_product(
         One of each output's shape.
     """
     rows = zip(parameters, direction, strict=True)
-    tangents = {id(p): d for p, d in rows if d is not None}
+    tangents = {id(p): d for p, d in rows}
     with (
         forward.replay.again(),
         fwd.dual_level(),
         dual_parameters(model, tangents),
         torch.enable_grad(),
+        eagerly(),
         _Constants(),
     ):
         found, _ = outputs.of(forward.closure, cut=True)
         duals = [fwd.unpack_dual(output) for output in found]
     return tuple(
-        torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent for dual in duals
+        torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent.detach()
+        for dual in duals
     )
 
 
 @contextmanager
-def dual_parameters(model: nn.Module, tangents: dict[int, Tensor]) -> Iterator[None]:
+def dual_parameters(model: nn.Module, tangents: dict[int, Tensor | None]) -> Iterator[None]:
     """Give parameters a tangent for the time of a forward pass.
 
     Args:
         model: The model; its parameters are the same objects afterwards.
-        tangents: The tangent of each parameter, by its ``id``.
+        tangents: The tangent of each parameter, by its ``id``; None for a constant.
 
     Yields:
         Nothing.
@@ -101,7 +104,10 @@ def dual_parameters(model: nn.Module, tangents: dict[int, Tensor]) -> Iterator[N
         for name, parameter in module._parameters.items()
         if parameter is not None and id(parameter) in tangents
     ]
-    duals = {id(p): fwd.make_dual(p.detach(), tangents[id(p)]) for _, _, p in slots}
+    duals: dict[int, Any] = {}
+    for _, _, p in slots:
+        tangent = tangents[id(p)]
+        duals[id(p)] = p.detach() if tangent is None else fwd.make_dual(p.detach(), tangent)
     try:
         for parameters, name, parameter in slots:
             parameters[name] = duals[id(parameter)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,17 @@ class RandomState:
             yield
         finally:
             self.restore()
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run as they are written.
+
+    A compiled graph is no torch function that could be noted, and has no forward-mode derivative.
+    """
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def random_devices(model: nn.Module) -> list[int]:

@@ -7,9 +7,9 @@ computes tangents alone from the notes, function by function, for all directions
 no random number is drawn that was not drawn before.
 
 A tape either follows the pass or says that it does not. It does not where autograd knows of a
-result that no noted function returned (a custom ``autograd.Function``, a compiled module), where a
-function changes its arguments, under autocast, and where tensors are no plain ones. Then the
-closure runs again: `jacobian_product` is the plain twin.
+result that no noted function returned (a custom ``autograd.Function``), where a function changes
+its arguments, under autocast, and where tensors are no plain ones. Then the closure runs again:
+`jacobian_product` is the plain twin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soframe.trust_region.linear_end import LinearEnd
-from soframe.trust_region.replay import RandomState
+from soframe.trust_region.replay import RandomState, eagerly
 from soframe.trust_region.tangents import Pair, owns, replaced, rule_of, tensors
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Tape:
         Yields:
             Nothing.
         """
-        with _Mode(self._note):
+        with eagerly(), _Mode(self._note):
             yield
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
 
 def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
-    damping = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
+    damping = AdaptiveDamping(ratio=4.0, interval=3, spread=100.0, low=0.1, high=8.0)
     assert damping.trial(0) == []  # nobody has asked yet
     assert damping.at(2.0, 2) == [2.0, 2.0]
     assert damping.at(7.0, 2) == [2.0, 2.0]
@@ -30,12 +30,27 @@ def test_it_begins_with_the_policy_s_and_moves_among_neighbours() -> None:
     assert damping.trial(6) == [0.1, 2.0]  # not beyond its bounds, and back from the upper
     damping.choose([True, False], 6)
     assert damping.trial(9) == [0.4, 2.0]
-    again = AdaptiveDamping(ratio=4.0, interval=3, low=0.1, high=8.0)
+    again = AdaptiveDamping(ratio=4.0, interval=3, spread=100.0, low=0.1, high=8.0)
     again.load(damping.state())
     assert again.at(5.0) == [0.1, 8.0]
     assert again.trial(9) == [0.4, 2.0]
     again.load({})
     assert again.at(50.0) == [8.0]
+
+
+def test_no_damping_goes_far_from_the_others() -> None:
+    """One that is never chosen follows them."""
+    damping = AdaptiveDamping(ratio=4.0, interval=1, longest=1, spread=4.0)
+    damping.at(1.0, 3)
+    for step in range(6):
+        damping.choose([True, False, True], step)
+        now = damping.at(0.0)
+        assert now[0] == now[2] == pytest.approx(4.0 ** -(step + 1))
+        assert now[1] == pytest.approx(4.0**-step)
+    alone = AdaptiveDamping(ratio=4.0, interval=1, longest=1, spread=1.0)
+    alone.at(1.0)
+    alone.choose([True], 0)
+    assert alone.at(0.0) == pytest.approx([0.25])
 
 
 def test_what_stays_is_tried_on_both_sides_in_turn() -> None:
@@ -72,6 +87,7 @@ def test_trials_become_rare_where_all_dampings_stay() -> None:
         ({"ratio": 1.0}, "ratio must be above 1, not 1.0"),
         ({"interval": 0}, "interval must be at least 1, not 0"),
         ({"interval": 4, "longest": 3}, r"longest must be at least interval \(4\), not 3"),
+        ({"spread": 0.5}, "spread must be at least 1, not 0.5"),
         ({"low": 0.0}, "needs 0 < low < high"),
         ({"low": 2.0, "high": 1.0}, "needs 0 < low < high, not 2.0, 1.0"),
     ],
@@ -86,7 +102,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
     """Of each of two parts, against four optimizers, each with one choice of dampings."""
     model = deep()
-    adaptive = AdaptiveDamping(ratio=5.0, interval=3, longest=3)
+    adaptive = AdaptiveDamping(ratio=5.0, interval=3, longest=3, spread=25.0)
     settings = {"solver": solver, "solve_every": 3}
     own = trust_region(model, "cross-entropy", 0.01, preconditioner_damping=adaptive, **settings)
     kept, ways, moves = [0.01, 0.01], [-1, -1], set()

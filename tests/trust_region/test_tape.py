@@ -1,15 +1,18 @@
 """Derivatives by the tape are those of the plain twin, and cost fewer products."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import soframe
 from soframe.kernels import products
 from soframe.testing import compare
 from soframe.trust_region import tape
@@ -17,7 +20,8 @@ from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.jacobian import jacobian_product, jacobian_products
 from soframe.trust_region.replay import Replay
 from soframe.trust_region.tape import Tape
-from tests.curvature import fill, randn
+from tests.curvature import fill, half_square, randn
+from tests.trust_region.kit import vector
 
 
 class Sigmoids(nn.Module):
@@ -429,3 +433,45 @@ def test_says_once_why_it_is_not_followed(caplog: pytest.LogCaptureFixture) -> N
             Twins(model, closure_of(model, randn(5, 3)))
     expected = "derivatives run the closure again: relu changes its arguments"
     assert [record.getMessage() for record in caplog.records] == [expected]
+
+
+def steps_of(model: nn.Module, forward: Callable[[Tensor], Tensor], **settings: Any) -> Tensor:
+    """The parameters after some steps, with and without statistics and trials among them."""
+    own = soframe.TrustRegion(model, "squared-error", fisher="type-2", **settings)
+    for step in range(7):
+        x, y = randn(6, 3, seed=step), randn(6, 9, seed=100 + step)
+        own.step(lambda x=x, y=y: half_square(forward(x), y))
+    own.close()
+    return vector(model)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_whole_steps_are_those_of_the_plain_twin(inplace: bool) -> None:
+    """Also where there is no tape to follow."""
+    layers = [nn.Linear(3, 4), nn.ReLU(inplace), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 9)]
+    first, second = (fill(nn.Sequential(*copy.deepcopy(layers))) for _ in range(2))
+    found = steps_of(first, first)
+    compare(found, steps_of(second, second, reuse_activations=False), "parameters")
+
+
+def test_compiled_models_run_as_they_are_written() -> None:
+    """A compiled graph cannot be noted, and has no derivative along a direction."""
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 9)]
+    first, second = (fill(nn.Sequential(*copy.deepcopy(layers))) for _ in range(2))
+    x, graphs = randn(6, 3), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(first, backend=backend)
+    twins = Twins(first, closure_of(compiled, x))
+    assert twins.tape.follows()
+    twins.compare("tangent")
+    assert not graphs
+    found = steps_of(first, compiled)
+    compiled(x)
+    assert graphs  # those that ask for no derivative
+    torch._dynamo.reset()
+    compare(found, steps_of(second, second), "parameters")
