@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from soframe.trust_region.forward import Forward, Outputs
-from soframe.trust_region.replay import eagerly
+from soframe.trust_region.replay import eagerly, exchanged
+from soframe.trust_region.tangents import Pair, dual
 
 Direction = Sequence[Tensor | None]
 """One tensor per parameter; None for zero."""
@@ -70,51 +71,16 @@ def jacobian_product(
         One of each output's shape.
     """
     rows = zip(parameters, direction, strict=True)
-    tangents = {id(p): d for p, d in rows}
-    with (
-        forward.replay.again(),
-        fwd.dual_level(),
-        dual_parameters(model, tangents),
-        torch.enable_grad(),
-        eagerly(),
-        _Constants(),
-    ):
-        found, _ = outputs.of(forward.closure, cut=True)
+    places = [module._parameters for module in model.modules()]
+    with forward.replay.again(), fwd.dual_level():
+        others = {id(p): dual(Pair(p.detach(), tangent)) for p, tangent in rows}
+        with exchanged(places, others), torch.enable_grad(), eagerly(), _Constants():
+            found, _ = outputs.of(forward.closure, cut=True)
         duals = [fwd.unpack_dual(output) for output in found]
     return tuple(
         torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent.detach()
         for dual in duals
     )
-
-
-@contextmanager
-def dual_parameters(model: nn.Module, tangents: dict[int, Tensor | None]) -> Iterator[None]:
-    """Give parameters a tangent for the time of a forward pass.
-
-    Args:
-        model: The model; its parameters are the same objects afterwards.
-        tangents: The tangent of each parameter, by its ``id``; None for a constant.
-
-    Yields:
-        Nothing.
-    """
-    slots = [
-        (module._parameters, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and id(parameter) in tangents
-    ]
-    duals: dict[int, Any] = {}
-    for _, _, p in slots:
-        tangent = tangents[id(p)]
-        duals[id(p)] = p.detach() if tangent is None else fwd.make_dual(p.detach(), tangent)
-    try:
-        for parameters, name, parameter in slots:
-            parameters[name] = duals[id(parameter)]
-        yield
-    finally:
-        for parameters, name, parameter in slots:
-            parameters[name] = parameter
 
 
 class _Constants(TorchFunctionMode):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,18 +42,6 @@ class RandomState:
         for device, state in zip(self._devices, cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Come back to it after this context.
-
-        Yields:
-            Nothing.
-        """
-        try:
-            yield
-        finally:
-            self.restore()
-
 
 def eagerly() -> AbstractContextManager[object]:
     """Return a context in which compiled modules run as they are written.
@@ -63,6 +52,27 @@ def eagerly() -> AbstractContextManager[object]:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def exchanged(places: Sequence[dict[str, Any]], others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors where a model's modules keep theirs.
+
+    Args:
+        places: Each module's parameters, or buffers.
+        others: By the ``id`` of the tensor that they stand for.
+
+    Yields:
+        Nothing.
+    """
+    before = [dict(place) for place in places]
+    try:
+        for place in places:
+            place.update({n: others[id(t)] for n, t in place.items() if id(t) in others})
+        yield
+    finally:
+        for place, own in zip(places, before, strict=True):
+            place.update(own)
 
 
 def random_devices(model: nn.Module) -> list[int]:
@@ -93,19 +103,8 @@ class Replay:
         Yields:
             Nothing.
         """
-        slots = [
-            (module._buffers, name, buffer)
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        copies: dict[int, Tensor] = {id(b): b.clone() for _, _, b in slots}
-        with RandomState(self._devices).kept():
+        buffers = [module._buffers for module in self._model.modules()]
+        copies = {id(b): b.clone() for own in buffers for b in own.values() if b is not None}
+        with torch.random.fork_rng(self._devices), exchanged(buffers, copies):
             self._state.restore()
-            try:
-                for buffers, name, buffer in slots:
-                    buffers[name] = copies[id(buffer)]
-                yield
-            finally:
-                for buffers, name, buffer in slots:
-                    buffers[name] = buffer
+            yield

@@ -112,11 +112,12 @@ def _differentiated(
     if random is not None:
         random.restore()
     with fwd.dual_level():
-        args, named = replaced((args, named), Pair, _dual)
+        args, named = replaced((args, named), Pair, dual)
         return [fwd.unpack_dual(result).tangent for result in tensors(function(*args, **named))]
 
 
-def _dual(pair: Pair) -> Tensor:
+def dual(pair: Pair) -> Tensor:
+    """Return a tensor that carries its tangent, in a dual level."""
     primal, tangent = pair
     return primal if tangent is None else fwd.make_dual(primal, tangent)
 

@@ -283,7 +283,7 @@ class Tape:
                 live[self._numbers[id(parameter)]] = list(own)
         made: set[int] = set()  # whose tangents are no other tensor's memory
         draws = any(call.random is not None for call in calls)
-        with torch.no_grad(), self._now().kept() if draws else nullcontext():
+        with torch.no_grad(), torch.random.fork_rng(self._devices) if draws else nullcontext():
             for call in calls:
                 given = {number: live[number] for number in call.inputs if number in live}
                 if given:

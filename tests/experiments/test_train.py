@@ -1,10 +1,16 @@
 import dataclasses
 import json
 import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import soframe
 from soframe.experiments import train as training
 from soframe.experiments.config import RunConfig, from_dict
 from soframe.experiments.optimizers import build_optimizer, schedule_factor
@@ -275,3 +281,28 @@ def test_weight_decay_and_options_reach_the_peers():
     assert (built.preconditioning_compute_steps, built.graft_type) == (7, 3)
     assert built.param_groups[0]["moving_average_for_momentum"]
     assert built.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+FAULTS = """
+import resource
+import torch
+from soframe.experiments.train import _warm_up
+
+_warm_up()
+for turn in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    several = [torch.zeros(512_000) for _ in range(8)]
+    del several
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_freed_memory_is_kept_for_the_next_step():
+    """Else each of its pages, 4000 here, is asked for again."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    environment["PYTHONPATH"] = str(Path(soframe.__file__).parents[1])
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 400
