@@ -101,7 +101,9 @@ def _deliver(
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
-    capture._on_forward(helper, args, kwargs, output)
+    # No part of the model: who follows its functions by a mode has nothing to see here.
+    with torch._C.DisableTorchFunction():
+        capture._on_forward(helper, args, kwargs, output)
 
 
 @cache

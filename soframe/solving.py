@@ -27,6 +27,8 @@ from soframe.worker import Work, Worker
 
 log = logging.getLogger("soframe")
 
+Shares = Callable[[], list[torch.Tensor]]
+"""Returns the share of the damping of each factor of a block."""
 
 _RAISED = 2  # in the outcomes, where 1 is a factor that cannot be solved
 
@@ -116,11 +118,17 @@ class Solution:
         settle(backend, [(block, where[block]) for block in due])
         traces = _mean_traces(due, where, backend)
         own = [job for job in self._every if job.owner == backend.rank]
+        shares = {
+            block: functools.cache(
+                functools.partial(block.solver.shares, each, block.damped_with(damping))
+            )
+            for block, each in traces.items()
+        }
         for job in own:
-            job.parcel.make = functools.partial(job.solve, traces[job.block], damping)
+            job.parcel.make = functools.partial(job.solve, shares[job.block])
         if worker is not None:
             for job in own:
-                job.begin(worker, traces[job.block], damping)
+                job.begin(worker, shares[job.block], traces[job.block])
 
     @property
     def blocks(self) -> Collection[Block]:
@@ -216,12 +224,12 @@ class _Job:
             self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
         )
 
-    def begin(self, worker: Worker, traces: list[torch.Tensor], damping: float) -> None:
+    def begin(self, worker: Worker, shares: Shares, traces: list[torch.Tensor]) -> None:
         """Let a worker solve from what is there now, on the owner."""
         stored = self.block.running[self.factor.name]  # changes in place, the last data never do
         self.copy, self.last = stored.clone(), self.block.second_order.get(self.factor.name)
         uses = [self.copy, *traces, *(self.last or {}).values()]
-        self.work = worker.submit(functools.partial(self.solve, traces, damping), uses)
+        self.work = worker.submit(functools.partial(self.solve, shares), uses)
         self.parcel.make = self.work.result
 
     def held(self) -> list[torch.Tensor]:
@@ -232,11 +240,11 @@ class _Job:
         made = [tensor for tensor in made if id(tensor) not in kept]
         return made if copy is None else [copy, *made]
 
-    def solve(self, traces: list[torch.Tensor], damping: float) -> list[torch.Tensor] | None:
+    def solve(self, shares: Shares) -> list[torch.Tensor] | None:
         """Solve on the owner; None if that fails."""
         block, factor = self.block, self.factor
         try:
-            share = block.solver.shares(traces, block.damped_with(damping))[self.index]
+            share = shares()[self.index]
             if self.copy is not None:
                 matrix, last = unpack(self.copy, factor.size), self.last
             else:

@@ -63,8 +63,22 @@ class Loss(ABC):
             ``[N, ...]``: of each sample's own loss, not divided by N.
         """
         total = torch.zeros_like(outputs)
-        shape = (outputs.shape[0], *(1 for _ in outputs.shape[1:]))
+        each = outputs.new_empty(outputs.shape[0], *(1 for _ in outputs.shape[1:]))
         for column in self.half_factor(outputs):
-            signs = torch.rand(shape, generator=generator, device=outputs.device) < 0.5
-            total += torch.where(signs, column, -column)
+            total += column * random_signs(each, generator)
         return total
+
+
+def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return 1 or -1 for each number of a tensor, with equal probabilities.
+
+    Args:
+        like: Its shape, dtype and device are those of the signs.
+        generator: The source of randomness.
+    """
+    # A byte draws eight: a tenth of the time of as many normal numbers.
+    count = -(-like.numel() // 8)
+    drawn = torch.empty(count, dtype=torch.uint8, device=like.device).random_(generator=generator)
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    signs = (1 - 2 * bits).to(like.device, like.dtype).index_select(0, drawn.int())
+    return signs.flatten()[: like.numel()].view(like.shape)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from soframe.losses.base import Loss
+from soframe.losses.base import Loss, random_signs
 from soframe.registry import register
 
 
@@ -35,9 +35,8 @@ class _Gaussian(Loss):
             yield column.view_as(outputs)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: Gaussian noise."""
-        noise = torch.empty_like(outputs).normal_(generator=generator)
-        return noise * math.sqrt(self._precision(outputs))
+        """See `Loss.sample`: noise of the Gaussian's variance, of which signs are the cheapest."""
+        return random_signs(outputs, generator) * math.sqrt(self._precision(outputs))
 
 
 @register("loss", "squared-error")

@@ -1,9 +1,9 @@
 """What a tangent costs: rules for the functions that take most of the time, and one for all others.
 
 A function that is linear in its inputs and in its parameters takes two products (its own result,
-which plain forward-mode differentiation computes too, would be a third); a nonlinearity one
-multiplication with a slope that all directions share. Any other function is differentiated by
-torch, alone.
+which plain forward-mode differentiation computes too, would be a third); a nonlinearity one pass
+over its result: its Jacobian is diagonal, so that what takes a gradient backward takes a tangent
+forward. Any other function is differentiated by torch, alone.
 """
 
 from __future__ import annotations
@@ -28,19 +28,29 @@ class Pair(NamedTuple):
     tangent: Tensor | None
 
 
-Rule = Callable[..., list[Tensor | None]]
-"""Takes a function's arguments, with a `Pair` for each tensor; returns a tangent per result."""
+class Moving(NamedTuple):
+    """A tensor and its tangents along each direction, None for zero."""
 
-SLOPES: dict[Any, Callable[[Tensor], Tensor]] = {
-    torch.tanh: lambda y: 1 - y * y,
-    torch.Tensor.tanh: lambda y: 1 - y * y,
-    torch.sigmoid: lambda y: y * (1 - y),
-    torch.Tensor.sigmoid: lambda y: y * (1 - y),
-    torch.relu: lambda y: (y > 0).to(y.dtype),
-    torch.Tensor.relu: lambda y: (y > 0).to(y.dtype),
-    F.relu: lambda y: (y > 0).to(y.dtype),
+    primal: Tensor
+    tangents: Sequence[Tensor | None]
+
+
+Rule = Callable[..., list[list[Tensor | None]]]
+"""Takes a function's arguments, with a `Moving` for each tensor; returns for each direction a
+tangent per result."""
+
+aten: Any = torch.ops.aten
+
+BACKWARD: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+    torch.tanh: (aten.tanh_backward, ()),
+    torch.Tensor.tanh: (aten.tanh_backward, ()),
+    torch.sigmoid: (aten.sigmoid_backward, ()),
+    torch.Tensor.sigmoid: (aten.sigmoid_backward, ()),
+    torch.relu: (aten.threshold_backward, (0,)),
+    torch.Tensor.relu: (aten.threshold_backward, (0,)),
+    F.relu: (aten.threshold_backward, (0,)),
 }
-"""The derivative of an elementwise function from its result."""
+"""What multiplies by the derivative of an elementwise function, given its result and these."""
 
 PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d)
 
@@ -63,57 +73,98 @@ def rule_of(
     Returns:
         The rule.
     """
-    if function in SLOPES and results[0] is not None:
-        return partial(_scaled, SLOPES[function](results[0]), overwrites)
+    if function in BACKWARD and results[0] is not None:
+        return partial(_elementwise, *BACKWARD[function], results[0], overwrites)
     if function in PRODUCTS:
-        return partial(_product, function)
-    return partial(_differentiated, function, random)
+        return partial(_products, function)
+    return partial(_differentiated, function, random, len(results))
 
 
 def owns(function: Any) -> bool:
     """Return whether a function's tangents are nobody else's memory, as those of views are."""
-    return function in SLOPES or function in PRODUCTS
+    return function in BACKWARD or function in PRODUCTS
 
 
-def _scaled(
-    slope: Tensor, overwrites: bool, argument: Pair, *rest: Any, **named: Any
-) -> list[Tensor | None]:
+def _elementwise(
+    backward: Any,
+    further: tuple[Any, ...],
+    result: Tensor,
+    overwrites: bool,
+    argument: Moving,
+    *rest: Any,
+    **named: Any,
+) -> list[list[Tensor | None]]:
     del rest, named
-    assert argument.tangent is not None
-    return [argument.tangent.mul_(slope) if overwrites else argument.tangent * slope]
+    each: list[list[Tensor | None]] = []
+    for tangent in argument.tangents:
+        if tangent is None:
+            each.append([None])
+        elif overwrites:
+            each.append([backward.grad_input(tangent, result, *further, grad_input=tangent)])
+        else:
+            each.append([backward(tangent, result, *further)])
+    return each
+
+
+def _products(
+    function: Any,
+    input: Moving,
+    weight: Moving,
+    bias: Moving | None = None,
+    *rest: Any,
+    **named: Any,
+) -> list[list[Tensor | None]]:
+    nothing = [None] * len(input.tangents)
+    rows = zip(
+        input.tangents, weight.tangents, nothing if bias is None else bias.tangents, strict=True
+    )
+    run = partial(_product, function, input.primal, weight.primal, rest, named)
+    return [[None if dx is dw is db is None else run(dx, dw, db)] for dx, dw, db in rows]
 
 
 def _product(
     function: Any,
-    input: Pair,
-    weight: Pair,
-    bias: Pair | None = None,
-    *rest: Any,
-    **named: Any,
-) -> list[Tensor | None]:
-    x, dx = input
-    w, dw = weight
-    db = None if bias is None else bias.tangent
+    x: Tensor,
+    w: Tensor,
+    rest: tuple[Any, ...],
+    named: dict[str, Any],
+    dx: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
+) -> Tensor | None:
     if dw is None and db is not None:
         dw = torch.zeros_like(w)
     if function is F.linear and w.ndim == 2 and x.dtype == w.dtype:
         tangent = None if dw is None else products.linear(x, dw, db)
-        return [tangent if dx is None else products.linear(dx, w, added=tangent)]
+        return tangent if dx is None else products.linear(dx, w, added=tangent)
     tangent = None if dw is None else function(x, dw, db, *rest, **named)
     if dx is None:
-        return [tangent]
+        return tangent
     other: Tensor = function(dx, w, None, *rest, **named)
-    return [other if tangent is None else tangent + other]
+    return other if tangent is None else tangent + other
 
 
 def _differentiated(
-    function: Any, random: RandomState | None, *args: Any, **named: Any
-) -> list[Tensor | None]:
-    if random is not None:
-        random.restore()
-    with fwd.dual_level():
-        args, named = replaced((args, named), Pair, dual)
-        return [fwd.unpack_dual(result).tangent for result in tensors(function(*args, **named))]
+    function: Any, random: RandomState | None, count: int, *args: Any, **named: Any
+) -> list[list[Tensor | None]]:
+    moving: list[Moving] = []
+    replaced((args, named), Moving, moving.append)
+    each: list[list[Tensor | None]] = []
+    for j, own in enumerate(zip(*(one.tangents for one in moving), strict=True)):
+        if all(tangent is None for tangent in own):
+            each.append([None] * count)
+            continue
+
+        def carried(one: Moving, j: int = j) -> Tensor:
+            return dual(Pair(one.primal, one.tangents[j]))
+
+        if random is not None:
+            random.restore()
+        with fwd.dual_level():
+            own_args, own_named = replaced((args, named), Moving, carried)
+            results = tensors(function(*own_args, **own_named))
+            each.append([fwd.unpack_dual(result).tangent for result in results])
+    return each
 
 
 def dual(pair: Pair) -> Tensor:

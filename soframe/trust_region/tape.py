@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from soframe.trust_region.linear_end import LinearEnd
 from soframe.trust_region.replay import RandomState, eagerly
-from soframe.trust_region.tangents import Pair, owns, replaced, rule_of, tensors
+from soframe.trust_region.tangents import Moving, owns, replaced, rule_of, tensors
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ class Tape:
             yield
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.problem is not None or self._ended:
+        # Without gradients nothing has a derivative; what changes an argument shows by its version.
+        if self.problem is not None or self._ended or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if (
             getattr(function, "__name__", "") == "__get__"
@@ -304,19 +305,13 @@ class Tape:
         """Return what a call's results have for tangents, for each direction."""
         results = [None if number is None else self._values[number] for number in call.results]
         rule = rule_of(call.function, results, call.random, overwrites=free)
-        each: list[list[Tensor | None]] = []
-        for j in range(count):
-            own = {number: tangents[j] for number, tangents in given.items()}
-            if all(tangent is None for tangent in own.values()):
-                each.append([None] * len(results))
-                continue
+        nothing: list[Tensor | None] = [None] * count
 
-            def pair(slot: _Slot, own: dict[int, Tensor | None] = own) -> Pair:
-                return Pair(self._values[slot.number], own.get(slot.number))
+        def moving(slot: _Slot) -> Moving:
+            return Moving(self._values[slot.number], given.get(slot.number, nothing))
 
-            args, kwargs = replaced((call.args, call.kwargs), _Slot, pair)
-            each.append(rule(*args, **kwargs))
-        return each
+        args, kwargs = replaced((call.args, call.kwargs), _Slot, moving)
+        return rule(*args, **kwargs)
 
 
 class _Mode(TorchFunctionMode):

@@ -17,6 +17,7 @@ from soframe.losses import (
     SquaredError,
     SumLoss,
 )
+from soframe.losses.base import random_signs
 from soframe.registry import KINDS
 from tests.curvature import randn
 
@@ -187,3 +188,26 @@ def test_an_unknown_loss_lists_those_that_are() -> None:
         soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="hinge")
     with pytest.raises(TypeError, match="a loss is a name"):
         soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss=nn.MSELoss())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (4, 25), (300, 5, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_random_signs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    like = torch.zeros(shape, dtype=dtype)
+    one, same, other = (
+        random_signs(like, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+    )
+    assert one.shape == like.shape
+    assert one.dtype == dtype
+    assert bool((one.abs() == 1).all())
+    assert torch.equal(one, same)
+    assert one.numel() < 7 or not torch.equal(one, other)
+
+
+def test_random_signs_are_independent() -> None:
+    """Neither their means nor their products show more than chance: eight of a byte, and more."""
+    count = 20000
+    signs = random_signs(torch.zeros(count, 24, dtype=torch.float64), torch.Generator())
+    moments = torch.cat([signs, signs.new_ones(count, 1)], 1)
+    error = moments.T @ moments / count - torch.eye(25)
+    assert float(error.abs().max()) < 5 / math.sqrt(count)
