@@ -34,9 +34,9 @@ class AdaptiveDamping:
         high: The largest damping.
     """
 
-    ratio: float = 2.0
-    interval: int = 3
-    longest: int = 12
+    ratio: float = 3.0
+    interval: int = 6
+    longest: int = 24
     spread: float = 4.0
     low: float = 1e-16
     high: float = 1e8
