@@ -22,7 +22,7 @@ def finite(model: nn.Module) -> bool:
     # A sum is the fastest pass; what is not finite never leaves it finite.
     sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
     first = sums[0].device
-    if bool(torch.stack([total.isfinite().to(first) for total in sums]).all()):
+    if bool(torch.stack([total.to(first) for total in sums]).isfinite().all()):
         return True
     # Finite elements may have a sum that is not.
     return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())

@@ -272,7 +272,7 @@ class _Job:
             finish(self.task)
         tensors, self.parcel.tensors = self.parcel.tensors, None
         # All of a factor that could not be solved is not finite, and nothing of any other.
-        if tensors is None or not all(bool(t.flatten()[0].isfinite()) for t in tensors[:1]):
+        if tensors is None or not all(math.isfinite(float(t.flatten()[0])) for t in tensors[:1]):
             return
         kept = map(own_memory, tensors)
         self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))

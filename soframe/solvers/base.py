@@ -7,6 +7,7 @@ shapes; strategies and comm move them without knowing what they are. All matrice
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -192,7 +193,7 @@ def solve_safely(
 
 def _finite(tensor: Tensor) -> bool:
     # A sum is the fastest pass, by far; only what has none that is finite is looked at closely.
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
 
 
 def mean_trace(matrix: Tensor) -> Tensor:
