@@ -27,8 +27,8 @@ class Parcel:
         dtype: Their dtype.
         device: Their device.
         tensors: The tensors, on the source; after `deliver`, on every rank of the group.
-        make: Called on the source for its tensors, when their turn has come; None where they are
-            there.
+        make: Called once on the source for its tensors, when their turn has come; None where they
+            are there.
         otherwise: What travels in every place where ``make`` returns None.
     """
 
@@ -51,14 +51,20 @@ class Parcel:
         """Whether there is anyone to send it to."""
         return len(self.group) > 1
 
+    def produce(self) -> None:
+        """Let the source have its tensors."""
+        # Who makes them holds the parcel, as a rule: forgotten, that is no cycle.
+        make, self.make = self.make, None
+        if make is not None:
+            self.tensors = make()
+
     def write(self, part: Tensor) -> None:
         """Write what travels into a buffer, on the source.
 
         Args:
             part: ``[numel]``.
         """
-        if self.make is not None:
-            self.tensors = self.make()
+        self.produce()
         if self.tensors is None:
             part.fill_(self.otherwise)
             return
@@ -124,8 +130,8 @@ def deliveries(
     for bucket in _buckets([p for p in mine if p.travels], backend.world_size if fused else 0):
         yield bucket, _delivery(backend, bucket, phase)
     for parcel in mine:
-        if not parcel.travels and parcel.make is not None:
-            parcel.tensors = parcel.make()
+        if not parcel.travels:
+            parcel.produce()
 
 
 def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:

@@ -46,27 +46,32 @@ class LinearEnd:
         weights = {i: tangent for i, tangent in own.items() if tangent is not None}
         ones = self.inputs.new_ones(len(self.inputs), 1)
         inputs = torch.cat([self.inputs, ones], 1) if weights else self.inputs
-        total = torch.zeros(len(self.tangents), len(self.tangents), dtype=torch.float64)
+        found: list[tuple[int, int, float, Tensor]] = []
         square = self.weight.T @ self.weight
         for i, x in moving.items():
             image = products.times(x, square)
-            for j, other in moving.items():
-                if j <= i:
-                    total[i, j] += _inner(image, other)
+            found += [(i, j, 1.0, _inner(image, other)) for j, other in moving.items() if j <= i]
         for i, tangent in weights.items():
             if not moving:
                 break
             image = products.times(inputs, tangent.T @ self.weight)
-            for j, x in moving.items():
-                # Both (i, j) and (j, i): the lower triangle counts.
-                total[max(i, j), min(i, j)] += _inner(image, x) * (2 if i == j else 1)
+            # Both (i, j) and (j, i): the lower triangle counts.
+            found += [
+                (max(i, j), min(i, j), 2.0 if i == j else 1.0, _inner(image, x))
+                for j, x in moving.items()
+            ]
         if weights:
             moment = products.inner(inputs, inputs)
             for i, tangent in weights.items():
                 image = tangent @ moment
-                for j, other in weights.items():
-                    if j <= i:
-                        total[i, j] += _inner(image, other)
+                found += [
+                    (i, j, 1.0, _inner(image, other)) for j, other in weights.items() if j <= i
+                ]
+        total = torch.zeros(len(self.tangents), len(self.tangents), dtype=torch.float64)
+        if found:
+            rows, columns, factors, inner = zip(*found, strict=True)
+            values = torch.stack(inner).double().cpu() * torch.tensor(factors, dtype=torch.float64)
+            total.index_put_((torch.tensor(rows), torch.tensor(columns)), values, accumulate=True)
         return total + total.tril(-1).T
 
     def _extended(self, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -79,4 +84,4 @@ class LinearEnd:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    return (one.flatten() @ other.flatten()).double().cpu()
+    return one.flatten() @ other.flatten()

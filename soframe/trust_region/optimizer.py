@@ -36,7 +36,7 @@ from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split, uncovered
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
-from soframe.trust_region.replay import Replay, random_devices
+from soframe.trust_region.replay import Replay
 from soframe.trust_region.tape import Tape
 
 COUNTERS = ("rejected_steps", "skipped_steps")
@@ -208,7 +208,7 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
-            tape = Tape(random_devices(self._model)) if self._reuse else None
+            tape = Tape(replay.devices) if self._reuse else None
             with torch.enable_grad():
                 outputs, loss = self._outputs.of(closure, tape=tape)
                 gradients = torch.autograd.grad(

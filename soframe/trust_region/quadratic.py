@@ -10,14 +10,18 @@ over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.jacobian import Direction, jacobian_products
+
+TOGETHER = 2**18
+"""Numbers: smaller parameters are multiplied together, since each product is a call."""
 
 
 @dataclass(frozen=True)
@@ -144,20 +148,33 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
         directions: The directions.
 
     Returns:
-        ``[k, k]``, float64, on the CPU; those of each parameter are added up in float64.
+        ``[k, k]``, float64, on the CPU; those of large parameters are added up in float64.
     """
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     # Of parts few have the same parameters: each group of directions is added where it belongs.
-    found: dict[tuple[int, ...], list[Tensor]] = {}
+    found: dict[Any, list[list[Tensor]]] = {}
     for tensors in zip(*directions, strict=True):
         own = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
-        if own:
-            rows = torch.stack([*own.values()]).flatten(1)
-            found.setdefault((*own,), []).append((rows @ rows.T).double())
-    for which, each in found.items():
+        for first in [*own.values()][:1]:
+            found.setdefault(((*own,), first.dtype, first.device), []).append([*own.values()])
+    for (which, *_), columns in found.items():
         at = torch.tensor(which)
-        total[at.unsqueeze(1), at] += torch.stack(each).sum(0).cpu()
+        for small in _together(columns):
+            rows = torch.cat([t.reshape(-1) for row in zip(*small, strict=True) for t in row])
+            rows = rows.view(len(which), -1)
+            total[at.unsqueeze(1), at] += (rows @ rows.T).double().cpu()
     return total
+
+
+def _together(columns: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Yield runs of parameters of up to `TOGETHER` numbers, or a larger one."""
+    start = numbers = 0
+    for stop, (first, *_) in enumerate(columns):
+        if stop > start and numbers + first.numel() > TOGETHER:
+            yield columns[start:stop]
+            start, numbers = stop, 0
+        numbers += first.numel()
+    yield columns[start:]
 
 
 def combine(

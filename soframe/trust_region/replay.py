@@ -89,12 +89,15 @@ class Replay:
 
     Args:
         model: The model.
+
+    Attributes:
+        devices: The CUDA devices of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._devices = random_devices(model)
-        self._state = RandomState(self._devices)
+        self.devices = random_devices(model)
+        self._state = RandomState(self.devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -105,6 +108,6 @@ class Replay:
         """
         buffers = [module._buffers for module in self._model.modules()]
         copies = {id(b): b.clone() for own in buffers for b in own.values() if b is not None}
-        with torch.random.fork_rng(self._devices), exchanged(buffers, copies):
+        with torch.random.fork_rng(self.devices), exchanged(buffers, copies):
             self._state.restore()
             yield

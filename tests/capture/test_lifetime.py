@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import soframe
 from soframe.testing import compare
 from tests.capture.kit import (
     STEPS,
@@ -205,6 +206,43 @@ def test_model_is_not_kept_alive() -> None:
     del model, preconditioner
     gc.collect()
     assert weight() is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"background": 1}, {"solver": "eigen"}])
+def test_steps_leave_nothing_to_the_garbage_collector(settings: dict[str, Any]) -> None:
+    """What a step has used is freed with it, not when Python next looks for cycles."""
+    model = CASE.build()
+    preconditioner = precondition(model, **settings)
+
+    def step(number: int) -> None:
+        softplus(model(vectors(number))).backward()
+        preconditioner.step()
+
+    assert cycles(step) == 0
+
+
+def test_steps_of_the_trust_region_leave_nothing_to_the_garbage_collector() -> None:
+    model = CASE.build()
+    own = soframe.TrustRegion(model, "squared-error", statistics_every=1, solve_every=1)
+
+    def step(number: int) -> None:
+        own.step(lambda: model(vectors(number)).square().sum(1).mean() / 2)
+
+    assert cycles(step) == 0
+
+
+def cycles(step: Callable[[int], None]) -> int:
+    """How many objects of three steps only the garbage collector frees; two more come before."""
+    gc.disable()
+    try:
+        for number in range(2):
+            step(number)
+        gc.collect()
+        for number in range(3):
+            step(number)
+        return gc.collect()
+    finally:
+        gc.enable()
 
 
 # -- copies ------------------------------------------------------------------------------------

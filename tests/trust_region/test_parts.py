@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from soframe.kernels import products
 from soframe.testing import compare
-from soframe.trust_region import Quadratic
+from soframe.trust_region import Quadratic, quadratic
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split
 from soframe.trust_region.quadratic import combine, inner_products
@@ -106,6 +106,21 @@ def test_curvature_of_parts_is_that_of_the_dense_fisher(name: str) -> None:
     compare(inner_products(directions), d @ d.T, "inner products")
     coefficients = torch.linspace(-1, 1, len(directions), dtype=torch.float64)
     compare(flat(combine(parameters, directions, coefficients)), coefficients @ d, "combination")
+
+
+@pytest.mark.parametrize("together", [0, 7, 30, 2**18])
+def test_inner_products_of_parameters_together(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is multiplied in one call: each parameter by itself, or runs of either dtype."""
+    monkeypatch.setattr(quadratic, "TOGETHER", together)
+    like = [torch.zeros(*shape) for shape in ((3, 4), (5,), (2, 2), (30,), (4,))]
+    generator = torch.Generator().manual_seed(0)
+    rows = [[torch.randn(p.shape, generator=generator) for p in like] for _ in range(3)]
+    rows = [[t.double() if n % 2 else t for n, t in enumerate(row)] for row in rows]
+    directions = [*rows[:2], [None, None, *rows[2][2:]], [None] * len(like)]
+    d = torch.stack([dense(direction, like).double() for direction in directions])
+    compare(inner_products(directions), d @ d.T, "inner products", rtol=1e-6)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))
