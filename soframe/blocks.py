@@ -42,6 +42,7 @@ class Block:
             placement defers the reduction of statistics to the solves.
         second_order: Factor name -> tensor name -> tensor; empty where this rank has none.
         solved_factors: The factors that their owners have ever solved: the same on every rank.
+        failed_factors: Those that could not be solved since it was emptied: likewise.
         sums: The statistics of the window, by factor: the lower triangles of ``[groups, n, n]``.
         counts: What they count.
         rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
@@ -62,6 +63,7 @@ class Block:
     local: dict[str, Tensor] = field(default_factory=dict)
     second_order: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     solved_factors: set[str] = field(default_factory=set)
+    failed_factors: set[str] = field(default_factory=set)
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: int = 0

@@ -200,8 +200,8 @@ class Solution:
         counters["failed_solves"] += sum(failed)
         counters["retried_solves"] += sum(retried)
         for job, bad in zip(self._every, failed, strict=True):
-            if not bad:
-                job.block.solved_factors.add(job.factor.name)
+            outcomes = job.block.failed_factors if bad else job.block.solved_factors
+            outcomes.add(job.factor.name)
 
 
 class _Job:

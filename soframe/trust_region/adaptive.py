@@ -82,6 +82,16 @@ class AdaptiveDamping:
         """
         return self._neighbours() if step >= self._due else []
 
+    def retreat(self, unsolved: Sequence[bool]) -> None:
+        """Go back where there is a factor that cannot be solved with its damping.
+
+        Args:
+            unsolved: Which dampings are too small. All go back, since they are kept together.
+        """
+        if any(unsolved):
+            self._now = [self._within(damping * self.ratio) for damping in self._now]
+            self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
+
     def choose(self, taken: Sequence[bool], step: int) -> None:
         """Go on with some of the dampings that were tried.
 

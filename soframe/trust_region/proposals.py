@@ -24,10 +24,12 @@ class Proposal:
     Attributes:
         parts: Its negative, in parts; None where a parameter has no block.
         second_order: What each block was preconditioned with.
+        unsolved: Which parts have a factor that could not be solved for it.
     """
 
     parts: list[Direction]
     second_order: list[dict[str, Any]]
+    unsolved: list[bool]
 
 
 class Proposer:
@@ -69,7 +71,10 @@ class Proposer:
             step: Completed steps.
         """
         made = [self._proposal(parameters)]
-        others = [] if self._damping is None else self._damping.trial(step)
+        if self._damping is None:
+            return made
+        self._damping.retreat(made[0].unsolved)
+        others = self._damping.trial(step)
         if others:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
@@ -97,7 +102,7 @@ class Proposer:
             return one.parts, quadratic
         assert self._damping is not None
         (other,) = others
-        taken, model = quadratic.best_of(len(one.parts))
+        taken, model = quadratic.best_of(len(one.parts), other.unsolved)
         self._damping.choose(taken, step)
         for number, own in enumerate(self._of_blocks(taken)):
             block = self._preconditioner.blocks[number]
@@ -109,7 +114,16 @@ class Proposer:
         covered = self._preconditioner.covered()
         rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
         data = [dict(block.second_order) for block in self._preconditioner.blocks]
-        return Proposal(split(rows, [self._parts[p] for p in parameters]), data)
+        parts = split(rows, [self._parts[p] for p in parameters])
+        return Proposal(parts, data, self._unsolved())
+
+    def _unsolved(self) -> list[bool]:
+        """Return which parts with blocks have a factor that could not be solved meanwhile."""
+        found: dict[int, bool] = {}
+        for block, number in zip(self._preconditioner.blocks, self._part_of_blocks(), strict=True):
+            found[number] = found.get(number, False) or bool(block.failed_factors)
+            block.failed_factors.clear()
+        return [found[number] for number in sorted(found)]
 
     def _damp(self, dampings: Sequence[float]) -> None:
         for block, damping in zip(self._preconditioner.blocks, dampings, strict=True):

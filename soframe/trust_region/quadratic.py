@@ -36,7 +36,9 @@ class Quadratic:
     curvature: Tensor
     slope: Tensor
 
-    def best_of(self, count: int) -> tuple[list[bool], Quadratic]:
+    def best_of(
+        self, count: int, barred: Sequence[bool] | None = None
+    ) -> tuple[list[bool], Quadratic]:
         """Choose among pairs of directions, for a step that promises most.
 
         Pairs are looked at in turn, and their second is taken if the step with it promises more
@@ -46,6 +48,7 @@ class Quadratic:
         Args:
             count: How many pairs: first come the first of each, then the second of each, then
                 directions that belong to every step.
+            barred: Pairs whose second is out of the question; by default none is.
 
         Returns:
             Which pairs contribute their second, and the model along the chosen directions and the
@@ -61,9 +64,12 @@ class Quadratic:
             own = model(taken)
             return own.change(own.minimise())
 
+        free = [True] * count if barred is None else [not bad for bad in barred]
         # Of equal promises the first: what is stays.
-        best = min(([False] * count, [True] * count), key=promised)
+        best = min(([False] * count, free), key=promised)
         for number in range(count):
+            if not free[number]:
+                continue
             other = [second != (at == number) for at, second in enumerate(best)]
             best = min((best, other), key=promised)
         return best, model(best)

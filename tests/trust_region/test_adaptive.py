@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import soframe
+from soframe.solvers import Inverse
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping
-from tests.curvature import fill
+from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
 
@@ -51,6 +53,57 @@ def test_no_damping_goes_far_from_the_others() -> None:
     alone.at(1.0)
     alone.choose([True], 0)
     assert alone.at(0.0) == pytest.approx([0.25])
+
+
+def test_all_go_back_where_one_has_no_solution() -> None:
+    damping = AdaptiveDamping(ratio=4.0, interval=1, longest=1, high=8.0)
+    damping.at(1.0, 3)
+    damping.choose([True, True, False], 0)
+    assert damping.at(0.0) == [0.25, 0.25, 1.0]
+    before = damping.state()
+    damping.retreat([False, False, False])
+    assert damping.state() == before
+    damping.retreat([False, True, True])
+    assert damping.at(0.0) == [1.0, 1.0, 4.0]
+    assert damping.trial(1) == [0.25, 4.0, 8.0]  # up where there was none
+
+
+@dataclass(frozen=True)
+class Brittle(Inverse):
+    """Solves no inputs' factor of the last layer of `deep` with a damping below 1e-4."""
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        if len(matrix[0]) == 5 and float(damping.min()) < 0.99e-2:
+            raise torch.linalg.LinAlgError("too small")
+        return super().solve(matrix, damping)
+
+
+def test_dampings_stay_where_factors_can_be_solved() -> None:
+    """Trials go below, are not taken, and where statistics make a solve fail dampings go back."""
+    model, x = deep(), randn(16, 3)
+    own = AdaptiveDamping(ratio=10.0, interval=1, longest=1, spread=1e6)
+    optimizer = soframe.TrustRegion(
+        model,
+        "squared-error",
+        damping=1e-2,
+        preconditioner_damping=own,
+        solver=Brittle(split="sqrt"),
+        statistics_every=1,
+        solve_every=1,
+    )
+
+    def step() -> list[float]:
+        optimizer.step(lambda: half_square(model(x), x))
+        return own.at(0.0)
+
+    first, last = zip(*(step() for _ in range(12)), strict=True)
+    assert optimizer.preconditioner.counters["failed_solves"] > 0
+    assert min(first) < 0.99e-4 < min(last) < 1.01e-4
+    assert max(last[-6:]) < 1e-1  # a trial that failed sends nobody back
+    own._now = [1e-7, 1e-7]  # as if the statistics had grown
+    assert step() == pytest.approx([1e-6, 1e-6])
+    assert [step() for _ in range(3)][-1][1] > 0.99e-4
+    optimizer.close()
 
 
 def test_what_stays_is_tried_on_both_sides_in_turn() -> None:

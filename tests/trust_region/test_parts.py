@@ -150,6 +150,9 @@ def test_a_choice_is_made_for_each_part() -> None:
     assert Quadratic(model.curvature, slope[[0, 3, 2, 1, 4]]).best_of(2)[0] == [True, True]
     equal = Quadratic(model.curvature, torch.ones(5, dtype=torch.float64))
     assert equal.best_of(2)[0] == [False, False]  # what is stays
+    for barred in ([False, True], [True, False], [True, True]):
+        both = Quadratic(model.curvature, slope[[0, 3, 2, 1, 4]])  # the seconds bring more
+        assert both.best_of(2, barred)[0] == [not bad for bad in barred]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
