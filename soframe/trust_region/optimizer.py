@@ -38,6 +38,7 @@ from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
 from soframe.trust_region.replay import Replay
 from soframe.trust_region.tape import Tape
+from soframe.trust_region.watch import LossWatch
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
@@ -70,6 +71,8 @@ class TrustRegion(torch.optim.Optimizer):
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
+        max_increase: Undo the last update where a step's loss is more than so many times the
+            largest of the ten before; None for never. See `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives reuse the activations of the first pass; see
             `soframe.trust_region.tape`.
@@ -95,6 +98,7 @@ class TrustRegion(torch.optim.Optimizer):
         fisher: str = "monte-carlo",
         preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
+        max_increase: float | None = 1.5,
         burn_in: int = 0,
         reuse_activations: bool = True,
         flush_denormals: bool = True,
@@ -126,7 +130,7 @@ class TrustRegion(torch.optim.Optimizer):
         self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
-        self._own_damping = own
+        self._own_damping, self._watch = own, LossWatch(max_increase)
         settings = {**PRECONDITIONER, **preconditioner}
         for name in ("statistics_every", "solve_every"):
             if burn_in > 0 and isinstance(settings[name], int):
@@ -180,7 +184,11 @@ class TrustRegion(torch.optim.Optimizer):
             self.preconditioner.step()
         if self._burn_in > 0:
             self._burn_in -= 1
-        elif not math.isfinite(loss) or self.preconditioner.counters["skipped_updates"] > skipped:
+        elif (
+            not math.isfinite(loss)
+            or self.preconditioner.counters["skipped_updates"] > skipped
+            or self._watch.rises(loss, undoable="update" in self.state.get(parameters[0], {}))
+        ):
             self._step_back(parameters)
         else:
             with flushed_denormals(self._flush):
@@ -261,7 +269,7 @@ class TrustRegion(torch.optim.Optimizer):
         self._steps += 1
 
     def _step_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Undo the last update: either it, or this batch, made something that is not finite."""
+        """Undo the last update: it, or this batch, made something that is large or not finite."""
         self.counters["skipped_steps"] += 1
         self.damping.observe(-math.inf)
         for parameter in parameters:
@@ -347,6 +355,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "damping": self.damping.state(),
                 "preconditioner_damping": own.state() if isinstance(own, AdaptiveDamping) else {},
                 "counters": dict(self.counters),
+                "losses": self._watch.state(),
             },
         }
 
@@ -375,6 +384,7 @@ class TrustRegion(torch.optim.Optimizer):
         if isinstance(self._own_damping, AdaptiveDamping):
             self._own_damping.load(own["preconditioner_damping"])
         self.counters = dict(own["counters"])
+        self._watch.load(own.get("losses", []))
 
     def close(self) -> None:
         """Remove every hook."""
