@@ -76,9 +76,11 @@ def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tens
         like: Its shape, dtype and device are those of the signs.
         generator: The source of randomness.
     """
-    # A byte draws eight: a tenth of the time of as many normal numbers.
+    # A byte draws eight, which takes a fraction of the time of as many normal numbers.
     count = -(-like.numel() // 8)
-    drawn = torch.empty(count, dtype=torch.uint8, device=like.device).random_(generator=generator)
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    signs = (1 - 2 * bits).to(like.device, like.dtype).index_select(0, drawn.int())
+    device = like.device
+    drawn = torch.empty(count, dtype=torch.uint8, device=device).random_(generator=generator)
+    # Made where it is used: a copy from the CPU would have to wait.
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
+    signs = (1 - 2 * bits).to(like.dtype).index_select(0, drawn.int())
     return signs.flatten()[: like.numel()].view(like.shape)

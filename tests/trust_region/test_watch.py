@@ -1,5 +1,6 @@
 """A loss far above the last ones: the update before it is undone, once."""
 
+import copy
 import math
 from typing import Any
 
@@ -51,14 +52,29 @@ def test_a_limit_is_above_one(limit: float) -> None:
         soframe.TrustRegion(deep(), "squared-error", max_increase=limit)
 
 
-def trained(steps: int, jump: int, **settings: Any) -> tuple[list[Tensor], dict[str, int]]:
-    """The parameters after each step, where from one on the targets are far away."""
+def trained(
+    steps: int, jump: int, resumed: int | None = None, **settings: Any
+) -> tuple[list[Tensor], dict[str, int]]:
+    """The parameters after each step, where from one on the targets are far away.
+
+    Before ``resumed`` another model and optimizer take over from the state.
+    """
     model, x = deep(), randn(16, 3)
-    own = soframe.TrustRegion(model, "squared-error", fisher="type-2", damping=0.1, **settings)
-    seen = []
+
+    def made() -> soframe.TrustRegion:
+        return soframe.TrustRegion(model, "squared-error", fisher="type-2", damping=0.1, **settings)
+
+    own, seen = made(), []
     for step in range(steps):
+        if step == resumed:
+            state = copy.deepcopy((model.state_dict(), own.state_dict()))
+            own.close()
+            model = deep()
+            own = made()
+            model.load_state_dict(state[0])
+            own.load_state_dict(state[1])
         y = x + 100.0 * (step >= jump)
-        own.step(lambda y=y: half_square(model(x), y))
+        own.step(lambda model=model, y=y: half_square(model(x), y))
         seen.append(vector(model))
     own.close()
     return seen, own.counters
@@ -71,6 +87,15 @@ def test_the_update_before_a_jump_is_undone_and_training_goes_on() -> None:
     assert counters["skipped_steps"] == 1
     for before, after in zip(seen[jump:], seen[jump + 1 :], strict=False):
         assert not torch.equal(before, after)
+
+
+def test_a_resumed_run_undoes_it_too() -> None:
+    """At once: the last losses are part of the state."""
+    jump = WINDOW + 2
+    seen, _ = trained(jump + 2, jump)
+    again, counters = trained(jump + 2, jump, resumed=jump)
+    assert counters["skipped_steps"] == 1
+    assert all(map(torch.equal, seen, again))
 
 
 def test_without_a_limit_nothing_is_undone() -> None:
