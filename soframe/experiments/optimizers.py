@@ -16,16 +16,21 @@ from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
 
 
-def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: RunConfig, *, full_batch: bool = False
+) -> torch.optim.Optimizer:
     """What updates the parameters.
 
     Args:
         model: The model, unwrapped.
         config: The run.
+        full_batch: Whether every step has all examples, which "trust-region" wants to know.
 
     Returns:
         The optimizer; SGD with Nesterov momentum for "sgd" and "kfac" alike.
     """
+    if config.optimizer == "trust-region":
+        return _trust_region(model, config, full_batch)
     return _BUILDERS.get(config.optimizer, _sgd)(model, config)
 
 
@@ -49,14 +54,14 @@ def _adamw(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     )
 
 
-def _trust_region(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def _trust_region(model: nn.Module, config: RunConfig, full_batch: bool) -> soframe.TrustRegion:
     return soframe.TrustRegion(
         model,
         loss=workload(config.workload).likelihood,
         lr=config.lr,
         weight_decay=config.weight_decay,
         strategy=config.strategy,
-        **config.options,
+        **{"full_batch": full_batch, **config.options},
     )
 
 
@@ -100,7 +105,6 @@ def _shampoo(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 _BUILDERS: Mapping[str, Callable[[nn.Module, RunConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
-    "trust-region": _trust_region,
     "muon": _muon,
     "soap": _soap,
     "shampoo": _shampoo,

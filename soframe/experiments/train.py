@@ -152,7 +152,8 @@ class Run:
                 f"a batch of {batch_size} exceeds the {len(self.data.train)} training examples"
             )
         self.model = problem.model(config.seed, dtype)
-        self.optimizer = build_optimizer(self.model, config)
+        full = batch_size == len(self.data.train)
+        self.optimizer = build_optimizer(self.model, config, full_batch=full)
         self.preconditioner = build_preconditioner(self.model, self.optimizer, config)
         self.forward: nn.Module = self.model
         if worker.world_size > 1:
@@ -252,6 +253,8 @@ class Run:
         rank, world_size = self.worker.rank, self.worker.world_size
         while True:
             order = torch.randperm(len(examples), generator=generator)
+            if self.batch_size == len(examples):
+                order = torch.arange(len(examples))  # sums are then of the same order every time
             for first in range(0, len(examples) - self.batch_size + 1, self.batch_size):
                 yield examples[order[first : first + self.batch_size][rank::world_size]]
 

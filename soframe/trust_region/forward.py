@@ -79,6 +79,16 @@ class Forward:
         return float(scale) if error <= most else None  # None for an output of zeros, a NaN
 
 
+def evaluated(forward: Forward) -> float:
+    """Return the loss of the same micro-batch, and random numbers, at the parameters of now.
+
+    Args:
+        forward: The first pass.
+    """
+    with torch.no_grad(), forward.replay.again():
+        return float(forward.closure())
+
+
 class Outputs:
     """Collects the outputs of a model's forward passes, while a closure runs.
 

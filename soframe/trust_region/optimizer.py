@@ -28,15 +28,23 @@ from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.schedules import WarmInterval
 from soframe.trust_region.adaptive import AdaptiveDamping
-from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+from soframe.trust_region.damping import DampingChoice
 from soframe.trust_region.declared import check_declared_loss
 from soframe.trust_region.denormals import flushed_denormals
-from soframe.trust_region.forward import Closure, Forward, Outputs, require_only_through
+from soframe.trust_region.forward import (
+    Closure,
+    Forward,
+    Outputs,
+    evaluated,
+    require_only_through,
+)
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split, uncovered
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
+from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.replay import Replay
+from soframe.trust_region.settings import check_settings, whole_model_damping
 from soframe.trust_region.tape import Tape
 from soframe.trust_region.watch import LossWatch
 
@@ -71,6 +79,9 @@ class TrustRegion(torch.optim.Optimizer):
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
+        full_batch: Whether every step has the same data and the same loss, so that the next step's
+            measures the ratio, and undoes the last; else the closures run once more for it. A
+            dropout's masks make it another loss.
         max_increase: Undo the last update where a step's loss is more than so many times the
             largest of the ten before; None for never. See `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
@@ -98,6 +109,7 @@ class TrustRegion(torch.optim.Optimizer):
         fisher: str = "monte-carlo",
         preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
+        full_batch: bool = False,
         max_increase: float | None = 1.5,
         burn_in: int = 0,
         reuse_activations: bool = True,
@@ -105,32 +117,18 @@ class TrustRegion(torch.optim.Optimizer):
         **preconditioner: Any,
     ) -> None:
         own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-        multiple = own if isinstance(own, float | int) else 1.0
-        for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, not {value!r}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
-        if fisher == "empirical":
-            raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
-        if preconditioner.get("gradients", "averaged") != "averaged":
-            raise ValueError("TrustRegion needs gradients='averaged': slopes are made of them")
-        if preconditioner.get("background", 0) != 0:
-            raise ValueError("TrustRegion needs background=0: its damping is that of the step")
+        check_settings(lr, weight_decay, own, {"fisher": fisher, **preconditioner})
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
-        self.damping: DampingPolicy = damping_policy(damping)
-        if self.damping.per_block:
-            raise ValueError(
-                f"TrustRegion needs one damping for the whole model, which {self.damping!r} has not"
-            )
+        self.damping = whole_model_damping(damping)
         self._parts = part_of_each(self._model, trainable, parts)
-        self._momentum, self._reject, self._burn_in = momentum, reject, burn_in
+        self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
         self._own_damping, self._watch = own, LossWatch(max_increase)
+        self._reduction = Reduction(self.damping, reject)
         settings = {**PRECONDITIONER, **preconditioner}
         for name in ("statistics_every", "solve_every"):
             if burn_in > 0 and isinstance(settings[name], int):
@@ -175,8 +173,8 @@ class TrustRegion(torch.optim.Optimizer):
                 not go through the model's output.
         """
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
-        forwards, loss = self._forward_backward(closures)
         parameters = self._parameters()
+        forwards, loss = self._first_passes(closures, parameters)
         gradients = self._gradients(parameters)
         skipped = self.preconditioner.counters["skipped_updates"]
         self._proposer.begin(self.damping.at(self._steps) + self._weight_decay())
@@ -207,6 +205,21 @@ class TrustRegion(torch.optim.Optimizer):
                 self._step_back(parameters)
         return torch.tensor(loss)
 
+    def _first_passes(
+        self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[Forward], float]:
+        """Run closures; if their loss undoes the step that waits for it, run them again."""
+        if not self._reduction.waits:
+            return self._forward_backward(closures)
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        forwards, loss = self._forward_backward(closures)
+        if self._judge(parameters, loss):
+            return forwards, loss
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return self._forward_backward(closures)
+
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
@@ -231,7 +244,7 @@ class TrustRegion(torch.optim.Optimizer):
         if not self._checked and math.isfinite(total):
             self._checked = True
             check_declared_loss(self.preconditioner.loss, forwards)
-        return forwards, self._mean(torch.tensor([total], dtype=torch.float64)).item()
+        return forwards, self._mean_loss(total)
 
     def _move(
         self,
@@ -243,30 +256,29 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         """Take the step that minimises the model, and measure what it brought if that is due."""
         coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
-        predicted = quadratic.change(coefficients)
+        predicted, damping = quadratic.change(coefficients), self.damping.at(self._steps)
         update = combine(parameters, directions, coefficients)
-        interval = self.damping.interval
-        measure = interval > 0 and (self._steps + 1) % interval == 0
+        measure, states = self._reduction.due(self._steps), [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
         objective = loss + self._penalty(parameters)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
-        self.last = {"loss": loss, "damping": self.damping.at(self._steps), "predicted": predicted}
-        accepted = True
-        if measure:
-            change = self._evaluate(forwards, parameters) - objective
-            ratio = change / predicted if math.isfinite(change) and predicted else -math.inf
-            self.last.update(change=change, ratio=ratio)
-            self.damping.observe(ratio)
-            accepted = change <= 0 or not (self._reject or not math.isfinite(change))
-        if accepted:
-            for parameter, moved in zip(parameters, update, strict=True):
-                self.state[parameter]["update"] = moved
+        if not measure:
+            self._reduction.keep(states, update)
         else:
-            self.counters["rejected_steps"] += 1
-            with torch.no_grad():
-                torch._foreach_copy_(list(parameters), before)
+            self._reduction.wait(states, update, before, objective, predicted)
+            if not self._full_batch:
+                self._judge(parameters, self._mean_loss(sum(map(evaluated, forwards))))
+        told, self._reduction.last = self._reduction.last, {}
+        self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told}
         self._steps += 1
+
+    def _judge(self, parameters: Sequence[nn.Parameter], loss: float) -> bool:
+        """Keep the step that waits for this loss, or undo it."""
+        states = [self.state[parameter] for parameter in parameters]
+        accepted = self._reduction.judge(parameters, states, loss + self._penalty(parameters))
+        self.counters["rejected_steps"] += not accepted
+        return accepted
 
     def _step_back(self, parameters: Sequence[nn.Parameter]) -> None:
         """Undo the last update: it, or this batch, made something that is large or not finite."""
@@ -314,21 +326,15 @@ class TrustRegion(torch.optim.Optimizer):
         products = inner_products([gradients, *directions])
         return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
 
-    def _evaluate(self, forwards: Sequence[Forward], parameters: Sequence[nn.Parameter]) -> float:
-        """Return the objective on the same batch, at the parameters of now."""
-        total = 0.0
-        for one in forwards:
-            with torch.no_grad(), one.replay.again():
-                total += float(one.closure())
-        mean = self._mean(torch.tensor([total], dtype=torch.float64)).item()
-        return mean + self._penalty(parameters)
-
     def _penalty(self, parameters: Sequence[nn.Parameter]) -> float:
         decay = self._weight_decay()
         return 0.5 * decay * inner_products([parameters]).item() if decay else 0.0
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])
+
+    def _mean_loss(self, loss: float) -> float:
+        return self._mean(torch.tensor([loss], dtype=torch.float64)).item()
 
     def _mean(self, tensor: Tensor) -> Tensor:
         return mean_over_ranks(self.preconditioner.backend, tensor)
@@ -356,6 +362,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "preconditioner_damping": own.state() if isinstance(own, AdaptiveDamping) else {},
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
+                "reduction": self._reduction.state(),
             },
         }
 
@@ -385,6 +392,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._own_damping.load(own["preconditioner_damping"])
         self.counters = dict(own["counters"])
         self._watch.load(own.get("losses", []))
+        self._reduction.load(own.get("reduction", {}))
 
     def close(self) -> None:
         """Remove every hook."""

@@ -132,6 +132,19 @@ def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
         assert torch.equal(torch.unique(together, dim=0), torch.unique(batch, dim=0))
 
 
+def test_the_trust_region_is_told_whether_a_step_has_all_examples():
+    own = SGD.but(optimizer="trust-region", workload="digits-autoencoder", lr=1.0)
+    run = training.Run(SILENT, own)
+    assert run.optimizer._full_batch
+    first, second = next(run.batches), next(run.batches)
+    assert torch.equal(first.inputs, second.inputs)
+    assert torch.equal(first.inputs, run.data.train.inputs)
+    run.close()
+    some = training.Run(SILENT, own.but(batch_size=500))
+    assert not some.optimizer._full_batch
+    some.close()
+
+
 def test_numerics_are_put_back():
     denormal = torch.full((1,), 1e-310, dtype=torch.float64)
     before = torch.get_num_threads()

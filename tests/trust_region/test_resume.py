@@ -67,6 +67,7 @@ def train(
         {"fisher": "monte-carlo", "burn_in": 2},
         {"solve_every": 3, "statistics_every": 2},
         {"preconditioner_damping": AdaptiveDamping(interval=2), "solver": "inverse"},
+        {"full_batch": True},
     ],
     ids=str,
 )
@@ -112,6 +113,7 @@ def adaptive(**settings: Any) -> dict[str, Any]:
 RANK_CASES: dict[str, dict[str, Any]] = {
     "tied damping": {},
     "adaptive": adaptive(),
+    "full batch": adaptive(full_batch=True),
     "mem-opt": adaptive(strategy="mem-opt"),
     "sharded": adaptive(strategy="sharded"),
     "deferred": adaptive(

@@ -1,0 +1,128 @@
+"""The reduction ratio: what a step brought, over what the model promised.
+
+At the steps at which it is due the closures run once more, after the update. Where every step has
+all of the data there is no need to: the loss of the next step is that very number. So with
+``full_batch=True`` the verdict waits until then, and a step that is rejected costs the pass that
+showed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.trust_region.damping import DampingPolicy
+
+State = dict[str, Any]
+
+
+class Reduction:
+    """Judges steps by what they brought, and keeps or undoes them.
+
+    An ``"update"`` that is kept is left in the optimizer's states, one for each parameter; one that
+    waits for its verdict is ``"moved"`` there, beside what was ``"before"``.
+
+    Args:
+        damping: It is told of every ratio.
+        reject: Whether a step after which the objective has risen is undone.
+
+    Attributes:
+        last: The change and the ratio of the last step that was judged, until somebody takes them.
+    """
+
+    def __init__(self, damping: DampingPolicy, reject: bool) -> None:
+        self._damping, self._reject = damping, reject
+        self._waiting: tuple[float, float] | None = None
+        self.last: dict[str, float] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a step without a verdict."""
+        return self._waiting is not None
+
+    def due(self, step: int) -> bool:
+        """Return whether a step is measured.
+
+        Args:
+            step: Completed steps.
+        """
+        interval = self._damping.interval
+        return interval > 0 and (step + 1) % interval == 0
+
+    def keep(self, states: Sequence[State], update: Sequence[Tensor]) -> None:
+        """Keep a step without a verdict.
+
+        Args:
+            states: The optimizer's, of each parameter.
+            update: What was added to them.
+        """
+        for state, moved in zip(states, update, strict=True):
+            state["update"] = moved
+
+    def wait(
+        self,
+        states: Sequence[State],
+        update: Sequence[Tensor],
+        before: Sequence[Tensor],
+        objective: float,
+        predicted: float,
+    ) -> None:
+        """Leave a step until `judge`.
+
+        Args:
+            states: The optimizer's, of each parameter.
+            update: What was added to them.
+            before: What they were.
+            objective: The objective before.
+            predicted: By how much it was to change.
+        """
+        self._waiting = (objective, predicted)
+        for state, moved, old in zip(states, update, before, strict=True):
+            state.update(moved=moved, before=old)
+
+    def judge(
+        self, parameters: Sequence[nn.Parameter], states: Sequence[State], objective: float
+    ) -> bool:
+        """Keep the step that waits, or undo it.
+
+        Args:
+            parameters: The parameters, after it.
+            states: The optimizer's, of each.
+            objective: The objective after it.
+
+        Returns:
+            Whether it was kept.
+        """
+        assert self._waiting is not None
+        (before, predicted), self._waiting = self._waiting, None
+        change = objective - before
+        ratio = change / predicted if math.isfinite(change) and predicted else -math.inf
+        self.last = {"change": change, "ratio": ratio}
+        self._damping.observe(ratio)
+        accepted = change <= 0 or not (self._reject or not math.isfinite(change))
+        for parameter, state in zip(parameters, states, strict=True):
+            moved, old = state.pop("moved"), state.pop("before")
+            if accepted:
+                state["update"] = moved
+            else:
+                with torch.no_grad():
+                    parameter.copy_(old)
+        return accepted
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, besides the optimizer's own state."""
+        return {"waiting": self._waiting, "last": dict(self.last)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned; that of a version that never waited is empty.
+        """
+        waiting = state.get("waiting")
+        self._waiting = None if waiting is None else (waiting[0], waiting[1])
+        self.last = dict(state.get("last", {}))
