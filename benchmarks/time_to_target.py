@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from soframe.experiments import plots, target_report, time_to_target
@@ -26,6 +27,7 @@ from soframe.experiments.workloads import workload
 #: What is measured if nothing is named; the transformer is where the trust region gains nothing.
 DEFAULT = ("curves", "digits-autoencoder")
 QUICK = 0.2
+THREADS = 2  # networks as small as these gain nothing from more
 
 
 def main(
@@ -42,7 +44,12 @@ def main(
     seconds: Annotated[
         float | None, typer.Option(help="Of training, for each run; each workload's if left out.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of torch; two if left out, or one by processor time.", show_default=False
+        ),
+    ] = None,
     cpu_clock: Annotated[
         bool, typer.Option("--cpu-clock", help="Processor time, for busy machines.")
     ] = False,
@@ -59,6 +66,8 @@ def main(
         raise typer.BadParameter(f"no optimizer {unknown[0]!r} here")
     if unknown := [name for name in workloads or () if name not in BENCHMARKS]:
         raise typer.BadParameter(f"no workload {unknown[0]!r} here")
+    # Processor time is that of all threads.
+    threads = threads or (1 if cpu_clock else min(THREADS, torch.get_num_threads()))
     screen = console()
     if not screen.is_terminal:
         screen.width = max(screen.width, 140)
