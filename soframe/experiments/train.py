@@ -301,10 +301,9 @@ class Run:
         """Whether the budget is spent, the lowest target reached, or the loss not finite."""
         row = self.rows[-1]
         reached = self.config.stop_at_target and row.loss <= min(self.targets)
-        # A run whose loss is no longer finite never comes back.
-        return (
-            self._fraction(row) >= 1.0 or not math.isfinite(row.loss) or (reached and row.step > 0)
-        )
+        # A run whose loss is no longer finite never comes back, unless its last step is undone.
+        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, soframe.TrustRegion)
+        return self._fraction(row) >= 1.0 or lost or (reached and row.step > 0)
 
     def _gradient_workers(self) -> tuple[int, ...]:
         if self.preconditioner is None:

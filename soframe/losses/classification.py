@@ -61,7 +61,8 @@ class CrossEntropy(Loss):
         """See `Loss.sample`: a label from the softmax, at every position."""
         p = outputs.softmax(1).movedim(1, -1)
         flat = p.reshape(-1, p.shape[-1])
-        labels = torch.multinomial(flat, 1, generator=generator)
+        # Logits that are not finite have no distribution: the gradient tells, not an error here.
+        labels = torch.multinomial(flat.nan_to_num(1.0), 1, generator=generator)
         gradient = flat.scatter_add(1, labels, flat.new_full(labels.shape, -1.0))
         gradient = gradient.view(p.shape).movedim(-1, 1)
         # Positions are drawn independently, so a mean over them keeps one factor of the two.
@@ -102,6 +103,6 @@ class BinaryCrossEntropy(Loss):
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """See `Loss.sample`: a label for every feature."""
         p = outputs.sigmoid()
-        labels = torch.bernoulli(p, generator=generator)
+        labels = torch.bernoulli(p.nan_to_num(0.5), generator=generator)  # the gradient tells
         scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
         return (p - labels) * math.sqrt(scale)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
@@ -44,6 +44,36 @@ def check_declared_loss(declared: Loss | None, forwards: Sequence[Forward]) -> N
             f"mean over {samples} samples and {len(forwards)} closure(s); declare the loss "
             f"that the closure returns"
         )
+
+
+def require_only_through(
+    outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Check that a loss depends on the parameters through the model's outputs alone.
+
+    Args:
+        outputs: The model's outputs.
+        loss: The loss.
+        parameters: The parameters.
+
+    Raises:
+        RuntimeError: If it does not: such a term has no place in the model of the loss.
+    """
+    own = {id(parameter) for parameter in parameters}
+    seen = {None, *(output.grad_fn for output in outputs)}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise RuntimeError(
+                "the closure's loss depends on parameters other than through the model's output; "
+                "decay weights with weight_decay="
+            )
+        todo += [following for following, _ in node.next_functions]
 
 
 def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -79,14 +79,15 @@ class Forward:
         return float(scale) if error <= most else None  # None for an output of zeros, a NaN
 
 
-def evaluated(forward: Forward) -> float:
-    """Return the loss of the same micro-batch, and random numbers, at the parameters of now.
+def evaluated(closure: Closure, replay: Replay) -> float:
+    """Return the loss of a closure, at the parameters of now, and leave no trace.
 
     Args:
-        forward: The first pass.
+        closure: The closure.
+        replay: The random state from which it runs.
     """
-    with torch.no_grad(), forward.replay.again():
-        return float(forward.closure())
+    with torch.no_grad(), replay.again():
+        return float(closure())
 
 
 class Outputs:
@@ -158,33 +159,3 @@ class Outputs:
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
-
-
-def require_only_through(
-    outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
-) -> None:
-    """Check that a loss depends on the parameters through the model's outputs alone.
-
-    Args:
-        outputs: The model's outputs.
-        loss: The loss.
-        parameters: The parameters.
-
-    Raises:
-        RuntimeError: If it does not: such a term has no place in the model of the loss.
-    """
-    own = {id(parameter) for parameter in parameters}
-    seen = {None, *(output.grad_fn for output in outputs)}
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        assert node is not None
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in own:
-            raise RuntimeError(
-                "the closure's loss depends on parameters other than through the model's output; "
-                "decay weights with weight_decay="
-            )
-        todo += [following for following, _ in node.next_functions]

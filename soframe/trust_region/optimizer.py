@@ -26,37 +26,20 @@ from soframe import registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.schedules import WarmInterval
+from soframe.trust_region import settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
-from soframe.trust_region.declared import check_declared_loss
+from soframe.trust_region.declared import check_declared_loss, require_only_through
 from soframe.trust_region.denormals import flushed_denormals
-from soframe.trust_region.forward import (
-    Closure,
-    Forward,
-    Outputs,
-    evaluated,
-    require_only_through,
-)
+from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split, uncovered
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
 from soframe.trust_region.reduction import Reduction
-from soframe.trust_region.replay import Replay
-from soframe.trust_region.settings import check_settings, whole_model_damping
+from soframe.trust_region.replay import Replay, Snapshot
 from soframe.trust_region.tape import Tape
 from soframe.trust_region.watch import LossWatch
-
-COUNTERS = ("rejected_steps", "skipped_steps")
-
-PRECONDITIONER: dict[str, Any] = {
-    "solver": "inverse",
-    "decay": 0.5,
-    "statistics_every": 3,
-    "solve_every": 3,
-}
-"""What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -79,9 +62,9 @@ class TrustRegion(torch.optim.Optimizer):
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
-        full_batch: Whether every step has the same data and the same loss, so that the next step's
-            measures the ratio, and undoes the last; else the closures run once more for it. A
-            dropout's masks make it another loss.
+        full_batch: Whether every step has the same data and the same loss (dropout makes it another
+            one), so that the next step's measures the ratio, and may undo the last; change no
+            parameter in between. Else the closures run once more for it. See `settle`.
         max_increase: Undo the last update where a step's loss is more than so many times the
             largest of the ten before; None for never. See `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
@@ -117,11 +100,11 @@ class TrustRegion(torch.optim.Optimizer):
         **preconditioner: Any,
     ) -> None:
         own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-        check_settings(lr, weight_decay, own, {"fisher": fisher, **preconditioner})
+        settings.check(lr, weight_decay, own, {"fisher": fisher, **preconditioner})
         self._model = registration.unwrap(model)
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
-        self.damping = whole_model_damping(damping)
+        self.damping = settings.whole_model_damping(damping)
         self._parts = part_of_each(self._model, trainable, parts)
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._flush, self._reuse = flush_denormals, reuse_activations
@@ -129,22 +112,18 @@ class TrustRegion(torch.optim.Optimizer):
         self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
         self._own_damping, self._watch = own, LossWatch(max_increase)
         self._reduction = Reduction(self.damping, reject)
-        settings = {**PRECONDITIONER, **preconditioner}
-        for name in ("statistics_every", "solve_every"):
-            if burn_in > 0 and isinstance(settings[name], int):
-                settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **settings,
+            **settings.of_preconditioner(preconditioner, burn_in),
         )
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
-        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
 
     def _preconditioner_damping(self, step: int) -> float:
@@ -174,7 +153,7 @@ class TrustRegion(torch.optim.Optimizer):
         """
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
         parameters = self._parameters()
-        forwards, loss = self._first_passes(closures, parameters)
+        forwards, loss = self._first_passes(closures)
         gradients = self._gradients(parameters)
         skipped = self.preconditioner.counters["skipped_updates"]
         self._proposer.begin(self.damping.at(self._steps) + self._weight_decay())
@@ -205,19 +184,30 @@ class TrustRegion(torch.optim.Optimizer):
                 self._step_back(parameters)
         return torch.tensor(loss)
 
-    def _first_passes(
-        self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[Forward], float]:
+    def settle(self, closure: Closure | Sequence[Closure]) -> bool:
+        """Judge the last step where it still waits for the next, as with ``full_batch`` it may.
+
+        Args:
+            closure: As for `step`; it leaves no trace.
+
+        Returns:
+            False if that step has been undone.
+        """
+        if self._reduction.decay is None:
+            return True
+        closures = list(closure) if isinstance(closure, Sequence) else [closure]
+        return self._judge(self._evaluate(closures, [Replay(self._model)] * len(closures)))
+
+    def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run closures; if their loss undoes the step that waits for it, run them again."""
-        if not self._reduction.waits:
+        if self._reduction.decay is None:
             return self._forward_backward(closures)
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        before = Snapshot(self._model)
         forwards, loss = self._forward_backward(closures)
-        if self._judge(parameters, loss):
+        if self._judge(loss):
             return forwards, loss
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        del forwards  # and its graph
+        before.restore()
         return self._forward_backward(closures)
 
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
@@ -260,23 +250,26 @@ class TrustRegion(torch.optim.Optimizer):
         update = combine(parameters, directions, coefficients)
         measure, states = self._reduction.due(self._steps), [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
-        objective = loss + self._penalty(parameters)
+        decay = self._weight_decay()
+        objective = loss + self._penalty(decay)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
             self._reduction.keep(states, update)
         else:
-            self._reduction.wait(states, update, before, objective, predicted)
-            if not self._full_batch:
-                self._judge(parameters, self._mean_loss(sum(map(evaluated, forwards))))
+            after = None if self._full_batch else self._evaluate(*_again(forwards))
+            self._reduction.wait(states, update, before, objective, predicted, decay)
+            if after is not None:
+                self._judge(after)
         told, self._reduction.last = self._reduction.last, {}
         self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told}
         self._steps += 1
 
-    def _judge(self, parameters: Sequence[nn.Parameter], loss: float) -> bool:
+    def _judge(self, loss: float) -> bool:
         """Keep the step that waits for this loss, or undo it."""
-        states = [self.state[parameter] for parameter in parameters]
-        accepted = self._reduction.judge(parameters, states, loss + self._penalty(parameters))
+        decay = self._reduction.decay
+        assert decay is not None
+        accepted = self._reduction.judge(self.state, loss + self._penalty(decay))
         self.counters["rejected_steps"] += not accepted
         return accepted
 
@@ -326,9 +319,12 @@ class TrustRegion(torch.optim.Optimizer):
         products = inner_products([gradients, *directions])
         return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
 
-    def _penalty(self, parameters: Sequence[nn.Parameter]) -> float:
-        decay = self._weight_decay()
-        return 0.5 * decay * inner_products([parameters]).item() if decay else 0.0
+    def _evaluate(self, closures: Sequence[Closure], replays: Sequence[Replay]) -> float:
+        """Return the loss at the parameters of now."""
+        return self._mean_loss(sum(map(evaluated, closures, replays)))
+
+    def _penalty(self, decay: float) -> float:
+        return 0.5 * decay * inner_products([self._parameters()]).item() if decay else 0.0
 
     def _weight_decay(self) -> float:
         return float(self.param_groups[0]["weight_decay"])
@@ -398,3 +394,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Remove every hook."""
         self.preconditioner.close()
         self._outputs.close()
+
+
+def _again(forwards: Sequence[Forward]) -> tuple[list[Closure], list[Replay]]:
+    return [one.closure for one in forwards], [one.replay for one in forwards]

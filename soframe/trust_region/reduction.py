@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from soframe.trust_region.damping import DampingPolicy
 
@@ -36,13 +36,13 @@ class Reduction:
 
     def __init__(self, damping: DampingPolicy, reject: bool) -> None:
         self._damping, self._reject = damping, reject
-        self._waiting: tuple[float, float] | None = None
+        self._waiting: tuple[float, float, float] | None = None
         self.last: dict[str, float] = {}
 
     @property
-    def waits(self) -> bool:
-        """Whether there is a step without a verdict."""
-        return self._waiting is not None
+    def decay(self) -> float | None:
+        """The weight decay of the step that waits for its verdict; None if none does."""
+        return None if self._waiting is None else self._waiting[2]
 
     def due(self, step: int) -> bool:
         """Return whether a step is measured.
@@ -70,6 +70,7 @@ class Reduction:
         before: Sequence[Tensor],
         objective: float,
         predicted: float,
+        decay: float,
     ) -> None:
         """Leave a step until `judge`.
 
@@ -79,32 +80,32 @@ class Reduction:
             before: What they were.
             objective: The objective before.
             predicted: By how much it was to change.
+            decay: The weight decay in it.
         """
-        self._waiting = (objective, predicted)
+        self._waiting = (objective, predicted, decay)
         for state, moved, old in zip(states, update, before, strict=True):
             state.update(moved=moved, before=old)
 
-    def judge(
-        self, parameters: Sequence[nn.Parameter], states: Sequence[State], objective: float
-    ) -> bool:
+    def judge(self, states: Mapping[Any, State], objective: float) -> bool:
         """Keep the step that waits, or undo it.
 
         Args:
-            parameters: The parameters, after it.
-            states: The optimizer's, of each.
-            objective: The objective after it.
+            states: The optimizer's, of every parameter: some may have been frozen meanwhile.
+            objective: The objective after it, with the same weight decay.
 
         Returns:
             Whether it was kept.
         """
         assert self._waiting is not None
-        (before, predicted), self._waiting = self._waiting, None
+        (before, predicted, _), self._waiting = self._waiting, None
         change = objective - before
         ratio = change / predicted if math.isfinite(change) and predicted else -math.inf
         self.last = {"change": change, "ratio": ratio}
         self._damping.observe(ratio)
         accepted = change <= 0 or not (self._reject or not math.isfinite(change))
-        for parameter, state in zip(parameters, states, strict=True):
+        for parameter, state in states.items():
+            if "moved" not in state:
+                continue
             moved, old = state.pop("moved"), state.pop("before")
             if accepted:
                 state["update"] = moved
@@ -124,5 +125,5 @@ class Reduction:
             state: What `state` returned; that of a version that never waited is empty.
         """
         waiting = state.get("waiting")
-        self._waiting = None if waiting is None else (waiting[0], waiting[1])
+        self._waiting = None if waiting is None else (waiting[0], waiting[1], waiting[2])
         self.last = dict(state.get("last", {}))

@@ -84,6 +84,31 @@ def random_devices(model: nn.Module) -> list[int]:
     return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
+class Snapshot:
+    """The random state, and a model's buffers, to go back to.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random = RandomState(random_devices(model))
+        places = [module._buffers for module in model.modules()]
+        self._places = [(place, dict(place)) for place in places]
+        buffers = {id(b): b for place in places for b in place.values() if b is not None}
+        self._buffers = [(b, b.clone()) for b in buffers.values()]
+
+    def restore(self) -> None:
+        """Go back, in the same tensors."""
+        self._random.restore()
+        for place, own in self._places:
+            place.update(own.items())
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                if not torch.equal(buffer, before):  # what is expanded is not written to
+                    buffer.copy_(before)
+
+
 class Replay:
     """The random state at which a closure ran first.
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from soframe.schedules import WarmInterval
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
 
+COUNTERS = ("rejected_steps", "skipped_steps")
 
-def check_settings(
+PRECONDITIONER: dict[str, Any] = {
+    "solver": "inverse",
+    "decay": 0.5,
+    "statistics_every": 3,
+    "solve_every": 3,
+}
+"""What differs from the preconditioner's own defaults: on large batches curvature may be fresh."""
+
+
+def check(
     lr: float,
     weight_decay: float,
     preconditioner_damping: AdaptiveDamping | float,
@@ -59,3 +70,17 @@ def whole_model_damping(choice: DampingChoice) -> DampingPolicy:
             f"TrustRegion needs one damping for the whole model, which {policy!r} has not"
         )
     return policy
+
+
+def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
+    """Return the settings of the preconditioner.
+
+    Args:
+        given: Those in place of `PRECONDITIONER`.
+        burn_in: Steps that take statistics and solve, before the first update.
+    """
+    settings = {**PRECONDITIONER, **given}
+    for name in ("statistics_every", "solve_every"):
+        if burn_in > 0 and isinstance(settings[name], int):
+            settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
+    return settings

@@ -211,3 +211,16 @@ def test_random_signs_are_independent() -> None:
     moments = torch.cat([signs, signs.new_ones(count, 1)], 1)
     error = moments.T @ moments / count - torch.eye(25)
     assert float(error.abs().max()) < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "binary-cross-entropy", "mse", "squared-error"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_seen_in_the_sample(name: str, bad: float) -> None:
+    """Not an error on one rank in the middle of a step: what comes of it is dropped on all."""
+    outputs = torch.randn(4, 3)
+    outputs[1, 2] = bad
+    drawn = KINDS["loss"].build(name, Loss).sample(outputs * bad)
+    assert drawn.shape == outputs.shape
+    # An infinite logit of a Bernoulli variable is a certain one.
+    certain = name == "binary-cross-entropy" and math.isinf(bad)
+    assert drawn.isfinite().all() == (certain or "entropy" not in name)

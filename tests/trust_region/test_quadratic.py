@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
-from soframe.trust_region.forward import Forward, Outputs, require_only_through
+from soframe.trust_region.declared import require_only_through
+from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.quadratic import curvature_along
 from soframe.trust_region.replay import Replay
 from tests.curvature import Batch, fill, half_square, log_cosh, randn

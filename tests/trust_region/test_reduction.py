@@ -47,9 +47,15 @@ def trained(
 
 @pytest.mark.parametrize("reject", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
-def test_the_next_loss_judges_as_another_pass_does(reject: bool, weight_decay: float) -> None:
-    settings = {"reject": reject, "weight_decay": weight_decay, "reuse_activations": False}
+@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+def test_the_next_loss_judges_as_another_pass_does(
+    reject: bool, weight_decay: float, fisher: str
+) -> None:
+    """Buffers and random numbers are as if the pass that showed a rejection had not been."""
+    settings = {"reject": reject, "weight_decay": weight_decay, "fisher": fisher}
+    torch.manual_seed(0)
     model, own, losses, _ = trained(9, **settings)
+    torch.manual_seed(0)
     other, later, same, _ = trained(9, full_batch=True, **settings)
     assert same == losses
     assert torch.equal(vector(other), vector(model))
@@ -103,9 +109,11 @@ def test_a_step_that_ends_nowhere_is_undone_by_the_next() -> None:
     assert own.damping.at(0) > 1.0
 
 
-def test_a_batch_that_is_not_finite_after_a_step_that_waits_loses_nothing() -> None:
+@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+def test_a_batch_that_is_not_finite_after_a_step_that_waits_loses_nothing(fisher: str) -> None:
     model = deep()
-    own = trust_region(model, "cross-entropy", LevenbergMarquardt(1.0, interval=1), full_batch=True)
+    damping = LevenbergMarquardt(1.0, interval=1)
+    own = trust_region(model, "cross-entropy", damping, full_batch=True, fisher=fisher)
     x, y = classes_of(0)
     own.step(lambda: F.cross_entropy(model(x), y))
     own.step(lambda: F.cross_entropy(model(x * math.nan), y))
@@ -115,14 +123,108 @@ def test_a_batch_that_is_not_finite_after_a_step_that_waits_loses_nothing() -> N
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_a_step_that_waits_can_be_settled() -> None:
+    """What the last step of a run brought, nobody else would ask."""
+    (model, own, *_), (other, later, *_) = trained(8), trained(8, full_batch=True)
+    x, y = randn(8, 3), labels(8)
+    assert not torch.equal(vector(other), vector(model))
+    buffers = [buffer.clone() for buffer in other.buffers()]
+    random = torch.get_rng_state()
+    assert not later.settle(lambda: F.cross_entropy(other(x), y))
+    assert later.settle(lambda: pytest.fail("nothing waits any more"))
+    assert torch.equal(vector(other), vector(model))
+    assert all(map(torch.equal, other.buffers(), buffers))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert later.counters == own.counters
+    assert later.damping.at(0) == own.damping.at(0)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen meanwhile", "unfrozen meanwhile"])
+def test_a_verdict_is_on_all_that_has_moved(frozen: bool) -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt(1.0, interval=1), full_batch=True)
+    x, y = classes_of(0)
+    model[0].requires_grad_(frozen)
+    before = vector(model)
+    own.param_groups[0]["lr"] = 1e3
+    own.step(lambda: F.cross_entropy(model(x), y))
+    model[0].requires_grad_(not frozen)
+    own.param_groups[0]["lr"] = 1e-9
+    own.step(lambda: F.cross_entropy(model(x), y))
+    assert own.counters["rejected_steps"] == 1
+    compare(vector(model), before, "parameters", rtol=1e-6)
+    own.settle(lambda: F.cross_entropy(model(x), y))
+    assert not any("moved" in state for state in own.state.values())
+
+
+def test_the_verdict_has_the_decay_of_its_step() -> None:
+    model = deep()
+    damping = LevenbergMarquardt(1.0, interval=1)
+    own = trust_region(model, "cross-entropy", damping, full_batch=True, weight_decay=1e-3)
+    x, y = classes_of(0)
+    own.step(lambda: F.cross_entropy(model(x), y))
+    own.param_groups[0]["weight_decay"] = 10.0
+    own.step(lambda: F.cross_entropy(model(x), y))
+    assert own.counters["rejected_steps"] == 0
+    assert own.last["change"] < 0
+
+
+class Counted(nn.Module):
+    """Puts another tensor into its buffer, and has one that cannot be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("ones", torch.ones(1, dtype=torch.float64).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = self.passes + 1
+        return self.linear(x) * self.ones / self.passes.sqrt()
+
+
+def test_buffers_that_are_replaced_are_put_back() -> None:
+    model, own, _, _ = trained(6, lambda: fill(Counted()))
+    other, later, _, _ = trained(6, lambda: fill(Counted()), full_batch=True)
+    assert own.counters["rejected_steps"] > 0
+    assert later.counters == own.counters
+    assert other.passes == model.passes == 6
+    assert torch.equal(vector(other), vector(model))
+
+
+def test_a_pass_that_fails_leaves_no_step_waiting() -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt(1.0, interval=1))
+    x, y = classes_of(0)
+    passes = 0
+
+    def closure() -> Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            raise KeyboardInterrupt
+        return F.cross_entropy(model(x), y)
+
+    with pytest.raises(KeyboardInterrupt):
+        own.step(closure)
+    after = vector(model)
+    own.param_groups[0]["lr"] = 1e-9
+    own.step(closure)
+    compare(vector(model), after, "parameters", rtol=1e-6)
+    assert own.counters["rejected_steps"] == 0
+
+
 def test_it_goes_on_from_the_state_of_a_version_that_never_waited() -> None:
     model = deep()
-    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1), full_batch=True)
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1))
     x, y = classes_of(0)
     own.step(lambda: F.cross_entropy(model(x), y))
     state = own.state_dict()
     del state["trust_region"]["reduction"]
+    own.close()
     again = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1), full_batch=True)
     again.load_state_dict(state)
     again.step(lambda: F.cross_entropy(model(x), y))
     assert "ratio" not in again.last
+    again.step(lambda: F.cross_entropy(model(x), y))
+    assert again.last["ratio"] > 0
