@@ -15,7 +15,7 @@ there is no learning rate to tune::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -126,6 +126,12 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a second group: the model of the loss has one length, decay and damping."""
+        if self.param_groups:
+            raise ValueError("TrustRegion has one param group: the model's parameters")
+        super().add_param_group(param_group)
+
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
         damping = self.damping.at(self._steps) + self._weight_decay()
@@ -196,7 +202,7 @@ class TrustRegion(torch.optim.Optimizer):
         if self._reduction.decay is None:
             return True
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
-        return self._judge(self._evaluate(closures, [Replay(self._model)] * len(closures)))
+        return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
     def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run closures; if their loss undoes the step that waits for it, run them again."""
@@ -257,7 +263,8 @@ class TrustRegion(torch.optim.Optimizer):
         if not measure:
             self._reduction.keep(states, update)
         else:
-            after = None if self._full_batch else self._evaluate(*_again(forwards))
+            again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
+            after = self._evaluate(again) if again else None
             self._reduction.wait(states, update, before, objective, predicted, decay)
             if after is not None:
                 self._judge(after)
@@ -319,9 +326,9 @@ class TrustRegion(torch.optim.Optimizer):
         products = inner_products([gradients, *directions])
         return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
 
-    def _evaluate(self, closures: Sequence[Closure], replays: Sequence[Replay]) -> float:
+    def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the parameters of now."""
-        return self._mean_loss(sum(map(evaluated, closures, replays)))
+        return self._mean_loss(sum(evaluated(*one) for one in passes))
 
     def _penalty(self, decay: float) -> float:
         return 0.5 * decay * inner_products([self._parameters()]).item() if decay else 0.0
@@ -372,16 +379,10 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If it is not the state of a TrustRegion on such a model.
         """
-        missing = {"curvature", "trust_region"} - set(state_dict)
-        if missing:
-            raise ValueError(f"not the state of a TrustRegion: it lacks {sorted(missing)}")
-        rest = {k: v for k, v in state_dict.items() if k not in ("curvature", "trust_region")}
-        own = state_dict["trust_region"]
-        if set(own["damping"]) != set(self.damping.state()):
-            raise ValueError(f"the state is that of another damping policy than {self.damping!r}")
+        own = settings.state_of(state_dict, self.damping)
         if state_dict["curvature"] is not None:
             self.preconditioner.load_state_dict(state_dict["curvature"])
-        super().load_state_dict(rest)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in settings.KEYS})
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
         if isinstance(self._own_damping, AdaptiveDamping):
@@ -394,7 +395,3 @@ class TrustRegion(torch.optim.Optimizer):
         """Remove every hook."""
         self.preconditioner.close()
         self._outputs.close()
-
-
-def _again(forwards: Sequence[Forward]) -> tuple[list[Closure], list[Replay]]:
-    return [one.closure for one in forwards], [one.replay for one in forwards]

@@ -1,4 +1,4 @@
-"""What the settings of a trust region may be."""
+"""What the settings of a trust region, and the states that it goes on from, may be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from soframe.schedules import WarmInterval
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+
+KEYS = ("curvature", "trust_region")
+"""What a trust region adds to the state of an optimizer."""
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
@@ -84,3 +87,22 @@ def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
         if burn_in > 0 and isinstance(settings[name], int):
             settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
     return settings
+
+
+def state_of(state_dict: Mapping[str, Any], damping: DampingPolicy) -> dict[str, Any]:
+    """Return the trust region's own state.
+
+    Args:
+        state_dict: That of the optimizer.
+        damping: The damping policy that goes on from it.
+
+    Raises:
+        ValueError: If it is not the state of a TrustRegion, or of one with another policy.
+    """
+    missing = set(KEYS) - set(state_dict)
+    if missing:
+        raise ValueError(f"not the state of a TrustRegion: it lacks {sorted(missing)}")
+    own: dict[str, Any] = state_dict["trust_region"]
+    if set(own["damping"]) != set(damping.state()):
+        raise ValueError(f"the state is that of another damping policy than {damping!r}")
+    return own

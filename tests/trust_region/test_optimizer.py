@@ -1,5 +1,6 @@
 """The step of the trust region, against the same step by dense linear algebra."""
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import soframe
+from soframe.comm import Recording
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
 from soframe.testing import compare
-from soframe.trust_region import LevenbergMarquardt
+from soframe.trust_region import ConstantDamping, LevenbergMarquardt
 from soframe.trust_region.denormals import are_flushed
 from tests.curvature import Batch, fill, half_square, randn
 from tests.trust_region.kit import (
@@ -403,3 +405,62 @@ def test_closing_removes_every_hook() -> None:
     assert any(module._forward_hooks for module in net.modules())
     own.close()
     assert not any(module._forward_hooks for module in net.modules())
+
+
+# -- as an optimizer of torch ----------------------------------------------------------------
+
+
+def test_it_has_one_param_group_which_schedulers_of_torch_change() -> None:
+    net = deep()
+    own = trust_region(net, "cross-entropy")
+    assert isinstance(own, torch.optim.Optimizer)
+    with pytest.raises(ValueError, match="TrustRegion has one param group: the model's"):
+        own.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
+    x, y = classes_of(0)
+    lengths = []
+    for _ in range(2):
+        before = copy.deepcopy(net.state_dict()), own.state_dict(), vector(net)
+        own.step(lambda: F.cross_entropy(net(x), y))
+        lengths.append(vector(net) - before[2])
+        net.load_state_dict(before[0])
+        own.load_state_dict(before[1])
+        scheduler.step()
+        own.param_groups[0]["lr"] = 0.5
+    compare(lengths[1], lengths[0] / 2, "update", rtol=1e-9)
+
+
+def test_a_damping_may_follow_a_schedule() -> None:
+    net = affine_net()
+    dense = Dense(vector(net), 1.0)
+    own = trust_region(
+        net, "squared-error", ConstantDamping(lambda step: 0.5 / (1 + step)), decay=0.0
+    )
+    for step in range(3):
+        batches = [(randn(6, 3, seed=step), randn(6, 2, seed=step + 9))]
+        dense.damping = 0.5 / (1 + step)
+        dense.step(batches)
+        own.step(closures(net, batches, half_square)[0])
+        compare(vector(net), dense.theta, f"parameters after step {step}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("width", [4, 16])
+def test_ranks_exchange_numbers_of_directions_besides_what_the_preconditioner_does(
+    width: int,
+) -> None:
+    """Of the model's own traffic nothing grows with the model."""
+    net = fill(nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3)))
+    backend = Recording(rank=0, world_size=3)
+    own = trust_region(
+        net, "cross-entropy", Measured(1.0), backend=backend, solve_every=9, statistics_every=9
+    )
+    x, y = classes_of(0)
+    for step in range(3):
+        backend.events.clear()
+        own.step(lambda: F.cross_entropy(net(x), y))
+        if step == 2:  # neither statistics nor solves, and there is a last update
+            large = [event for event in backend.events if event.numel > 2]
+            directions = 2 * 2  # those of two runs of layers, and their last updates
+            sizes = [event.numel for event in large if event.operation == "all_reduce"]
+            assert directions**2 in sizes
+            assert all(event.numel <= directions**2 for event in large), large

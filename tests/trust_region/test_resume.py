@@ -115,6 +115,7 @@ RANK_CASES: dict[str, dict[str, Any]] = {
     "adaptive": adaptive(),
     "full batch": adaptive(full_batch=True),
     "mem-opt": adaptive(strategy="mem-opt"),
+    "hybrid-opt": adaptive(strategy="hybrid-opt"),
     "sharded": adaptive(strategy="sharded"),
     "deferred": adaptive(
         strategy=Sharded(deferred=True), statistics_every=1, solve_every=2, decay=0.5
@@ -132,11 +133,13 @@ def train_rank(rank: int, ranks: int, case: str) -> tuple[Tensor, dict[str, floa
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", RANK_CASES)
-def test_two_ranks_are_one_process(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "ranks"), [*((case, 2) for case in RANK_CASES), ("hybrid-opt", 4)]
+)
+def test_ranks_are_one_process(case: str, ranks: int) -> None:
     weights, last, counters = train_rank(0, 1, case)
     assert counters["rejected_steps"] > 0
-    for own_weights, own_last, own_counters in run_ranks(train_rank, 2, case, timeout=60):
+    for own_weights, own_last, own_counters in run_ranks(train_rank, ranks, case, timeout=120):
         compare(own_weights, weights, "weights")
         assert own_last == pytest.approx(last, rel=1e-7)
         assert own_counters == counters
