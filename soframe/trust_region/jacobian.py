@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as fwd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from soframe.trust_region.denormals import users_mode
 from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.replay import eagerly, exchanged
 from soframe.trust_region.tangents import Pair, dual
@@ -74,7 +75,7 @@ def jacobian_product(
     places = [module._parameters for module in model.modules()]
     with forward.replay.again(), fwd.dual_level():
         others = {id(p): dual(Pair(p.detach(), tangent)) for p, tangent in rows}
-        with exchanged(places, others), torch.enable_grad(), eagerly(), _Constants():
+        with exchanged(places, others), torch.enable_grad(), eagerly(), _Constants(), users_mode():
             found, _ = outputs.of(forward.closure, cut=True)
         duals = [fwd.unpack_dual(output) for output in found]
     return tuple(

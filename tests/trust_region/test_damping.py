@@ -1,6 +1,8 @@
 """Damping policies, and the mode of the processor for denormal numbers."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,3 +136,23 @@ def test_an_inactive_context_changes_nothing(mode: bool) -> None:
     with flushed_denormals(active=False):
         assert are_flushed() == mode
     assert are_flushed() == mode
+
+
+THREADS = """
+import torch
+from soframe.trust_region.denormals import flushed_denormals
+
+torch.set_num_threads(2)
+with flushed_denormals():
+    torch.ones(2**22).mul_(2)  # the first that threads share
+denormal = torch.full((2**22,), 1e-40)
+print(int((denormal * 0.5 == 0).sum()))
+"""
+
+
+def test_threads_that_start_meanwhile_keep_the_user_s_mode() -> None:
+    """A thread has the mode of its maker, and nobody could set it back."""
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.strip() == "0"

@@ -384,18 +384,20 @@ def test_a_closure_that_penalises_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_closures_run_in_the_mode_of_the_user(flush: bool) -> None:
+@pytest.mark.parametrize("reuse", [True, False])
+def test_closures_run_in_the_mode_of_the_user(flush: bool, reuse: bool) -> None:
     net, (x, y) = deep(), classes_of(0)
-    own = trust_region(net, "cross-entropy", Measured(1.0), flush_denormals=flush)
+    settings = {"flush_denormals": flush, "reuse_activations": reuse}
+    own = trust_region(net, "cross-entropy", Measured(1.0), **settings)
     modes = []
 
     def closure() -> Tensor:
-        if torch.is_grad_enabled():
-            modes.append(are_flushed())
+        modes.append(are_flushed())
         return F.cross_entropy(net(x), y)
 
     own.step(closure)
-    assert modes == [False]
+    # Once for the step, once for its verdict, and for each of two directions without a tape.
+    assert modes == [False] * (2 if reuse else 4)
     assert not are_flushed()
 
 
