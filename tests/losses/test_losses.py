@@ -1,9 +1,11 @@
 """What a loss says of its Hessian, against autograd on the loss of torch that it stands for."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -224,3 +226,47 @@ def test_what_is_not_finite_is_seen_in_the_sample(name: str, bad: float) -> None
     # An infinite logit of a Bernoulli variable is a certain one.
     certain = name == "binary-cross-entropy" and math.isinf(bad)
     assert drawn.isfinite().all() == (certain or "entropy" not in name)
+
+
+def outcomes(name: str, output: Tensor) -> Iterator[Tensor]:
+    """All targets that a likelihood can draw."""
+    if name == "cross-entropy":
+        yield from torch.arange(output.shape[1]).unsqueeze(1)
+    else:
+        for bits in itertools.product((0.0, 1.0), repeat=output.shape[1]):
+            yield torch.tensor([bits], dtype=output.dtype)
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "binary, sum"])
+def test_the_hessian_is_the_fisher_of_the_predictive_distribution(name: str) -> None:
+    """Summed over all labels, each with the probability that torch's own loss gives it."""
+    outputs, (own, criterion, _) = randn(3, 4), LOSSES[name]
+    for n in range(len(outputs)):
+        total, mass = torch.zeros(4, 4, dtype=torch.float64), 0.0
+        for target in outcomes(name, outputs[n : n + 1]):
+            logits = outputs[n : n + 1].clone().requires_grad_()
+            loss = criterion(logits, target)
+            (gradient,) = torch.autograd.grad(loss, logits)
+            probability = loss.detach().neg().exp()
+            total += probability * gradient.T @ gradient
+            mass += float(probability)
+        assert mass == pytest.approx(1.0, rel=1e-12)
+        columns = torch.eye(4, dtype=torch.float64)
+        repeated = outputs[n : n + 1].expand(4, 4)
+        equal(own.hessian_product(repeated, columns), total)
+
+
+@pytest.mark.parametrize("name", ["squared", "squared, precise"])
+def test_a_squared_error_s_hessian_is_the_fisher_of_its_gaussian(name: str) -> None:
+    """Gauss and Hermite's three points are exact for second moments."""
+    output, (own, criterion, _) = randn(1, 2), LOSSES[name]
+    precision = own.precision
+    points, weights = np.polynomial.hermite.hermgauss(3)
+    total = torch.zeros(2, 2, dtype=torch.float64)
+    for i, j in itertools.product(range(3), repeat=2):
+        noise = torch.tensor([[points[i], points[j]]]) * math.sqrt(2 / precision)
+        leaf = output.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(criterion(leaf, output + noise), leaf)
+        total += weights[i] * weights[j] / math.pi * gradient.T @ gradient
+    columns = torch.eye(2, dtype=torch.float64)
+    equal(own.hessian_product(output.expand(2, 2), columns), total)
