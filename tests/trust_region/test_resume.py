@@ -40,7 +40,12 @@ def batch(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: nn.Module, own: soframe.TrustRegion, first: int, last: int, part: slice = slice(None)
+    model: nn.Module,
+    own: soframe.TrustRegion,
+    first: int,
+    last: int,
+    part: slice = slice(None),
+    scale: float = 1.0,
 ) -> list[bytes]:
     """Train, and return what a script would have saved before every step."""
     saved = []
@@ -56,7 +61,7 @@ def train(
         x, y = batch(step, part)
         # Too long a step now and then, so that some are rejected.
         own.param_groups[0]["lr"] = 40.0 if step == 3 else 1.0
-        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y) * scale)
     return saved
 
 
@@ -116,6 +121,7 @@ RANK_CASES: dict[str, dict[str, Any]] = {
     "full batch": adaptive(full_batch=True),
     "mem-opt": adaptive(strategy="mem-opt"),
     "hybrid-opt": adaptive(strategy="hybrid-opt"),
+    "uneven": adaptive(strategy="hybrid-opt", loss_average="global"),
     "sharded": adaptive(strategy="sharded"),
     "deferred": adaptive(
         strategy=Sharded(deferred=True), statistics_every=1, solve_every=2, decay=0.5
@@ -127,14 +133,16 @@ def train_rank(rank: int, ranks: int, case: str) -> tuple[Tensor, dict[str, floa
     model = net()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     own = optimizer_of(wrapped, **copy.deepcopy(RANK_CASES[case]))
-    train(wrapped, own, 0, 6, part_of(rank, ranks))
+    part = part_of(rank, ranks)
+    # Losses whose mean over ranks is that of all samples.
+    train(wrapped, own, 0, 6, part, scale=(part.stop - part.start) * ranks / 8)
     own.close()
     return vector(model), own.last, own.counters
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*((case, 2) for case in RANK_CASES), ("hybrid-opt", 4)]
+    ("case", "ranks"), [*((case, 2) for case in RANK_CASES), ("hybrid-opt", 4), ("uneven", 3)]
 )
 def test_ranks_are_one_process(case: str, ranks: int) -> None:
     weights, last, counters = train_rank(0, 1, case)
