@@ -254,7 +254,7 @@ class Run:
         while True:
             order = torch.randperm(len(examples), generator=generator)
             if self.batch_size == len(examples):
-                order = torch.arange(len(examples))  # sums are then of the same order every time
+                order = order.sort().values  # the same sums, to the bit, at every step
             for first in range(0, len(examples) - self.batch_size + 1, self.batch_size):
                 yield examples[order[first : first + self.batch_size][rank::world_size]]
 

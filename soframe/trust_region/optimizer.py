@@ -199,14 +199,14 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             False if that step has been undone.
         """
-        if self._reduction.decay is None:
+        if not self._reduction.waits:
             return True
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
     def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run closures; if their loss undoes the step that waits for it, run them again."""
-        if self._reduction.decay is None:
+        if not self._reduction.waits:
             return self._forward_backward(closures)
         before = Snapshot(self._model)
         forwards, loss = self._forward_backward(closures)
@@ -274,9 +274,8 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _judge(self, loss: float) -> bool:
         """Keep the step that waits for this loss, or undo it."""
-        decay = self._reduction.decay
-        assert decay is not None
-        accepted = self._reduction.judge(self.state, loss + self._penalty(decay))
+        penalty = self._penalty(self._reduction.decay)
+        accepted = self._reduction.judge(self.state, loss + penalty)
         self.counters["rejected_steps"] += not accepted
         return accepted
 

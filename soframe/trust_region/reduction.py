@@ -40,9 +40,15 @@ class Reduction:
         self.last: dict[str, float] = {}
 
     @property
-    def decay(self) -> float | None:
-        """The weight decay of the step that waits for its verdict; None if none does."""
-        return None if self._waiting is None else self._waiting[2]
+    def waits(self) -> bool:
+        """Whether a step waits for its verdict."""
+        return self._waiting is not None
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of the step that waits."""
+        assert self._waiting is not None
+        return self._waiting[2]
 
     def due(self, step: int) -> bool:
         """Return whether a step is measured.

@@ -101,8 +101,8 @@ class Snapshot:
     def restore(self) -> None:
         """Go back, in the same tensors."""
         self._random.restore()
-        for place, own in self._places:
-            place.update(own.items())
+        for buffers, own in self._places:
+            buffers.update(own)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 if not torch.equal(buffer, before):  # what is expanded is not written to

@@ -145,6 +145,13 @@ def test_the_trust_region_is_told_whether_a_step_has_all_examples():
     some.close()
 
 
+def test_a_run_goes_on_from_a_step_that_the_next_one_undoes():
+    own = SGD.but(optimizer="trust-region", lr=math.inf, steps=7, evaluate_every=1)
+    record = train(SILENT, own)
+    assert record.rows[-1].step == 7
+    assert not math.isfinite(record.rows[1].loss)
+
+
 def test_numerics_are_put_back():
     denormal = torch.full((1,), 1e-310, dtype=torch.float64)
     before = torch.get_num_threads()
