@@ -14,8 +14,8 @@ from soframe.schedules import Every, GrowingBatch, GrowingInterval, WarmInterval
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.test_fisher import deep, observe
+from tests.trust_region.dense import Dense, affine_net
 from tests.trust_region.kit import Measured, closures, trust_region, vector
-from tests.trust_region.test_optimizer import Dense, affine_net
 
 # -- intervals ---------------------------------------------------------------------------------
 

@@ -60,15 +60,18 @@ class AdaptiveDamping:
         self._wait = self.interval  # between the last trial and the next
         self._due = 0  # the step of the next
 
-    def at(self, start: float, count: int = 1) -> list[float]:
+    def at(self, start: float, count: int | None = None) -> list[float]:
         """Return the dampings.
 
         Args:
             start: The damping to begin with; later calls ignore it.
-            count: How many.
+            count: How many, by default as many as there are, or one. Where they were not as many,
+                all go on from the median of those.
         """
-        if not self._now:
-            self._now, self._ways = [self._within(start)] * count, [-1] * count
+        if len(self._now) != (count or len(self._now) or 1):
+            first = self._middle() if self._now else self._within(start)
+            self._now = [first] * (count or 1)
+            self._ways = [-1] * len(self._now)
         return list(self._now)
 
     def trial(self, step: int) -> list[float]:
@@ -104,10 +107,10 @@ class AdaptiveDamping:
             (1 if new > old else -1) * (1 if own else -1)
             for own, old, new in zip(taken, self._now, tried, strict=True)
         ]
-        now = [new if own else old for own, old, new in zip(taken, self._now, tried, strict=True)]
-        middle = math.exp(statistics.median(map(math.log, now)))
-        low, high = middle / self.spread, middle * self.spread
-        self._now = [self._within(min(high, max(low, damping))) for damping in now]
+        rows = zip(taken, self._now, tried, strict=True)
+        self._now = [new if own else old for own, old, new in rows]
+        low, high = self._middle() / self.spread, self._middle() * self.spread
+        self._now = [self._within(min(high, max(low, damping))) for damping in self._now]
         longer = min(self.longest, self._wait * 2)
         self._wait = max(self.interval, self._wait // 2) if any(taken) else longer
         self._due = step + self._wait
@@ -118,6 +121,9 @@ class AdaptiveDamping:
             ahead, back = (self._within(damping * self.ratio**w) for w in (way, -way))
             found.append(back if ahead == damping else ahead)
         return found
+
+    def _middle(self) -> float:
+        return math.exp(statistics.median(map(math.log, self._now)))
 
     def _within(self, damping: float) -> float:
         return min(self.high, max(self.low, damping))

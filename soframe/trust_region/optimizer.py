@@ -21,21 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from soframe import registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.trust_region import settings
+from soframe.trust_region import groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
 from soframe.trust_region.declared import check_declared_loss, require_only_through
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
 from soframe.trust_region.jacobian import Direction
-from soframe.trust_region.parts import part_of_each, split, uncovered
+from soframe.trust_region.parts import Parts
 from soframe.trust_region.proposals import Proposer
-from soframe.trust_region.quadratic import Quadratic, combine, curvature_along, inner_products
+from soframe.trust_region.quadratic import Quadratic, combine, curvature_along
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.replay import Replay, Snapshot
 from soframe.trust_region.tape import Tape
@@ -48,16 +49,18 @@ class TrustRegion(torch.optim.Optimizer):
     Args:
         model: The model; it returns a tensor, or several as a tuple or list: then the loss is a
             `soframe.losses.SumLoss` with a term for each. Wrapped in DistributedDataParallel on
-            several ranks: the closure calls the wrapper.
+            several ranks: the closure calls the wrapper. Freeze and thaw parameters as you like.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
             instance. It must be the loss of the closure; the first step checks it.
         damping: The damping policy: a name, class or instance; or a number, or a callable of the
             step.
+        params: Param groups, each with ``lr`` and ``weight_decay`` of its own if it likes; or
+            parameters. By default all of the model's. See `soframe.trust_region.groups`.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
         parts: How many runs of layers have coefficients of their own in the step; see
             `soframe.trust_region.parts`.
-        lr: Multiplies the update; 1 is the minimum of the model.
+        lr: Multiplies the update; 1 is the minimum of the model. Groups move in their ratio.
         fisher: ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"``.
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, that
             begins with the policy's, or a multiple of the policy's.
@@ -76,7 +79,7 @@ class TrustRegion(torch.optim.Optimizer):
             `PRECONDITIONER`.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class TrustRegion(torch.optim.Optimizer):
         loss: str | type[Loss] | Loss,
         *,
         damping: DampingChoice = "levenberg-marquardt",
+        params: ParamsT | None = None,
         weight_decay: float = 0.0,
         momentum: bool = True,
         parts: int = 3,
@@ -100,12 +104,13 @@ class TrustRegion(torch.optim.Optimizer):
         **preconditioner: Any,
     ) -> None:
         own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-        settings.check(lr, weight_decay, own, {"fisher": fisher, **preconditioner})
+        settings.check(own, {"fisher": fisher, **preconditioner})
         self._model = registration.unwrap(model)
-        trainable = [p for p in self._model.parameters() if p.requires_grad]
-        super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
+        every = self._model.parameters() if params is None else params
+        super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
+        groups.check_all(self._model, self.param_groups)
         self.damping = settings.whole_model_damping(damping)
-        self._parts = part_of_each(self._model, trainable, parts)
+        self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._flush, self._reuse = flush_denormals, reuse_activations
         self._steps = 0
@@ -127,15 +132,21 @@ class TrustRegion(torch.optim.Optimizer):
         self.last: dict[str, float] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a second group: the model of the loss has one length, decay and damping."""
-        if self.param_groups:
-            raise ValueError("TrustRegion has one param group: the model's parameters")
+        """Add parameters of the model: ``params``, and ``lr`` and ``weight_decay`` if they differ.
+
+        Raises:
+            ValueError: If a setting is unknown or out of range, or a parameter not the model's.
+        """
         super().add_param_group(param_group)
+        try:
+            groups.check(self._model, self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        damping = self.damping.at(self._steps) + self._weight_decay()
-        own = self._own_damping
+        damping, own = self._mean_damping(), self._own_damping
         return max(own.at(damping)) if isinstance(own, AdaptiveDamping) else own * damping
 
     # -- the step -----------------------------------------------------------------------------
@@ -153,16 +164,18 @@ class TrustRegion(torch.optim.Optimizer):
             The loss before the update, averaged over ranks.
 
         Raises:
-            ValueError: If the closure's loss is not the declared one.
+            ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
             RuntimeError: If a closure does not run the model once, or its loss has terms that do
                 not go through the model's output.
         """
+        groups.check_all(self._model, self.param_groups)
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
-        parameters = self._parameters()
+        parameters = groups.trainable(self.param_groups)
         forwards, loss = self._first_passes(closures)
-        gradients = self._gradients(parameters)
+        self._follow(parameters)
+        gradients = groups.add_decay(parameters, groups.setting(self.param_groups, "weight_decay"))
         skipped = self.preconditioner.counters["skipped_updates"]
-        self._proposer.begin(self.damping.at(self._steps) + self._weight_decay())
+        self._proposer.begin(self._mean_damping())
         with flushed_denormals(self._flush):
             self.preconditioner.step()
         if self._burn_in > 0:
@@ -175,17 +188,16 @@ class TrustRegion(torch.optim.Optimizer):
             self._step_back(parameters)
         else:
             with flushed_denormals(self._flush):
-                proposals = self._proposer.propose(parameters, gradients, self._steps)
-                tried = chain(*(proposal.parts for proposal in proposals))
+                shares, lr = groups.shares(self.param_groups)
+                proposals = self._proposer.propose(parameters, gradients, shares, self._steps)
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-                rest = uncovered(parameters, gradients, self.preconditioner.covered())
-                rest += split(last, [self._parts[p] for p in parameters[: len(last)]])
-                directions = [*tried, *rest]
+                rest = self._proposer.rest(parameters, gradients, last, shares)
+                directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
             if quadratic.finite():
                 chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
                 directions = [*chosen, *rest]
-                self._move(forwards, parameters, loss, directions, quadratic)
+                self._move(forwards, parameters, loss, lr, directions, quadratic)
             else:
                 self._step_back(parameters)
         return torch.tensor(loss)
@@ -205,7 +217,7 @@ class TrustRegion(torch.optim.Optimizer):
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
     def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
-        """Run closures; if their loss undoes the step that waits for it, run them again."""
+        """Run closures; if their loss undoes the step that waits, run them again."""
         if not self._reduction.waits:
             return self._forward_backward(closures)
         before = Snapshot(self._model)
@@ -220,7 +232,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
         self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
-        parameters = self._parameters()
+        parameters = groups.trainable(self.param_groups)
         forwards = []
         total = 0.0
         for closure in closures:
@@ -247,17 +259,18 @@ class TrustRegion(torch.optim.Optimizer):
         forwards: Sequence[Forward],
         parameters: Sequence[nn.Parameter],
         loss: float,
+        lr: float,
         directions: Sequence[Direction],
         quadratic: Quadratic,
     ) -> None:
         """Take the step that minimises the model, and measure what it brought if that is due."""
-        coefficients = quadratic.minimise() * self.param_groups[0]["lr"]
+        coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), self.damping.at(self._steps)
         update = combine(parameters, directions, coefficients)
         measure, states = self._reduction.due(self._steps), [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
-        decay = self._weight_decay()
-        objective = loss + self._penalty(decay)
+        decays = groups.setting(self.param_groups, "weight_decay")
+        objective = loss + groups.penalty(zip(parameters, decays, strict=True))
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
@@ -265,7 +278,7 @@ class TrustRegion(torch.optim.Optimizer):
         else:
             again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
             after = self._evaluate(again) if again else None
-            self._reduction.wait(states, update, before, objective, predicted, decay)
+            self._reduction.wait(states, update, before, decays, objective, predicted)
             if after is not None:
                 self._judge(after)
         told, self._reduction.last = self._reduction.last, {}
@@ -274,7 +287,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _judge(self, loss: float) -> bool:
         """Keep the step that waits for this loss, or undo it."""
-        penalty = self._penalty(self._reduction.decay)
+        penalty = groups.penalty(self._reduction.decayed(self.state))
         accepted = self._reduction.judge(self.state, loss + penalty)
         self.counters["rejected_steps"] += not accepted
         return accepted
@@ -291,18 +304,11 @@ class TrustRegion(torch.optim.Optimizer):
 
     # -- pieces -------------------------------------------------------------------------------
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the gradients of the objective, and leave them in ``.grad`` too."""
-        decay = self._weight_decay()
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if decay:
-                parameter.grad.add_(parameter.detach(), alpha=decay)
-        return [p.grad.clone() for p in parameters if p.grad is not None]
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Cut the model anew where parameters were frozen or thawed since the last step."""
+        if self._parts.follow(parameters):
+            for parameter in set(self.state) - set(parameters):
+                self.state[parameter].pop("update", None)  # of long ago, once it is thawed
 
     def _quadratic(
         self,
@@ -321,19 +327,17 @@ class TrustRegion(torch.optim.Optimizer):
             isotropic=loss is not None and loss.isotropic,
         )
         curvature = self._mean(own)
-        damping = self.damping.at(self._steps) + self._weight_decay()
-        products = inner_products([gradients, *directions])
-        return Quadratic(curvature + damping * products[1:, 1:], products[0, 1:])
+        decays = groups.setting(self.param_groups, "weight_decay")
+        damping = self.damping.at(self._steps)
+        slope, metric = groups.slope_and_metric(gradients, directions, decays, damping)
+        return Quadratic(curvature + metric, slope)
 
     def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the parameters of now."""
         return self._mean_loss(sum(evaluated(*one) for one in passes))
 
-    def _penalty(self, decay: float) -> float:
-        return 0.5 * decay * inner_products([self._parameters()]).item() if decay else 0.0
-
-    def _weight_decay(self) -> float:
-        return float(self.param_groups[0]["weight_decay"])
+    def _mean_damping(self) -> float:
+        return self.damping.at(self._steps) + groups.mean_decay(self.param_groups)
 
     def _mean_loss(self, loss: float) -> float:
         return self._mean(torch.tensor([loss], dtype=torch.float64)).item()

@@ -48,6 +48,37 @@ def part_of_each(
     return numbers | dict.fromkeys(last, parts - 1)
 
 
+class Parts:
+    """The runs of a model's layers, as long as its parameters are the same.
+
+    Args:
+        model: The model.
+        count: How many.
+        parameters: Those that are trained.
+
+    Attributes:
+        numbers: The number of the run of each parameter.
+    """
+
+    def __init__(self, model: nn.Module, count: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._model, self._count = model, count
+        self.numbers = part_of_each(model, parameters, count)
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Cut the model anew if other parameters are trained now.
+
+        Args:
+            parameters: Those that are trained.
+
+        Returns:
+            Whether there are others.
+        """
+        changed = set(parameters) != set(self.numbers)
+        if changed:
+            self.numbers = part_of_each(self._model, parameters, self._count)
+        return changed
+
+
 def split(direction: Direction, numbers: Sequence[int]) -> list[Direction]:
     """Return the parts of a direction, which add up to it.
 

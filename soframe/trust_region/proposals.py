@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.groups import scaled
 from soframe.trust_region.jacobian import Direction
-from soframe.trust_region.parts import split
+from soframe.trust_region.parts import Parts, split, uncovered
 from soframe.trust_region.quadratic import Quadratic
 
 T = TypeVar("T")
@@ -38,16 +39,17 @@ class Proposer:
     Args:
         damping: The dampings, one for each part that has blocks.
         preconditioner: The preconditioner.
-        parts: The number of the part of each parameter.
+        parts: The part of each parameter.
     """
 
     def __init__(
         self,
         damping: AdaptiveDamping | None,
         preconditioner: Preconditioner,
-        parts: Mapping[nn.Parameter, int],
+        parts: Parts,
     ) -> None:
         self._damping, self._preconditioner, self._parts = damping, preconditioner, parts
+        self._start = 1.0
 
     def begin(self, start: float) -> None:
         """Before the preconditioner's step, damp each block with its part's damping.
@@ -55,12 +57,16 @@ class Proposer:
         Args:
             start: The damping of the first step.
         """
-        if self._damping is not None:
-            count = len(set(self._part_of_blocks()))
-            self._damp(self._of_blocks(self._damping.at(start, count)))
+        self._start = start
+        if self._damping is not None and self._parts_are_those_of_blocks():
+            self._damp(self._of_blocks(self._dampings(self._damping)))
 
     def propose(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], step: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        shares: Sequence[float],
+        step: int,
     ) -> list[Proposal]:
         """Return the preconditioned gradient, and another one where a trial is due.
 
@@ -68,11 +74,13 @@ class Proposer:
             parameters: The parameters, after the preconditioner's step: ``.grad`` is
                 preconditioned.
             gradients: Their gradients as they were before.
+            shares: What each of them is scaled by, after it was preconditioned.
             step: Completed steps.
         """
-        made = [self._proposal(parameters)]
+        made = [self._proposal(parameters, shares)]
         if self._damping is None:
             return made
+        self._dampings(self._damping)  # there are others if the model's blocks are
         self._damping.retreat(made[0].unsolved)
         others = self._damping.trial(step)
         if others:
@@ -80,8 +88,31 @@ class Proposer:
                 parameter.grad = gradient.clone()
             self._damp(self._of_blocks(others))
             self._preconditioner.precondition_again(max(others))
-            made.append(self._proposal(parameters))
+            made.append(self._proposal(parameters, shares))
         return made
+
+    def rest(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        last: Sequence[Tensor | None],
+        shares: Sequence[float],
+    ) -> list[Direction]:
+        """Return the directions that belong to every step.
+
+        Args:
+            parameters: The parameters.
+            gradients: Their gradients.
+            last: The last update, or nothing. It keeps the lengths that it had, but where nothing
+                is to move.
+            shares: What each direction is scaled by.
+        """
+        rest = uncovered(parameters, gradients, self._preconditioner.covered())
+        rest = [scaled(direction, shares) for direction in rest]
+        if last:
+            moving = scaled(last, [float(share != 0) for share in shares])
+            rest += split(moving, [self._parts.numbers[p] for p in parameters])
+        return rest
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int
@@ -110,11 +141,11 @@ class Proposer:
         pairs = zip(taken, one.parts, other.parts, strict=True)
         return [second if own else first for own, first, second in pairs], model
 
-    def _proposal(self, parameters: Sequence[nn.Parameter]) -> Proposal:
+    def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
         covered = self._preconditioner.covered()
         rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
         data = [dict(block.second_order) for block in self._preconditioner.blocks]
-        parts = split(rows, [self._parts[p] for p in parameters])
+        parts = split(scaled(rows, shares), [self._parts.numbers[p] for p in parameters])
         return Proposal(parts, data, self._unsolved())
 
     def _unsolved(self) -> list[bool]:
@@ -129,9 +160,16 @@ class Proposer:
         for block, damping in zip(self._preconditioner.blocks, dampings, strict=True):
             block.damping = damping
 
+    def _dampings(self, damping: AdaptiveDamping) -> list[float]:
+        return damping.at(self._start, len(set(self._part_of_blocks())))
+
+    def _parts_are_those_of_blocks(self) -> bool:
+        """Return whether no block has lost a parameter meanwhile; its step will replace those."""
+        return self._preconditioner.covered() <= set(self._parts.numbers)
+
     def _part_of_blocks(self) -> list[int]:
-        blocks = self._preconditioner.blocks
-        return [self._parts[next(iter(block.parameters.values()))] for block in blocks]
+        numbers, blocks = self._parts.numbers, self._preconditioner.blocks
+        return [numbers[next(iter(block.parameters.values()))] for block in blocks]
 
     def _of_blocks(self, each: Sequence[T]) -> list[T]:
         """Return what each block has, given what each part with blocks has."""

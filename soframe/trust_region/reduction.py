@@ -24,7 +24,7 @@ class Reduction:
     """Judges steps by what they brought, and keeps or undoes them.
 
     An ``"update"`` that is kept is left in the optimizer's states, one for each parameter; one that
-    waits for its verdict is ``"moved"`` there, beside what was ``"before"``.
+    waits for its verdict is ``"moved"`` there, beside what was ``"before"`` and the ``"decay"``.
 
     Args:
         damping: It is told of every ratio.
@@ -36,7 +36,7 @@ class Reduction:
 
     def __init__(self, damping: DampingPolicy, reject: bool) -> None:
         self._damping, self._reject = damping, reject
-        self._waiting: tuple[float, float, float] | None = None
+        self._waiting: tuple[float, float] | None = None
         self.last: dict[str, float] = {}
 
     @property
@@ -44,11 +44,13 @@ class Reduction:
         """Whether a step waits for its verdict."""
         return self._waiting is not None
 
-    @property
-    def decay(self) -> float:
-        """The weight decay of the step that waits."""
-        assert self._waiting is not None
-        return self._waiting[2]
+    def decayed(self, states: Mapping[Any, State]) -> list[tuple[Any, float]]:
+        """Return the parameters of the step that waits, and their weight decays in it.
+
+        Args:
+            states: The optimizer's, of every parameter.
+        """
+        return [(p, state["decay"]) for p, state in states.items() if "moved" in state]
 
     def due(self, step: int) -> bool:
         """Return whether a step is measured.
@@ -74,9 +76,9 @@ class Reduction:
         states: Sequence[State],
         update: Sequence[Tensor],
         before: Sequence[Tensor],
+        decays: Sequence[float],
         objective: float,
         predicted: float,
-        decay: float,
     ) -> None:
         """Leave a step until `judge`.
 
@@ -84,26 +86,26 @@ class Reduction:
             states: The optimizer's, of each parameter.
             update: What was added to them.
             before: What they were.
+            decays: Their weight decays.
             objective: The objective before.
             predicted: By how much it was to change.
-            decay: The weight decay in it.
         """
-        self._waiting = (objective, predicted, decay)
-        for state, moved, old in zip(states, update, before, strict=True):
-            state.update(moved=moved, before=old)
+        self._waiting = (objective, predicted)
+        for state, moved, old, decay in zip(states, update, before, decays, strict=True):
+            state.update(moved=moved, before=old, decay=decay)
 
     def judge(self, states: Mapping[Any, State], objective: float) -> bool:
         """Keep the step that waits, or undo it.
 
         Args:
             states: The optimizer's, of every parameter: some may have been frozen meanwhile.
-            objective: The objective after it, with the same weight decay.
+            objective: The objective after it, with the same weight decays.
 
         Returns:
             Whether it was kept.
         """
         assert self._waiting is not None
-        (before, predicted, _), self._waiting = self._waiting, None
+        (before, predicted), self._waiting = self._waiting, None
         change = objective - before
         ratio = change / predicted if math.isfinite(change) and predicted else -math.inf
         self.last = {"change": change, "ratio": ratio}
@@ -112,7 +114,7 @@ class Reduction:
         for parameter, state in states.items():
             if "moved" not in state:
                 continue
-            moved, old = state.pop("moved"), state.pop("before")
+            moved, old, _ = state.pop("moved"), state.pop("before"), state.pop("decay")
             if accepted:
                 state["update"] = moved
             else:
@@ -131,5 +133,5 @@ class Reduction:
             state: What `state` returned; that of a version that never waited is empty.
         """
         waiting = state.get("waiting")
-        self._waiting = None if waiting is None else (waiting[0], waiting[1], waiting[2])
+        self._waiting = None if waiting is None else (waiting[0], waiting[1])
         self.last = dict(state.get("last", {}))

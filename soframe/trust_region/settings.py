@@ -24,16 +24,11 @@ PRECONDITIONER: dict[str, Any] = {
 
 
 def check(
-    lr: float,
-    weight_decay: float,
-    preconditioner_damping: AdaptiveDamping | float,
-    preconditioner: Mapping[str, Any],
+    preconditioner_damping: AdaptiveDamping | float, preconditioner: Mapping[str, Any]
 ) -> None:
-    """Check what a trust region is given.
+    """Check what a trust region is given, besides its param groups.
 
     Args:
-        lr: What updates are multiplied by.
-        weight_decay: The coefficient of the penalty.
         preconditioner_damping: The preconditioner's own, or a multiple of the policy's.
         preconditioner: Settings of the preconditioner.
 
@@ -41,12 +36,8 @@ def check(
         ValueError: If one is out of range.
     """
     own = preconditioner_damping
-    multiple = 1.0 if isinstance(own, AdaptiveDamping) else own
-    for name, value in (("lr", lr), ("preconditioner_damping", multiple)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, not {weight_decay!r}")
+    if not isinstance(own, AdaptiveDamping) and not own > 0:
+        raise ValueError(f"preconditioner_damping must be positive, not {own!r}")
     if preconditioner.get("fisher") == "empirical":
         raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
     if preconditioner.get("gradients", "averaged") != "averaged":

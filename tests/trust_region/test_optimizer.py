@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,95 +16,17 @@ from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
 from soframe.testing import compare
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt
 from soframe.trust_region.denormals import are_flushed
-from tests.curvature import Batch, fill, half_square, randn
+from tests.curvature import fill, half_square, randn
+from tests.trust_region.dense import Dense, affine_net, regression
 from tests.trust_region.kit import (
     Measured,
     classes_of,
     closures,
     deep,
-    fisher,
-    gradient,
     labels,
     trust_region,
     vector,
 )
-
-
-class Affine(nn.Module):
-    """A scale and a shift of every feature: parameters without a block."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(features))
-        self.shift = nn.Parameter(torch.zeros(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + self.shift
-
-
-def affine_net() -> nn.Module:
-    """A net for whose layers K-FAC is exact under squared errors."""
-    layers = [nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False), Affine(2)]
-    net = fill(nn.Sequential(*layers))
-    with torch.no_grad():
-        net[2].scale.add_(1.0)
-    return net
-
-
-COVERED = [slice(0, 12), slice(12, 20)]
-REST = slice(20, 24)
-PARTS = {
-    1: [slice(0, 24)],
-    2: [slice(0, 20), slice(20, 24)],
-    3: [slice(0, 12), slice(12, 20), slice(20, 24)],
-}
-
-
-@dataclass
-class Dense:
-    """The trust region of `affine_net`, with dense matrices throughout."""
-
-    theta: Tensor
-    damping: float
-    factor: float = 1.0
-    weight_decay: float = 0.0
-    momentum: bool = True
-    parts: int = 3
-    lr: float = 1.0
-    last: Tensor | None = None
-
-    def split(self, direction: Tensor) -> list[Tensor]:
-        parts = [torch.zeros_like(direction) for _ in PARTS[self.parts]]
-        for part, own in zip(parts, PARTS[self.parts], strict=True):
-            part[own] = direction[own]
-        return [part for part in parts if part.any()]
-
-    def step(self, batches: list[Batch]) -> float:
-        """Take a step and return the predicted change."""
-        net = affine_net()
-        nn.utils.vector_to_parameters(self.theta, net.parameters())
-        f = fisher(net, batches, half_square)
-        g = gradient(net, batches, half_square) + self.weight_decay * self.theta
-        damping = self.damping + self.weight_decay
-        eye = torch.eye(len(g), dtype=torch.float64)
-        preconditioned, rest = torch.zeros_like(g), torch.zeros_like(g)
-        for own in COVERED:
-            block = (f + self.factor * damping * eye)[own, own]
-            preconditioned[own] = -torch.linalg.solve(block, g[own])
-        rest[REST] = -g[REST]
-        directions = [*self.split(preconditioned), rest]
-        if self.momentum and self.last is not None:
-            directions += self.split(self.last)
-        d = torch.stack(directions)
-        c, b = d @ (f + damping * eye) @ d.T, d @ g
-        coefficients = self.lr * torch.linalg.solve(c, -b)
-        self.last = coefficients @ d
-        self.theta = self.theta + self.last
-        return float(b @ coefficients + coefficients @ c @ coefficients / 2)
-
-
-def regression(step: int) -> list[Batch]:
-    return [(randn(n, 3, seed=10 * step + n), randn(n, 2, seed=10 * step + n + 5)) for n in (4, 2)]
 
 
 @pytest.mark.parametrize(
@@ -412,12 +333,10 @@ def test_closing_removes_every_hook() -> None:
 # -- as an optimizer of torch ----------------------------------------------------------------
 
 
-def test_it_has_one_param_group_which_schedulers_of_torch_change() -> None:
+def test_schedulers_of_torch_change_the_length() -> None:
     net = deep()
     own = trust_region(net, "cross-entropy")
     assert isinstance(own, torch.optim.Optimizer)
-    with pytest.raises(ValueError, match="TrustRegion has one param group: the model's"):
-        own.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
     x, y = classes_of(0)
     lengths = []

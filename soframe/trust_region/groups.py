@@ -1,0 +1,173 @@
+"""Param groups: lengths and weight decays of some parameters, within the model of the objective.
+
+The objective is the loss and ``sum_g decay_g / 2 ||parameters_g||^2``, whose gradient and curvature
+are exact for every group. A group that is to move less than others has its share of every
+direction scaled down before the model weighs them, so that the model is one of the step as it is
+taken; the largest ``lr`` then multiplies the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.trust_region.jacobian import Direction
+from soframe.trust_region.quadratic import inner_products
+
+Group = Mapping[str, Any]
+
+SETTINGS = {"params", "param_names", "lr", "initial_lr", "weight_decay"}
+"""What a group may have; schedulers of torch add ``initial_lr``."""
+
+
+def check(model: nn.Module, group: Group) -> None:
+    """Check a group.
+
+    Args:
+        model: The model.
+        group: The group, with every default filled in.
+
+    Raises:
+        ValueError: If a setting is unknown or out of range, or a parameter not the model's.
+    """
+    unknown = sorted(set(group) - SETTINGS)
+    if unknown:
+        raise ValueError(f"a param group of TrustRegion has lr and weight_decay, not {unknown}")
+    if not group["lr"] > 0:
+        raise ValueError(f"lr must be positive, not {group['lr']!r}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay must not be negative, not {group['weight_decay']!r}")
+    _require_own(model, group["params"])
+
+
+def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
+    """Check that the groups have the parameters of the model that are trained.
+
+    Args:
+        model: The model.
+        groups: The groups.
+
+    Raises:
+        ValueError: If a parameter that needs a gradient is in no group, or none needs one; or one
+            in a group is not the model's, which may have exchanged a layer.
+    """
+    grouped = {p for group in groups for p in group["params"]}
+    _require_own(model, grouped)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in grouped:
+            raise ValueError(
+                f"TrustRegion: {name!r} needs a gradient, and is in no param group: add it to "
+                f"one, or freeze it with requires_grad_(False)"
+            )
+    if not trainable(groups):
+        raise ValueError("TrustRegion: no parameter of the model needs a gradient")
+
+
+def _require_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    for foreign in set(parameters) - set(model.parameters()):
+        raise ValueError(
+            f"TrustRegion: a param group has a parameter of shape {list(foreign.shape)} that is "
+            f"not, or no longer, the model's: make an optimizer without it"
+        )
+
+
+def trainable(groups: Sequence[Group]) -> list[nn.Parameter]:
+    """Return the parameters that need a gradient, group by group."""
+    return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def setting(groups: Sequence[Group], name: str) -> list[float]:
+    """Return a setting of each parameter of `trainable`."""
+    return [float(group[name]) for group in groups for p in group["params"] if p.requires_grad]
+
+
+def mean_decay(groups: Sequence[Group]) -> float:
+    """Return the weight decay that the preconditioner damps with: the mean over all numbers."""
+    decays = setting(groups, "weight_decay")
+    if len(set(decays)) == 1:
+        return decays[0]
+    sizes = [parameter.numel() for parameter in trainable(groups)]
+    return sum(map(float.__mul__, decays, map(float, sizes))) / sum(sizes)
+
+
+def shares(groups: Sequence[Group]) -> tuple[list[float], float]:
+    """Return by how much each parameter's direction is scaled, and the step along all of them.
+
+    Returns:
+        Of each parameter of `trainable` its ``lr`` over the largest; and that.
+    """
+    lrs = setting(groups, "lr")
+    largest = max(lrs)
+    return [1.0 if lr == largest else lr / largest for lr in lrs], largest
+
+
+def scaled(direction: Direction, factors: Sequence[float]) -> list[Tensor | None]:
+    """Return a direction with each of its tensors scaled."""
+    rows = zip(direction, factors, strict=True)
+    return [t if t is None or factor == 1.0 else t * factor for t, factor in rows]
+
+
+def add_decay(parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> list[Tensor]:
+    """Add the gradient of the penalty to ``.grad``.
+
+    Args:
+        parameters: The parameters; those without a gradient get one.
+        decays: Their weight decays.
+
+    Returns:
+        Copies of the gradients of the objective.
+    """
+    gradients = []
+    for parameter, decay in zip(parameters, decays, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if decay:
+            parameter.grad.add_(parameter.detach(), alpha=decay)
+        gradients.append(parameter.grad.clone())
+    return gradients
+
+
+def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
+    """Return the penalty on weights.
+
+    Args:
+        decayed: Parameters and their weight decays.
+    """
+    found: dict[float, list[Tensor]] = {}
+    for parameter, decay in decayed:
+        found.setdefault(decay, []).append(parameter)
+    return sum(0.5 * d * inner_products([own]).item() for d, own in found.items() if d)
+
+
+def slope_and_metric(
+    gradients: Sequence[Tensor],
+    directions: Sequence[Direction],
+    decays: Sequence[float],
+    damping: float,
+) -> tuple[Tensor, Tensor]:
+    """Return what the quadratic model has besides the curvature of the loss.
+
+    Args:
+        gradients: Of the objective.
+        directions: k directions.
+        decays: The weight decay of each parameter.
+        damping: The damping of all.
+
+    Returns:
+        ``[k]``, the inner products of directions and gradient; and ``[k, k]``, those of every two
+        directions, weighed by damping and decays. Float64, on the CPU.
+    """
+    slope = torch.zeros(len(directions), dtype=torch.float64)
+    metric = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    for decay in dict.fromkeys(decays):
+        rows = [
+            [tensor for tensor, own in zip(row, decays, strict=True) if own == decay]
+            for row in (gradients, *directions)
+        ]
+        products = inner_products(rows)
+        slope += products[0, 1:]
+        metric += (damping + decay) * products[1:, 1:]
+    return slope, metric
