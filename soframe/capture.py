@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -309,7 +310,8 @@ class Capture:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
         device = gradient.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        ours = torch.autocast(device, enabled=False)  # entering it takes a while
+        with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
             inputs: tuple[Tensor, ...] = ()
             if kept is not None and (self._probe is None or self._probe.first):
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.

@@ -82,5 +82,8 @@ def clip(
     if bounds.norm is not None:
         factors.append(norm_clip_factor(every, rates.of(list(results), step), bounds.norm.at(step)))
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    for result in every:
-        result.mul_(factor.to(result.device))
+    if all(result.device == factor.device for result in every):
+        torch._foreach_mul_(every, factor)
+    else:
+        for result in every:
+            result.mul_(factor.to(result.device))

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 
-def finite(model: nn.Module) -> bool:
-    """Return whether every gradient of a model is finite.
+def finite(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether every gradient is finite.
 
     Args:
-        model: The model.
+        parameters: The parameters of a model.
 
     Returns:
         False if any element of any gradient is infinite or not a number.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
         return True
     # A sum is the fastest pass; what is not finite never leaves it finite.
     sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
-    first = sums[0].device
-    if bool(torch.stack([total.to(first) for total in sums]).isfinite().all()):
+    if len({total.device for total in sums}) > 1:
+        sums = [total.to(sums[0].device) for total in sums]
+    if bool(torch.stack(sums).isfinite().all()):
         return True
     # Finite elements may have a sum that is not.
     return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())

@@ -248,7 +248,7 @@ class Preconditioner:
             statistics if they are to be used.
         """
         with_statistics = self.takes_statistics
-        bad_gradient = not gradients.finite(self._model)
+        bad_gradient = not gradients.finite(self._watch.parameters())
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
         flags = [float(self._watch.changed()), float(bad_gradient), float(bad_statistics)]
         own = (flags, self._statistics.weights(), self._raw.present(), self._background.waits())

@@ -178,14 +178,14 @@ class Statistics:
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
-        traces = [
-            total.diagonal(dim1=-2, dim2=-1).sum().double()
-            for block in self._blocks
-            for total in block.sums.values()
-        ]
+        found: dict[torch.device, list[Tensor]] = {}
+        for block in self._blocks:
+            for total in block.sums.values():
+                diagonal = total.diagonal(dim1=-2, dim2=-1).reshape(-1)
+                found.setdefault(total.device, []).append(diagonal)
         # Together on one device: the host waits for it once.
-        on_one = [trace.to(traces[0].device) for trace in traces]
-        return not traces or bool(torch.stack(on_one).isfinite().all())
+        each = [torch.cat(diagonals).isfinite().all() for diagonals in found.values()]
+        return not each or bool(torch.stack([one.to(each[0].device) for one in each]).all())
 
     def weights(self) -> list[float]:
         """Return this rank's weights, to be added up over ranks.

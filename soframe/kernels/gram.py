@@ -31,6 +31,7 @@ TRANSPOSED = 2**20  # numbers that are transposed at once, about
 LEAST_ROWS = 2048  # that are
 APART = 128  # columns of a block of transposed rows, at most
 ALIGNMENT = 64  # bytes
+HUGE = 2**20  # numbers of a sum that huge pages pay for
 TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
 
 
@@ -43,13 +44,15 @@ def zeros(groups: int, size: int, like: Tensor) -> Tensor:
         like: Its dtype and device are those of the sum.
 
     Returns:
-        ``[groups, size, size]``. On the CPU from NumPy's allocator: it gets zeros from the system,
-        in huge pages where there are any, so that large sums are not written an additional time.
+        ``[groups, size, size]``. Large ones on the CPU from NumPy's allocator: it gets zeros from
+        the system, in huge pages where there are any, so that they are not written twice.
         They begin where vectors do, as torch's own do: products into others take up to a quarter
         longer.
     """
+    if groups * size * size < HUGE or like.device.type != "cpu":
+        return like.new_zeros(groups, size, size)
     name = str(like.dtype).removeprefix("torch.")
-    if like.device.type != "cpu" or name not in ("float32", "float64"):
+    if name not in ("float32", "float64"):
         return like.new_zeros(groups, size, size)
     memory = np.zeros(groups * size * size + ALIGNMENT // like.element_size(), name)
     skipped = -memory.ctypes.data % ALIGNMENT // like.element_size()
@@ -160,6 +163,9 @@ def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         rows: ``[m, n]``.
         scale: The multiplier.
     """
+    if rows.shape[1] < SMALL:  # one block
+        total.addmm_(rows.T, rows, alpha=scale)
+        return
     for start, stop in column_blocks(rows.shape[1]):
         left, right = rows[:, start:stop].T, rows[:, :stop]
         total[start:stop, :stop].addmm_(left, right, alpha=scale)
@@ -206,7 +212,8 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         flat = rows.flatten(1, 2)
         total.baddbmm_(flat.mT, flat, alpha=scale)
         return
-    for own, part in zip(total, rows, strict=True):
+    for group in range(groups):
+        own, part = total[group], rows[group]
         if part.stride(2) != 1 and part.stride(1) == 1:
             add_maps(own, part.mT, scale)
         else:

@@ -20,12 +20,16 @@ from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
 
 Unit = Literal["row", "sample"]
 """What can be taken of a call by itself."""
+
+FEW = 2**15
+"""Numbers: fewer are copied, beside ones for the bias; that takes less than a border of the sum."""
 
 
 class BlockShape(NamedTuple):
@@ -289,14 +293,17 @@ class LayerHelper(ABC):
         if total is None:
             total = zeros(self.groups, self.shape.in_features, output_rows)
         groups, batch, shared, _ = output_rows.shape
-        sums = output_rows.new_zeros(groups, 0)
-        if self.weight is not None:
-            rows = self._weight_rows(inputs, output_rows)
-            add_moment(total if self.bias is None else total[:, :-1, :-1], rows, scale)
-            if self.bias is not None:
-                sums = rows.sum((1, 2))
-        if self.bias is not None:
-            add_bias(total, sums, batch * shared, scale)
+        if self.weight is None:
+            add_bias(total, output_rows.new_zeros(groups, 0), batch * shared, scale)
+            return total
+        rows = self._weight_rows(inputs, output_rows)
+        if self.bias is None:
+            add_moment(total, rows, scale)
+        elif rows.numel() <= FEW:
+            add_moment(total, F.pad(rows, (0, 1), value=1.0), scale)
+        else:
+            add_moment(total[:, :-1, :-1], rows, scale)
+            add_bias(total, rows.sum((1, 2)), batch * shared, scale)
         return total
 
     def output_moment(

@@ -36,16 +36,25 @@ def kl_clip_factor(
         over several devices the terms are brought to that device.
     """
     like = preconditioned[0] if like is None else like
-    terms = [
-        _term(p, g, lr).to(like) for p, g, lr in zip(preconditioned, gradients, lrs, strict=True)
-    ]
+    same = len({id(lr) for lr in lrs}) == 1 and _is_scalar(lrs[0])
+    each = [1.0] * len(lrs) if same else lrs
+    terms = [_term(p, g, lr) for p, g, lr in zip(preconditioned, gradients, each, strict=True)]
+    if len({(term.device, term.dtype) for term in (like, *terms)}) > 1:
+        terms = [term.to(like) for term in terms]
     total = torch.stack(terms).sum() if terms else like.new_zeros(())
+    if same:
+        total = (total * lrs[0] ** 2).to(like)
     total = (total if add is None else add(total)).abs()
     # kappa / 0 is infinite, and clamped like everything above one.
     return (kappa / total).sqrt().clamp(max=1.0)
 
 
 def _term(p: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    if isinstance(lr, Tensor) and lr.dim() > 0:
+    if not _is_scalar(lr):
         return (p * g * lr**2).sum()
-    return torch.dot(p.flatten(), g.flatten()) * lr**2
+    product = torch.dot(p.flatten(), g.flatten())
+    return product if isinstance(lr, float) and lr == 1.0 else product * lr**2
+
+
+def _is_scalar(lr: float | Tensor) -> bool:
+    return not isinstance(lr, Tensor) or lr.dim() == 0

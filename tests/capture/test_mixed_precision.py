@@ -129,6 +129,25 @@ def test_factors_are_as_precise_as_their_dtype() -> None:
     compare(preconditioner._blocks[0].running["G"][0], expected, "G", rtol=1e-5)
 
 
+def test_statistics_are_not_taken_in_the_autocast_of_a_backward_pass() -> None:
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 4, 3, bias=False)
+        preconditioner = precondition(layer)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = layer(x).float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        preconditioner.step()
+        found.append(preconditioner._blocks[0].running)
+    for name, factor in found[1].items():
+        compare(found[0][name], factor, name, rtol=1e-5)
+
+
 # -- GradScaler --------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from soframe.layers import LinearHelper
+from soframe.layers import LinearHelper, base
 from soframe.testing import compare
 from tests.curvature import fill, randn
 
@@ -43,6 +43,24 @@ def test_rows(leading: list[int], features: tuple[int, int], frozen: str, transp
     for name, part in zip(("weight", "bias"), helper.from_matrix(packed), strict=True):
         assert (part is None) == (name == frozen)
         assert part is None or torch.equal(part, gradients[name])
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["in place", "copied"])
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+def test_the_moment_of_inputs_is_that_of_the_rows_of_the_block(
+    few: int, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few inputs are copied beside ones for the bias; of many only the sum gets a border."""
+    monkeypatch.setattr(base, "FEW", few)
+    if not few:
+        monkeypatch.setattr(base.F, "pad", lambda *args, **kwargs: pytest.fail("a copy"))
+    layer, x = fill(nn.Linear(3, 2)), randn(4, 5, 3)
+    helper = LinearHelper(layer, **({frozen: False} if frozen else {}))
+    rows = helper.output_rows(randn(4, 5, 2))
+    total = helper.input_moment((x,), rows, scale=0.5)
+    total = helper.input_moment((x,), rows, total, scale=2.0)
+    expected = 2.5 * base.moment(helper.block_rows((x,), rows))
+    compare(total.tril(), expected.tril(), "moment")
 
 
 def test_the_batch_is_the_first_dimension() -> None:
