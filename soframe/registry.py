@@ -3,9 +3,9 @@
 A component is chosen by name (``strategy="mem-opt"``), by class, or by instance with its options
 (``strategy=MemOpt(...)``); layer helpers are looked up by module type along the MRO. Packages that
 are installed add components through entry points in the groups ``soframe.layer``,
-``soframe.method``, ``soframe.solver``, ``soframe.strategy`` and ``soframe.backend``: the entry
-point's name is the key and its object the class (for layers, importing the object must register
-it, since the key is a type).
+``soframe.method``, ``soframe.solver``, ``soframe.strategy``, ``soframe.backend``, ``soframe.loss``
+and ``soframe.damping``: the entry point's name is the key and its object the class (for layers,
+importing the object must register it, since the key is a type).
 """
 
 from __future__ import annotations

@@ -49,15 +49,16 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("optimizer", no_wrap=True)
+    # On a narrow terminal cells are wrapped rather than cut.
+    table.add_column("optimizer", min_width=len("hybrid-opt"))
     for target in records[0].targets if records else workload.targets:
-        table.add_column(f"to {target:g}\nsteps / s", justify="right", no_wrap=True)
-    table.add_column("last\nloss", justify="right", no_wrap=True)
+        table.add_column(f"to {target:g}\nsteps / s", justify="right")
+    table.add_column("last\nloss", justify="right")
     if workload.classifies:
-        table.add_column("test\nacc.", justify="right", no_wrap=True)
-    table.add_column("ms/\nstep", justify="right", no_wrap=True)
-    table.add_column("sent per\nstep, rank", justify="right", no_wrap=True)
-    table.add_column("curvature\npeak, rank", justify="right", no_wrap=True)
+        table.add_column("test\nacc.", justify="right")
+    table.add_column("ms/\nstep", justify="right")
+    table.add_column("sent per\nstep, rank", justify="right")
+    table.add_column("curvature\npeak, rank", justify="right")
     for summary in summaries:
         table.add_row(*_cells(summary, workload.classifies))
     return table

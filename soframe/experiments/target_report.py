@@ -289,11 +289,12 @@ def table(report: Report) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    made.add_column("to", justify="right", no_wrap=True)
-    made.add_column("optimizer", no_wrap=True)
+    # On a narrow terminal cells are wrapped rather than cut.
+    made.add_column("to", justify="right", overflow="fold")
+    made.add_column("optimizer", overflow="fold")
     ratios = ("time of AdamW\n/ this", "of best peer\n/ this", "its steps\n/ this")
     for name in ("steps", "seconds", "ms/\nstep", *ratios):
-        made.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right", overflow="fold")
     target = None
     for line in report.lines:
         if target is not None and line.target != target:

@@ -100,6 +100,16 @@ def test_the_table_says_when_or_how_far():
     assert "3 seed(s)" in capture.get()
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_nothing_is_cut_where_there_is_little_room(width):
+    screen = Console(width=width)
+    with screen.capture() as capture:
+        screen.print(target_report.table(REPORT))
+    assert "…" not in capture.get()
+    words = set(capture.get().split())
+    assert {"AdamW", "Muon", "0.5", "10.0", "200.0", ">1.67", "0.67"} <= words
+
+
 def test_sentences_compare_with_the_best_peer():
     first, second = REPORT.sentences()
     assert first == (

@@ -136,6 +136,14 @@ def test_benchmarks_are_of_their_workloads(name):
     assert list(benchmark.targets) == sorted(benchmark.targets, reverse=True)
 
 
+def test_every_peer_was_tuned_on_every_workload():
+    workloads = ("byte-gpt", "curves", "digits-autoencoder")
+    peers = ("adamw", "muon", "sgd", "shampoo", "soap")
+    assert (sorted(BENCHMARKS), sorted(PEERS)) == ([*workloads], [*peers])
+    stored = {path.name for path in time_to_target.FOLDER.iterdir()}
+    assert stored == {f"{name}-{peer}.json" for name in workloads for peer in peers}
+
+
 @pytest.mark.parametrize("path", sorted(time_to_target.FOLDER.glob("*.json")), ids=lambda p: p.stem)
 def test_stored_outcomes_obey_one_protocol(path):
     fields = json.loads(path.read_text())

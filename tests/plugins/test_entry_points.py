@@ -101,6 +101,40 @@ def test_installed_components_are_listed_and_used_by_name(installed):
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.slow
+def test_a_trust_region_takes_an_installed_loss_and_damping_by_name(installed):
+    done = run(
+        """
+        import copy, torch, soframe
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        twin = copy.deepcopy(model.double())
+        x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()
+
+        def trained(model, loss, damping):
+            own = soframe.TrustRegion(model, loss, damping=damping, fisher="type-2")
+            dampings = []
+            for _ in range(4):
+                own.step(lambda: (model(x) - y).square().sum() / 6)
+                dampings.append(own.last["damping"])
+            return own, dampings
+
+        mine, dampings = trained(model, "twice-squared", "halving")
+        assert dampings == [1.0, 0.5, 0.25, 0.125]
+        names = type(mine.preconditioner.loss).__name__, type(mine.damping).__name__
+        assert names == ("TwiceSquared", "Halving")
+        trained(twin, soframe.losses.SquaredError(2.0), lambda step: 0.5**step)
+        for one, other in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        assert "twice-squared" in soframe.available("loss")
+        assert "halving" in soframe.available("damping")
+        print("fine")
+        """,
+        installed,
+    )
+    assert done.stdout == "fine\n", done.stderr
+
+
 BAD = {
     "clash": (
         "[soframe.solver]\neigen = other_extras:Mine\n",

@@ -35,8 +35,8 @@ def optimizer_of(model: nn.Module, **settings: Any) -> soframe.TrustRegion:
     return trust_region(model, "cross-entropy", damping, weight_decay=1e-3, **settings)
 
 
-def batch(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    return randn(8, 2, 3, 3, seed=step)[part], labels(8, seed=step)[part]
+def batch(step: int, part: slice = slice(None), samples: int = 8) -> tuple[Tensor, Tensor]:
+    return randn(samples, 2, 3, 3, seed=step)[part], labels(samples, seed=step)[part]
 
 
 def train(
@@ -46,6 +46,7 @@ def train(
     last: int,
     part: slice = slice(None),
     scale: float = 1.0,
+    samples: int = 8,
 ) -> list[bytes]:
     """Train, and return what a script would have saved before every step."""
     saved = []
@@ -58,7 +59,7 @@ def train(
         }
         torch.save(everything, file)
         saved.append(file.getvalue())
-        x, y = batch(step, part)
+        x, y = batch(step, part, samples)
         # Too long a step now and then, so that some are rejected.
         own.param_groups[0]["lr"] = 40.0 if step == 3 else 1.0
         own.step(lambda x=x, y=y: F.cross_entropy(model(x), y) * scale)
@@ -106,8 +107,8 @@ def test_foreign_states_are_refused() -> None:
         own.load_state_dict(other.state_dict())
 
 
-def part_of(rank: int, ranks: int) -> slice:
-    return slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+def part_of(rank: int, ranks: int, samples: int = 8) -> slice:
+    return slice(rank * samples // ranks, (rank + 1) * samples // ranks)
 
 
 def adaptive(**settings: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def adaptive(**settings: Any) -> dict[str, Any]:
 
 RANK_CASES: dict[str, dict[str, Any]] = {
     "tied damping": {},
-    "adaptive": adaptive(),
+    "comm-opt": adaptive(strategy="comm-opt"),
     "full batch": adaptive(full_batch=True),
     "mem-opt": adaptive(strategy="mem-opt"),
     "hybrid-opt": adaptive(strategy="hybrid-opt"),
@@ -129,25 +130,35 @@ RANK_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_rank(rank: int, ranks: int, case: str) -> tuple[Tensor, dict[str, float], dict[str, int]]:
+def train_rank(
+    rank: int, ranks: int, case: str, samples: int = 8
+) -> tuple[Tensor, dict[str, float], dict[str, int]]:
     model = net()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     own = optimizer_of(wrapped, **copy.deepcopy(RANK_CASES[case]))
-    part = part_of(rank, ranks)
+    part = part_of(rank, ranks, samples)
     # Losses whose mean over ranks is that of all samples.
-    train(wrapped, own, 0, 6, part, scale=(part.stop - part.start) * ranks / 8)
+    scale = (part.stop - part.start) * ranks / samples
+    train(wrapped, own, 0, 6, part, scale, samples)
     own.close()
     return vector(model), own.last, own.counters
 
 
+RANKS = [
+    *((case, 2, 8) for case in RANK_CASES),
+    ("hybrid-opt", 4, 8),
+    ("uneven", 3, 8),
+    *((case, ranks, 12) for case in ("comm-opt", "mem-opt", "hybrid-opt") for ranks in (3, 6)),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("case", "ranks"), [*((case, 2) for case in RANK_CASES), ("hybrid-opt", 4), ("uneven", 3)]
-)
-def test_ranks_are_one_process(case: str, ranks: int) -> None:
-    weights, last, counters = train_rank(0, 1, case)
+@pytest.mark.parametrize(("case", "ranks", "samples"), RANKS)
+def test_ranks_are_one_process(case: str, ranks: int, samples: int) -> None:
+    weights, last, counters = train_rank(0, 1, case, samples)
     assert counters["rejected_steps"] > 0
-    for own_weights, own_last, own_counters in run_ranks(train_rank, ranks, case, timeout=120):
+    found = run_ranks(train_rank, ranks, case, samples, timeout=120)
+    for own_weights, own_last, own_counters in found:
         compare(own_weights, weights, "weights")
         assert own_last == pytest.approx(last, rel=1e-7)
         assert own_counters == counters

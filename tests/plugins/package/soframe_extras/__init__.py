@@ -9,6 +9,7 @@ import soframe
 from soframe.factors import TensorSpec
 from soframe.methods import KFAC
 from soframe.strategies import BlockPlacement
+from soframe.trust_region import DampingPolicy
 
 
 class Scale(nn.Module):
@@ -74,3 +75,23 @@ class LastRank(soframe.Strategy):
 
 class Quiet(soframe.comm.SingleProcess):
     """One process."""
+
+
+class TwiceSquared(soframe.Loss):
+    """The squared error, summed over features: twice the identity."""
+
+    def hessian_product(self, outputs, vectors):
+        return 2 * vectors
+
+    def half_factor(self, outputs):
+        for feature in range(outputs.shape[1]):
+            column = torch.zeros_like(outputs)
+            column[:, feature] = 2**0.5
+            yield column
+
+
+class Halving(DampingPolicy):
+    """Half as much at every step."""
+
+    def at(self, step):
+        return 0.5**step
