@@ -159,4 +159,4 @@ def test_training_comes_to_the_most_likely_weights(choice: Any) -> None:
     losses = [float(own.step(lambda: counting()(model(x), y))) for _ in range(30)]
     assert losses[0] - least > 0.5
     assert losses[-1] - least < 1e-3 * (losses[0] - least)
-    assert own.counters == {"rejected_steps": 0, "skipped_steps": 0}
+    assert own.counters["skipped_steps"] == 0
