@@ -347,10 +347,10 @@ def _warm_up() -> None:
 def numerics(threads: int) -> Iterator[None]:
     """Sets what would otherwise differ from one machine, or one optimizer, to the next.
 
-    Denormal numbers are computed in microcode, tens of times slower than others. Second-order
-    data holds many of them (products of small activations and gradients, squared), first-order
-    state few, so that a comparison of seconds with denormals compares processors. They are
-    flushed to zero for every optimizer alike.
+    Denormal numbers are computed in microcode on many processors, far slower than others.
+    Second-order data may hold many of them (products of small activations and gradients, squared),
+    first-order state few, so that a comparison of seconds with denormals compares processors. They
+    are flushed to zero for every optimizer alike.
 
     Args:
         threads: Of torch.
