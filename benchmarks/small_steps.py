@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import soframe
 from soframe.experiments.compare import console
 from soframe.experiments.models import autoencoder
+from soframe.experiments.muon import MuonWithAdamW, split
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.train import numerics
@@ -114,11 +115,15 @@ def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> di
     found["AdamW"] = _first_order(
         model, x, lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True)
     )
+    found["Muon, single precision"] = _first_order(model, x, lambda m: MuonWithAdamW(m, 1e-3, 0.95))
     try:
         (package,) = require("pytorch_optimizer")
         found["SOAP"] = _first_order(model, x, lambda m: package.SOAP(m.parameters(), lr=1e-3))
+        found["Muon, pytorch_optimizer"] = _first_order(
+            model, x, lambda m: package.Muon(_muon_groups(m), lr=1e-3)
+        )
     except MissingLibraryError as error:
-        print(f"without SOAP: {error}", file=sys.stderr)
+        print(f"without SOAP and its Muon: {error}", file=sys.stderr)
     try:
         import_kfac_pytorch(kfac_path)
     except ImportError:
@@ -138,6 +143,11 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+
+def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices, others = split(model)
+    return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
 def _kfac_pytorch(model: nn.Module, optimizer: Any) -> Any:
