@@ -7,8 +7,9 @@
 
 An autoencoder of eight layers, as deep as that of CURVES. Every contender trains its own copy and
 all take turns of 30 steps. A step is counted in milliseconds (the median of turns), in operators
-that torch dispatches and in calls of functions, of Python and of C; the last two are the same on
-every machine. ``--profile`` lists the functions in which a contender's steps spend their time.
+that torch dispatches and in calls of functions, of Python and of C; the last two do not depend on
+how fast a machine is. ``--profile`` lists the functions in which a contender's steps spend their
+time.
 """
 
 from __future__ import annotations
@@ -31,16 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
 from soframe.experiments.compare import console
-from soframe.experiments.models import autoencoder
 from soframe.experiments.muon import MuonWithAdamW, split
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.train import numerics
+from soframe.experiments.workloads import workload
 
 TURN = 30
-"""Steps: a multiple of every interval, of the trust region's and of the others'."""
+"""Steps: a multiple of every interval at which statistics are taken or factors solved."""
 
-CURVES = (256, 128, 64, 32, 6)
 Step = Callable[[], object]
 
 
@@ -89,12 +89,13 @@ def problem(width: int, layers: int = 8, rows: int = 64) -> tuple[nn.Module, Ten
     """Return a model and its inputs, which are its targets.
 
     Args:
-        width: Of every layer; 0 for those of CURVES, with 2000 rows.
+        width: Of every layer; 0 for CURVES, with all of its images.
         layers: How many.
         rows: Of the inputs.
     """
     if width == 0:
-        return autoencoder(CURVES, 0, torch.float32), torch.rand(2000, CURVES[0])
+        curves = workload("curves")
+        return curves.model(0, torch.float32), curves.data(0, torch.float32).train.inputs
     torch.manual_seed(0)
     deep = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*deep[:-1]), torch.rand(rows, width)

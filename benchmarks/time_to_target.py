@@ -3,6 +3,7 @@
     python benchmarks/time_to_target.py                  # report: stored settings, seeds 0, 1, 2
     python benchmarks/time_to_target.py curves --quick   # a first impression in a minute
     python benchmarks/time_to_target.py --tune           # tune the peers anew, then report
+    python benchmarks/time_to_target.py curves --target 0.5   # peers as tuned for 0.5
 
 The report prints a table for each workload, and writes JSON and plots to `--output`.
 """
@@ -50,6 +51,10 @@ def main(
             min=1, help="Of torch; two if left out, or one by processor time.", show_default=False
         ),
     ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Peers as tuned for this target, where runs end; else for the lowest."),
+    ] = None,
     cpu_clock: Annotated[
         bool, typer.Option("--cpu-clock", help="Processor time, for busy machines.")
     ] = False,
@@ -96,17 +101,18 @@ def main(
                     clock="cpu" if cpu_clock else "wall",
                     threads=threads,
                     folder=tuned,
+                    target=target,
                 )
                 for optimizer in (TRUST_REGION, *PEERS)
                 if optimizer in names
             ]
             records += time_to_target.race(configs, turn=turn)
             print(f"{name}, seed {seed}: done", flush=True)
-        report = target_report.Report.of(name, benchmark.targets, records)
+        report = target_report.Report.of(name, records[0].targets, records)
         screen.print(target_report.table(report))
         for sentence in report.sentences():
             screen.print(sentence, highlight=False)
-        figure = plots.loss_curves(workload(name), records, targets=benchmark.targets)
+        figure = plots.loss_curves(workload(name), records, targets=records[0].targets)
         for suffix in ("png", "svg"):
             plots.save(figure, output / f"{name}.{suffix}")
         content = jsonable({**report.as_dict(), "runs": [record.as_dict() for record in records]})

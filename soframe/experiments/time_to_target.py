@@ -142,6 +142,25 @@ class Tuned:
         """The trial that was chosen."""
         return self.trials[0]
 
+    def soonest(self, target: float) -> Trial:
+        """The trial that was at a target first, as far as is known.
+
+        Args:
+            target: One of the protocol's.
+
+        Returns:
+            Of those that were there the one that needed least time to its lowest target; if there
+            is none, the best.
+
+        Raises:
+            ValueError: If the target is another one.
+        """
+        if target not in self.protocol.targets:
+            raise ValueError(f"no target {target:g}, but {self.protocol.targets}")
+        wanted = self.protocol.targets.index(target) + 1
+        there = [trial for trial in self.trials if trial.reached >= wanted]
+        return min(there, key=lambda trial: trial.seconds or math.inf, default=self.best)
+
     def save(self, folder: Path = FOLDER) -> Path:
         """Writes the outcome as JSON.
 
@@ -190,6 +209,7 @@ def configuration(
     clock: ClockName = "wall",
     threads: int = 1,
     folder: Path = FOLDER,
+    target: float | None = None,
 ) -> RunConfig:
     """A reported run: of the settings that tuning chose, or of the trust region's defaults.
 
@@ -201,19 +221,25 @@ def configuration(
         clock: Whose seconds.
         threads: Of torch.
         folder: Where the outcomes of tuning are.
+        target: The settings of the trial that was there first, and the end of the run; None for
+            those of the trial that got furthest.
 
     Returns:
         The configuration.
 
     Raises:
-        ValueError: If the seed is the one that settings were tuned on.
+        ValueError: If the seed is the one that settings were tuned on, or the target none of the
+            benchmark's.
     """
     if seed == TUNING_SEED:
         raise ValueError(f"seed {seed} is the one that settings were tuned on: choose another")
     settings: Mapping[str, Any] = {"lr": 1.0}
     if optimizer != TRUST_REGION:
-        settings = load(benchmark.workload, optimizer, folder).best.settings
-    fields = {"seconds": seconds, "seed": seed, "clock": clock, "threads": threads}
+        tuned = load(benchmark.workload, optimizer, folder)
+        settings = (tuned.best if target is None else tuned.soonest(target)).settings
+    fields: dict[str, Any] = {"seconds": seconds, "seed": seed, "clock": clock, "threads": threads}
+    if target is not None:
+        fields["targets"] = tuple(own for own in benchmark.targets if own >= target)
     return _configure(benchmark, optimizer, settings, **fields)
 
 

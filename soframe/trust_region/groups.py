@@ -2,8 +2,9 @@
 
 The objective is the loss and ``sum_g decay_g / 2 ||parameters_g||^2``, whose gradient and curvature
 are exact for every group. A group that is to move less than others has its share of every
-direction scaled down before the model weighs them, so that the model is one of the step as it is
-taken; the largest ``lr`` then multiplies the step.
+new direction scaled down before the model weighs them, so that the model is one of the step as it
+is taken; the last update counts as it was, unless its group stands. The largest ``lr`` then
+multiplies the step.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TrustRegion(torch.optim.Optimizer):
     Args:
         model: The model; it returns a tensor, or several as a tuple or list: then the loss is a
             `soframe.losses.SumLoss` with a term for each. Wrapped in DistributedDataParallel on
-            several ranks: the closure calls the wrapper. Freeze and thaw parameters as you like.
+            several ranks: the closure calls the wrapper. Parameters may be frozen and thawed.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
             instance. It must be the loss of the closure; the first step checks it.
         damping: The damping policy: a name, class or instance; or a number, or a callable of the
@@ -172,7 +172,7 @@ class TrustRegion(torch.optim.Optimizer):
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
         parameters = groups.trainable(self.param_groups)
         forwards, loss = self._first_passes(closures)
-        self._follow(parameters)
+        self._parts.follow(parameters)
         gradients = groups.add_decay(parameters, groups.setting(self.param_groups, "weight_decay"))
         skipped = self.preconditioner.counters["skipped_updates"]
         self._proposer.begin(self._mean_damping())
@@ -183,9 +183,9 @@ class TrustRegion(torch.optim.Optimizer):
         elif (
             not math.isfinite(loss)
             or self.preconditioner.counters["skipped_updates"] > skipped
-            or self._watch.rises(loss, undoable="update" in self.state.get(parameters[0], {}))
+            or self._watch.rises(loss, undoable=any("update" in s for s in self.state.values()))
         ):
-            self._step_back(parameters)
+            self._step_back()
         else:
             with flushed_denormals(self._flush):
                 shares, lr = groups.shares(self.param_groups)
@@ -194,12 +194,11 @@ class TrustRegion(torch.optim.Optimizer):
                 rest = self._proposer.rest(parameters, gradients, last, shares)
                 directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
                 quadratic = self._quadratic(forwards, parameters, gradients, directions)
+            chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
             if quadratic.finite():
-                chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
-                directions = [*chosen, *rest]
-                self._move(forwards, parameters, loss, lr, directions, quadratic)
+                self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
             else:
-                self._step_back(parameters)
+                self._step_back()
         return torch.tensor(loss)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
@@ -271,6 +270,8 @@ class TrustRegion(torch.optim.Optimizer):
         before = [p.detach().clone() for p in parameters] if measure else []
         decays = groups.setting(self.param_groups, "weight_decay")
         objective = loss + groups.penalty(zip(parameters, decays, strict=True))
+        for frozen in set(self.state) - set(parameters):
+            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
@@ -292,23 +293,17 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters["rejected_steps"] += not accepted
         return accepted
 
-    def _step_back(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _step_back(self) -> None:
         """Undo the last update: it, or this batch, made something that is large or not finite."""
         self.counters["skipped_steps"] += 1
         self.damping.observe(-math.inf)
-        for parameter in parameters:
-            last = self.state[parameter].pop("update", None)
+        for parameter, state in self.state.items():  # what has been frozen since is among them
+            last = state.pop("update", None)
             if last is not None:
                 with torch.no_grad():
                     parameter.sub_(last)
 
     # -- pieces -------------------------------------------------------------------------------
-
-    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Cut the model anew where parameters were frozen or thawed since the last step."""
-        if self._parts.follow(parameters):
-            for parameter in set(self.state) - set(parameters):
-                self.state[parameter].pop("update", None)  # of long ago, once it is thawed
 
     def _quadratic(
         self,
@@ -382,7 +377,7 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If it is not the state of a TrustRegion on such a model.
         """
-        own = settings.state_of(state_dict, self.damping)
+        own = settings.state_of(state_dict, self.damping, self.param_groups)
         if state_dict["curvature"] is not None:
             self.preconditioner.load_state_dict(state_dict["curvature"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in settings.KEYS})

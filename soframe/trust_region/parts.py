@@ -64,19 +64,14 @@ class Parts:
         self._model, self._count = model, count
         self.numbers = part_of_each(model, parameters, count)
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut the model anew if other parameters are trained now.
 
         Args:
             parameters: Those that are trained.
-
-        Returns:
-            Whether there are others.
         """
-        changed = set(parameters) != set(self.numbers)
-        if changed:
+        if set(parameters) != set(self.numbers):
             self.numbers = part_of_each(self._model, parameters, self._count)
-        return changed
 
 
 def split(direction: Direction, numbers: Sequence[int]) -> list[Direction]:

@@ -133,13 +133,20 @@ class Proposer:
             return one.parts, quadratic
         assert self._damping is not None
         (other,) = others
-        taken, model = quadratic.best_of(len(one.parts), other.unsolved)
+        count = len(one.parts)
+        own = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
+        finite = quadratic.finite_directions()[count : 2 * count]
+        if own.finite():
+            barred = [bad or not good for bad, good in zip(other.unsolved, finite, strict=True)]
+            taken, model = quadratic.best_of(count, barred)
+        else:  # nothing is chosen, and what was tried is not tried again at once
+            taken, model = [False] * count, own
         self._damping.choose(taken, step)
-        for number, own in enumerate(self._of_blocks(taken)):
+        for number, second in enumerate(self._of_blocks(taken)):
             block = self._preconditioner.blocks[number]
-            block.second_order = (other if own else one).second_order[number]
+            block.second_order = (other if second else one).second_order[number]
         pairs = zip(taken, one.parts, other.parts, strict=True)
-        return [second if own else first for own, first, second in pairs], model
+        return [second if change else first for change, first, second in pairs], model
 
     def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
         covered = self._preconditioner.covered()

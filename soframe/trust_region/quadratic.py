@@ -57,8 +57,7 @@ class Quadratic:
 
         def model(taken: Sequence[bool]) -> Quadratic:
             chosen = [number + count * second for number, second in enumerate(taken)]
-            which = [*chosen, *range(2 * count, len(self.slope))]
-            return Quadratic(self.curvature[which][:, which], self.slope[which])
+            return self.along([*chosen, *range(2 * count, len(self.slope))])
 
         def promised(taken: Sequence[bool]) -> float:
             own = model(taken)
@@ -74,9 +73,22 @@ class Quadratic:
             best = min((best, other), key=promised)
         return best, model(best)
 
+    def along(self, which: Sequence[int]) -> Quadratic:
+        """Return the model along some of the directions.
+
+        Args:
+            which: Their numbers.
+        """
+        return Quadratic(self.curvature[which][:, which], self.slope[which])
+
     def finite(self) -> bool:
         """Return whether every entry is finite."""
         return bool(self.curvature.isfinite().all() and self.slope.isfinite().all())
+
+    def finite_directions(self) -> list[bool]:
+        """Return of each direction whether its slope and its own curvature are finite."""
+        good: list[bool] = (self.curvature.diagonal().isfinite() & self.slope.isfinite()).tolist()
+        return good
 
     def minimise(self) -> Tensor:
         """Return the coefficients of the minimum.

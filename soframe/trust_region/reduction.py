@@ -23,6 +23,9 @@ State = dict[str, Any]
 class Reduction:
     """Judges steps by what they brought, and keeps or undoes them.
 
+    With an ``lr`` above 2, or of 0, a step is not promised to bring anything. Then there is no
+    ratio, unless it did harm.
+
     An ``"update"`` that is kept is left in the optimizer's states, one for each parameter; one that
     waits for its verdict is ``"moved"`` there, beside what was ``"before"`` and the ``"decay"``.
 
@@ -107,9 +110,11 @@ class Reduction:
         assert self._waiting is not None
         (before, predicted), self._waiting = self._waiting, None
         change = objective - before
-        ratio = change / predicted if math.isfinite(change) and predicted else -math.inf
-        self.last = {"change": change, "ratio": ratio}
-        self._damping.observe(ratio)
+        self.last = {"change": change}
+        if predicted < 0 or not change <= 0:
+            kept = predicted < 0 and math.isfinite(change)
+            self.last["ratio"] = change / predicted if kept else -math.inf
+            self._damping.observe(self.last["ratio"])
         accepted = change <= 0 or not (self._reject or not math.isfinite(change))
         for parameter, state in states.items():
             if "moved" not in state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soframe.schedules import WarmInterval
@@ -80,15 +80,19 @@ def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
     return settings
 
 
-def state_of(state_dict: Mapping[str, Any], damping: DampingPolicy) -> dict[str, Any]:
+def state_of(
+    state_dict: Mapping[str, Any], damping: DampingPolicy, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the trust region's own state.
 
     Args:
         state_dict: That of the optimizer.
         damping: The damping policy that goes on from it.
+        groups: The param groups that do.
 
     Raises:
-        ValueError: If it is not the state of a TrustRegion, or of one with another policy.
+        ValueError: If it is not the state of a TrustRegion, or of one with another policy or other
+            groups; nothing has been loaded yet.
     """
     missing = set(KEYS) - set(state_dict)
     if missing:
@@ -96,4 +100,7 @@ def state_of(state_dict: Mapping[str, Any], damping: DampingPolicy) -> dict[str,
     own: dict[str, Any] = state_dict["trust_region"]
     if set(own["damping"]) != set(damping.state()):
         raise ValueError(f"the state is that of another damping policy than {damping!r}")
+    sizes, now = ([len(g["params"]) for g in each] for each in (state_dict["param_groups"], groups))
+    if sizes != now:
+        raise ValueError(f"the state has param groups of {sizes} parameters, TrustRegion of {now}")
     return own

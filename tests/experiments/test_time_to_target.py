@@ -129,6 +129,28 @@ def test_reported_runs_have_the_settings_that_were_chosen(tmp_path):
         make(DIGITS, "muon", seconds=5.0, seed=TUNING_SEED, folder=tmp_path)
 
 
+def test_for_a_target_the_trial_that_was_there_first_is_chosen(tmp_path):
+    first, second, *_ = DIGITS.targets
+    trials = [
+        dataclasses.replace(trial(reached, seconds), settings={"lr": lr, "schedule_steps": None})
+        for reached, seconds, lr in [(2, 9.0, 0.2), (1, 3.0, 0.1), (1, 4.0, 0.3), (0, None, 0.4)]
+    ]
+    tuned = Tuned(PROTOCOL, "soap", tuple(trials))
+    tuned.save(tmp_path)
+    assert tuned.soonest(first) == trials[1]
+    assert tuned.soonest(second) == trials[0]
+    assert tuned.soonest(DIGITS.targets[2]) == tuned.best == trials[0]
+    with pytest.raises(ValueError, match="no target 7"):
+        tuned.soonest(7.0)
+    make = time_to_target.configuration
+    run = make(DIGITS, "soap", seconds=5.0, seed=3, folder=tmp_path, target=first)
+    assert (run.lr, run.targets) == (0.1, (first,))
+    run = make(DIGITS, "soap", seconds=5.0, seed=3, folder=tmp_path, target=second)
+    assert (run.lr, run.targets) == (0.2, (first, second))
+    own = make(DIGITS, TRUST_REGION, seconds=5.0, seed=3, folder=tmp_path, target=first)
+    assert (own.lr, own.targets) == (1.0, (first,))
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_benchmarks_are_of_their_workloads(name):
     benchmark = BENCHMARKS[name]

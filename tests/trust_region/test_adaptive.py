@@ -1,6 +1,7 @@
 """The preconditioner's own damping: which dampings are tried, and that the best one is kept."""
 
 import copy
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import soframe
 from soframe.solvers import Inverse
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping
+from soframe.trust_region.proposals import Proposal
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
@@ -213,3 +215,37 @@ def test_a_block_s_own_damping_is_as_if_all_had_it(solver: str) -> None:
         same = found[0.3, 0.3] if number < 2 else found[0.7, 0.7]
         compare(found[0.3, 0.7][number], same[number], "each its own")
     assert not torch.allclose(found[0.3, 0.3][0], found[0.7, 0.7][0])
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["the direction of now", "the one that is tried"])
+def test_a_trial_that_overflows_is_not_taken_and_not_repeated_at_once(
+    where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deep()
+    damping = AdaptiveDamping(interval=4)
+    own = trust_region(model, "cross-entropy", solver="inverse", preconditioner_damping=damping)
+    x, y = classes_of(0)
+    own.step(lambda: F.cross_entropy(model(x), y))
+    propose, data = own._proposer.propose, []
+
+    def overflowing(*args: Any) -> list[Proposal]:
+        made = propose(*args)
+        if len(made) == 2:
+            data.append(made[0].second_order)
+            infinite = [[t if t is None else t / 0 for t in part] for part in made[where].parts]
+            made[where] = dataclasses.replace(made[where], parts=infinite)
+        return made
+
+    monkeypatch.setattr(own._proposer, "propose", overflowing)
+    before = damping.state()["now"]
+    steps = 1
+    while not data:
+        own.step(lambda: F.cross_entropy(model(x), y))
+        steps += 1
+    assert steps > 2
+    assert own.counters["skipped_steps"] == (where == 0)
+    assert damping.state()["now"] == before
+    assert [block.second_order for block in own.preconditioner.blocks] == data[0]
+    assert damping.trial(steps) == []
+    own.step(lambda: F.cross_entropy(model(x), y))
+    assert own.counters["skipped_steps"] == (where == 0)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,28 +139,78 @@ def test_a_group_that_is_refused_leaves_the_others() -> None:
     own.step(lambda: F.cross_entropy(model(x), y))
 
 
-def test_groups_go_on_from_a_state() -> None:
-    def make() -> tuple[nn.Module, list[dict[str, Any]]]:
-        model = deep()
-        rows = [(model[0], 0.5, 0.1), (model[2], 1.0, 0.0)]
-        return model, [{"params": m.parameters(), "lr": lr, "weight_decay": w} for m, lr, w in rows]
-
-    (whole, params), file = make(), io.BytesIO()
-    first = trained(whole, 3, params=params)
-    torch.save({"model": whole.state_dict(), "optimizer": first.state_dict()}, file)
-    model, params = make()
-    params[0].update(lr=1.0, weight_decay=0.0)
-    own = trained(model, 0, params=params)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    model.load_state_dict(saved["model"])
-    own.load_state_dict(saved["optimizer"])
-    x, y = classes_of(3)
-    for each, net in ((first, whole), (own, model)):
-        each.step(lambda net=net: F.cross_entropy(net(x), y))
-    assert torch.equal(vector(model), vector(whole))
+def in_groups(**ours: Any) -> tuple[nn.Module, soframe.TrustRegion]:
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 3)]
+    model = fill(nn.Sequential(*layers))
+    rows = [(model[0], 0.5, 0.1), (model[1:], 1.0, 0.0)]
+    params = [{"params": m.parameters(), "lr": lr, "weight_decay": w} for m, lr, w in rows]
+    damping = LevenbergMarquardt(1.0, omega=0.7, interval=2)
+    own = AdaptiveDamping(interval=1, longest=2)
+    settings = {"solver": "inverse", "preconditioner_damping": own, "params": params, **ours}
+    return model, trust_region(model, "cross-entropy", damping, **settings)
 
 
-def train_rank(rank: int, ranks: int) -> Tensor:
+@pytest.mark.parametrize("full_batch", [False, True])
+def test_training_goes_on_bit_by_bit_while_layers_are_frozen_and_thawed(full_batch: bool) -> None:
+    def train(model: nn.Module, own: soframe.TrustRegion, first: int) -> list[bytes]:
+        saved = []
+        for step in range(first, 9):
+            for number in (0, 2):  # with and without a block
+                model[number].requires_grad_(not 3 <= step < 6)
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": own.state_dict()}, file)
+            saved.append(file.getvalue())
+            own.param_groups[0]["lr"] = 60.0 if step == 2 else 0.5
+            x, y = classes_of(step)
+            own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        return saved
+
+    whole, first = in_groups(full_batch=full_batch)
+    files = train(whole, first, 0)
+    for step, file in enumerate(files):
+        if step in (3, 6):
+            continue  # the layers of the state are those of before the change
+        model, own = in_groups(full_batch=full_batch)
+        for number in (0, 2):
+            model[number].requires_grad_(not 3 <= step < 6)
+        if 3 <= step < 6:
+            own.close()
+            settings = {"params": [dict(group) for group in own.param_groups]}
+            for group in settings["params"]:
+                group.pop("initial_lr", None)
+            own = in_groups_of(model, settings["params"], full_batch)
+        everything = torch.load(io.BytesIO(file), weights_only=True)
+        model.load_state_dict(everything["model"])
+        own.load_state_dict(everything["optimizer"])
+        train(model, own, step)
+        assert torch.equal(vector(model), vector(whole)), f"from step {step}"
+        assert own.counters == first.counters
+
+
+def in_groups_of(
+    model: nn.Module, params: list[dict[str, Any]], full_batch: bool
+) -> soframe.TrustRegion:
+    """As `in_groups`, of layers that are frozen already."""
+    damping = LevenbergMarquardt(1.0, omega=0.7, interval=2)
+    own = AdaptiveDamping(interval=1, longest=2)
+    settings = {"solver": "inverse", "preconditioner_damping": own, "full_batch": full_batch}
+    return trust_region(model, "cross-entropy", damping, params=params, **settings)
+
+
+def test_a_state_of_other_groups_loads_nothing() -> None:
+    model, own = in_groups()
+    other = trust_region(copy.deepcopy(model), "cross-entropy", LevenbergMarquardt(interval=2))
+    x, y = classes_of(0)
+    own.step(lambda: F.cross_entropy(model(x), y))
+    before = copy.deepcopy(own.preconditioner.state_dict())
+    with pytest.raises(ValueError, match=r"of \[8\] parameters, TrustRegion of \[2, 6\]"):
+        own.load_state_dict(other.state_dict())
+    after = own.preconditioner.state_dict()
+    assert after.keys() == before.keys()
+    assert str(after) == str(before)
+
+
+def train_rank(rank: int, ranks: int, parts: int) -> Tensor:
     model = deep()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     biases = [p for p in model.parameters() if p.dim() == 1]
@@ -169,14 +220,17 @@ def train_rank(rank: int, ranks: int) -> Tensor:
     for step in range(5):
         x, y = classes_of(step)
         x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
-        own.step(lambda x=x, y=y: F.cross_entropy(wrapped(x), y))
+        batches = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+        own.step(closures(wrapped, batches, F.cross_entropy))
     return vector(model)
 
 
-def test_ranks_with_groups_are_one_process() -> None:
-    one, two = run_ranks(train_rank, 2)
+@pytest.mark.distributed
+@pytest.mark.parametrize("parts", [1, 2], ids=["one batch", "micro-batches"])
+def test_ranks_with_groups_are_one_process(parts: int) -> None:
+    one, two = run_ranks(train_rank, 2, parts)
     assert torch.equal(one, two)
-    compare(one, train_rank(0, 1), "parameters", rtol=1e-9)
+    compare(one, train_rank(0, 1, 1), "parameters", rtol=1e-9)
 
 
 # -- frozen and thawed -----------------------------------------------------------------------
@@ -285,3 +339,36 @@ def test_a_layer_that_comes_later_needs_a_group() -> None:
     own.add_param_group({"params": model[3].parameters(), "weight_decay": 1e-3})
     losses = [own.step(lambda: F.cross_entropy(model(x), y)).item() for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_broke_the_loss_is_undone_in_layers_that_were_frozen_since() -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=9))
+    x, y = classes_of(0)
+    before = vector(model)
+    own.param_groups[0]["lr"] = math.inf
+    own.step(lambda: F.cross_entropy(model(x), y))
+    assert not vector(model).isfinite().all()
+    model[0].requires_grad_(False)
+    own.param_groups[0]["lr"] = 1.0
+    with torch.no_grad():  # what is infinite cannot be undone by a difference
+        for parameter, old in zip(model.parameters(), before.split([12, 4, 12, 3]), strict=True):
+            parameter.copy_(old.view_as(parameter) + 1.0)
+            own.state[parameter]["update"] = torch.ones_like(parameter)
+    own.step(lambda: F.cross_entropy(model(x), y) * math.inf)
+    compare(vector(model), before, "parameters", rtol=1e-12)
+
+
+def test_a_thawed_first_layer_does_not_hide_what_can_be_undone() -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=99))
+    model[0].requires_grad_(False)
+    x, y = classes_of(0)
+    for _ in range(12):
+        own.step(lambda: F.cross_entropy(model(x), y))
+    model[0].requires_grad_(True)
+    before, last = vector(model[2]), [own.state[p]["update"] for p in model[2].parameters()]
+    own.step(lambda: F.cross_entropy(model(x), y) + 100.0)
+    assert own.counters["skipped_steps"] == 1
+    moved = torch.cat([update.flatten() for update in last])
+    compare(vector(model[2]), before - moved, "parameters", rtol=1e-12)

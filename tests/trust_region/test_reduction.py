@@ -1,5 +1,6 @@
 """With all data in every step the next loss is the verdict on the last, and costs nothing."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 import soframe
 from soframe.testing import compare
 from soframe.trust_region import LevenbergMarquardt
-from tests.curvature import fill, randn
-from tests.trust_region.kit import classes_of, deep, labels, trust_region, vector
+from tests.curvature import fill, half_square, randn
+from tests.trust_region.kit import Measured, classes_of, deep, labels, trust_region, vector
 
 
 def normalised() -> nn.Module:
@@ -229,3 +230,49 @@ def test_it_goes_on_from_the_state_of_a_version_that_never_waited() -> None:
     assert "ratio" not in again.last
     again.step(lambda: F.cross_entropy(model(x), y))
     assert again.last["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("lr", "change", "rejected"),
+    [(0.0, 1.0, 0), (2.5, 1 / 0.7, 1), (1.0, 0.7, 0)],
+    ids=["no step", "a step that the model promises no good of", "the model's own"],
+)
+def test_a_step_without_a_promise_has_no_ratio_unless_it_does_harm(
+    lr: float, change: float, rejected: int
+) -> None:
+    net, x, y = fill(nn.Sequential(nn.Linear(3, 2))), randn(8, 3), randn(8, 2, seed=1)
+    own = trust_region(net, "squared-error", LevenbergMarquardt(1e-6, omega=0.7, interval=1))
+    own.param_groups[0]["lr"] = lr
+    own.step(lambda: half_square(net(x), y))
+    assert own.damping.at(0) == pytest.approx(1e-6 * change)
+    assert ("ratio" in own.last) == (lr != 0)
+    assert own.counters["rejected_steps"] == rejected
+
+
+@pytest.mark.parametrize("full_batch", [False, True])
+def test_every_step_of_a_quadratic_brings_what_was_promised(full_batch: bool) -> None:
+    """With momentum, decay, parts and steps that are too short; the damping all but zero."""
+    net, x, y = fill(nn.Sequential(nn.Linear(3, 2))), randn(8, 3), randn(8, 2, seed=1)
+    measured = Measured(1e-9)
+    own = trust_region(
+        net, "squared-error", measured, weight_decay=0.1, lr=0.5, full_batch=full_batch
+    )
+    for _ in range(6):
+        own.step(lambda: half_square(net(x), y))
+    own.settle(lambda: half_square(net(x), y))
+    assert measured.ratios == pytest.approx([1.0] * 6, abs=1e-5)
+
+
+def test_the_last_update_never_worsens_what_a_step_promises() -> None:
+    model = deep()
+    own = trust_region(model, "cross-entropy", 0.1)
+    for step in range(6):
+        x, y = classes_of(step)
+        other = copy.deepcopy(model)
+        without = trust_region(other, "cross-entropy", 0.1, momentum=False)
+        without.load_state_dict(copy.deepcopy(own.state_dict()))
+        without.step(lambda x=x, y=y, other=other: F.cross_entropy(other(x), y))
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        gain = without.last["predicted"] - own.last["predicted"]
+        assert gain >= -1e-12
+        assert step == 0 or gain > 1e-6
