@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe import checkpoint
+from soframe.losses import CrossEntropy
 from soframe.strategies import Sharded
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping, ConstantDamping, LevenbergMarquardt
@@ -30,9 +31,21 @@ def net() -> nn.Module:
     return fill(nn.Sequential(*layers))
 
 
-def optimizer_of(model: nn.Module, **settings: Any) -> soframe.TrustRegion:
+class DrawnByItself(CrossEntropy):
+    """Draws each sample's label by its own logits, so that it is the same on whichever rank."""
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        probabilities = outputs.softmax(1)
+        share = (1e3 * outputs.square().sum(1, keepdim=True)).frac()
+        drawn = (probabilities.cumsum(1)[:, :-1] < share).sum(1)
+        return probabilities - F.one_hot(drawn, outputs.shape[1])
+
+
+def optimizer_of(
+    model: nn.Module, loss: str | CrossEntropy = "cross-entropy", **settings: Any
+) -> soframe.TrustRegion:
     damping = LevenbergMarquardt(1.0, omega=0.7, interval=2)
-    return trust_region(model, "cross-entropy", damping, weight_decay=1e-3, **settings)
+    return trust_region(model, loss, damping, weight_decay=1e-3, **settings)
 
 
 def batch(step: int, part: slice = slice(None), samples: int = 8) -> tuple[Tensor, Tensor]:
@@ -123,6 +136,7 @@ RANK_CASES: dict[str, dict[str, Any]] = {
     "mem-opt": adaptive(strategy="mem-opt"),
     "hybrid-opt": adaptive(strategy="hybrid-opt"),
     "uneven": adaptive(strategy="hybrid-opt", loss_average="global"),
+    "monte-carlo": adaptive(loss=DrawnByItself(), fisher="monte-carlo", loss_average="global"),
     "sharded": adaptive(strategy="sharded"),
     "deferred": adaptive(
         strategy=Sharded(deferred=True), statistics_every=1, solve_every=2, decay=0.5
@@ -148,6 +162,7 @@ RANKS = [
     *((case, 2, 8) for case in RANK_CASES),
     ("hybrid-opt", 4, 8),
     ("uneven", 3, 8),
+    ("monte-carlo", 3, 8),
     *((case, ranks, 12) for case in ("comm-opt", "mem-opt", "hybrid-opt") for ranks in (3, 6)),
 ]
 
@@ -196,6 +211,15 @@ def resume_rank(rank: int, ranks: int, folder: Path) -> tuple[Tensor, Tensor, in
         found.append(vector(model))
         own.close()
     return found[0], found[1], own.counters["rejected_steps"]
+
+
+def test_what_is_drawn_by_itself_is_drawn_from_the_model() -> None:
+    outputs = randn(3000, 3)
+    exact = CrossEntropy().sample(outputs, torch.Generator().manual_seed(0))
+    drawn = DrawnByItself().sample(outputs)
+    for found in (exact, drawn):
+        assert found.mean(0).abs().max() < 0.03  # the mean of a score is zero
+    assert not torch.equal(exact, drawn)
 
 
 @pytest.mark.slow
