@@ -13,15 +13,18 @@ from soframe.losses.sum import SumLoss
 from soframe.trust_region.forward import Forward
 
 
-def check_declared_loss(declared: Loss | None, forwards: Sequence[Forward]) -> None:
+def mismatch(declared: Loss | None, forwards: Sequence[Forward]) -> str | None:
     """Compare the curvature of the closure's loss with that of the declared one.
 
     Args:
         declared: The declared loss.
         forwards: The forward passes of a step, one per closure.
 
+    Returns:
+        How they differ and what to do; None if they agree.
+
     Raises:
-        ValueError: If they differ.
+        TypeError: If there are several outputs, and the declared loss is no sum over them.
     """
     assert declared is not None
     forward = forwards[0]
@@ -37,12 +40,32 @@ def check_declared_loss(declared: Loss | None, forwards: Sequence[Forward]) -> N
     # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
     rounding = 16 * torch.finfo(outputs[0].dtype).eps
     noise = rounding * _inner(tangents, tangents)
-    if not math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
-        times = actual / expected if expected else math.inf
+    if math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
+        return None
+    times = actual / expected if expected else math.inf
+    return (
+        f"the closure's loss has {times:.4g} times the curvature of loss={declared!r}, as a "
+        f"mean over {samples} samples and {len(forwards)} closure(s); declare the loss "
+        f"that the closure returns"
+    )
+
+
+def require_agreement(problem: str | None, others: float) -> None:
+    """Raise on every rank if the losses disagree on one, so that none waits for it in vain.
+
+    Args:
+        problem: What `mismatch` returned on this rank.
+        others: On how many ranks there is a problem, this one included.
+
+    Raises:
+        ValueError: If there is any.
+    """
+    if problem is not None:
+        raise ValueError(problem)
+    if others:
         raise ValueError(
-            f"the closure's loss has {times:.4g} times the curvature of loss={declared!r}, as a "
-            f"mean over {samples} samples and {len(forwards)} closure(s); declare the loss "
-            f"that the closure returns"
+            f"the closure's loss is not the declared one on {others:.0f} other rank(s): see their "
+            f"own error"
         )
 
 

@@ -30,7 +30,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.trust_region import groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
-from soframe.trust_region.declared import check_declared_loss, require_only_through
+from soframe.trust_region.declared import mismatch, require_agreement, require_only_through
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
 from soframe.trust_region.jacobian import Direction
@@ -248,10 +248,11 @@ class TrustRegion(torch.optim.Optimizer):
                 torch.autograd.backward(outputs, [gradient.detach() for gradient in gradients])
             forwards.append(Forward(closure, replay, outputs, gradients, tape))
             total += float(loss.detach())
+        problem = None
         if not self._checked and math.isfinite(total):
-            self._checked = True
-            check_declared_loss(self.preconditioner.loss, forwards)
-        return forwards, self._mean_loss(total)
+            problem = mismatch(self.preconditioner.loss, forwards)
+            self._checked = problem is None
+        return forwards, self._mean_loss(total, problem)
 
     def _move(
         self,
@@ -334,8 +335,11 @@ class TrustRegion(torch.optim.Optimizer):
     def _mean_damping(self) -> float:
         return self.damping.at(self._steps) + groups.mean_decay(self.param_groups)
 
-    def _mean_loss(self, loss: float) -> float:
-        return self._mean(torch.tensor([loss], dtype=torch.float64)).item()
+    def _mean_loss(self, loss: float, problem: str | None = None) -> float:
+        own = torch.tensor([loss, problem is not None], dtype=torch.float64)
+        mean, failed = self._mean(own).tolist()
+        require_agreement(problem, failed * self.preconditioner.backend.world_size)
+        return float(mean)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         return mean_over_ranks(self.preconditioner.backend, tensor)

@@ -249,8 +249,10 @@ def test_a_loss_of_another_scale_is_refused(
     y = labels(8) if isinstance(loss, CrossEntropy) else randn(8, 3, seed=1)
     own = trust_region(net, loss)
     message = f"has {factor:.4g} times the curvature of loss={type(loss).__name__}"
-    with pytest.raises(ValueError, match=message):
-        own.step(closures(net, list(zip(x.chunk(parts), y.chunk(parts), strict=True)), criterion))
+    batches = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+    for _ in range(2):  # who goes on is told again
+        with pytest.raises(ValueError, match=message):
+            own.step(closures(net, batches, criterion))
 
 
 @pytest.mark.parametrize("margin", [5.0, 14.0, 16.0, 60.0, 200.0])

@@ -179,6 +179,30 @@ def test_ranks_are_one_process(case: str, ranks: int, samples: int) -> None:
         assert own_counters == counters
 
 
+def other_loss_rank(rank: int, ranks: int) -> tuple[str, bool]:
+    """What a rank says where rank 1 alone forgot to divide by the number of its samples."""
+    model = net()
+    before = vector(model)
+    own = optimizer_of(DistributedDataParallel(model))
+    x, y = batch(0, part_of(rank, ranks))
+    reduction = "sum" if rank == 1 else "mean"
+    try:
+        own.step(lambda: F.cross_entropy(own._model(x), y, reduction=reduction))
+    except ValueError as error:
+        return str(error), torch.equal(vector(model), before)
+    return "", False
+
+
+@pytest.mark.distributed
+def test_a_loss_that_is_another_one_on_one_rank_stops_all() -> None:
+    (told, stood), (own, also_stood) = run_ranks(other_loss_rank, 2, timeout=60)
+    assert told == (
+        "the closure's loss is not the declared one on 1 other rank(s): see their own error"
+    )
+    assert own.startswith("the closure's loss has 4 times the curvature")
+    assert (stood, also_stood) == (True, True)
+
+
 def resume_rank(rank: int, ranks: int, folder: Path) -> tuple[Tensor, Tensor, int]:
     """Train with a stop in between, from a sharded checkpoint, and without one."""
     settings = RANK_CASES["sharded"]
