@@ -130,7 +130,8 @@ def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> di
     except ImportError:
         print(KFAC_PYTORCH_MISSING, file=sys.stderr)
     else:
-        found["SGD, kfac-pytorch 1/10"] = _first_order(model, x, _sgd, _kfac_pytorch)
+        found["SGD, kfac-pytorch 1/10"] = _first_order(model, x, _sgd, _kfac_pytorch(1, 10))
+        found["SGD, kfac-pytorch 10/30"] = _first_order(model, x, _sgd, _kfac_pytorch(10, 30))
     found["SGD, soframe 1/10"] = _first_order(model, x, _sgd, _soframe(1, 10))
     found["SGD, soframe 10/30"] = _first_order(model, x, _sgd, _soframe(10, 30))
     found["trust region"] = _trust_region(model, x)
@@ -151,11 +152,13 @@ def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
-def _kfac_pytorch(model: nn.Module, optimizer: Any) -> Any:
+def _kfac_pytorch(statistics_every: int, solve_every: int) -> Callable[[nn.Module, Any], Any]:
     from kfac.preconditioner import KFACPreconditioner
 
-    lr = optimizer.param_groups[0]["lr"]
-    return KFACPreconditioner(model, factor_update_steps=1, inv_update_steps=10, lr=lr)
+    every = {"factor_update_steps": statistics_every, "inv_update_steps": solve_every}
+    return lambda model, optimizer: KFACPreconditioner(
+        model, lr=optimizer.param_groups[0]["lr"], **every
+    )
 
 
 def _soframe(statistics_every: int, solve_every: int) -> Callable[[nn.Module, Any], Any]:
