@@ -20,6 +20,7 @@ import typer
 
 from soframe.experiments import plots, target_report, time_to_target
 from soframe.experiments.compare import console, jsonable
+from soframe.experiments.config import RunConfig
 from soframe.experiments.requirements import MissingLibraryError
 from soframe.experiments.search import PEERS
 from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
@@ -55,6 +56,9 @@ def main(
         float | None,
         typer.Option(help="Peers as tuned for this target, where runs end; else for the lowest."),
     ] = None,
+    published_muon: Annotated[
+        bool, typer.Option("--published-muon", help="Muon as pytorch_optimizer has it.")
+    ] = False,
     cpu_clock: Annotated[
         bool, typer.Option("--cpu-clock", help="Processor time, for busy machines.")
     ] = False,
@@ -106,6 +110,7 @@ def main(
                 for optimizer in (TRUST_REGION, *PEERS)
                 if optimizer in names
             ]
+            configs = with_muon(configs, published=published_muon)
             records += time_to_target.race(configs, turn=turn)
             print(f"{name}, seed {seed}: done", flush=True)
         report = target_report.Report.of(name, records[0].targets, records)
@@ -119,6 +124,15 @@ def main(
         path = output / f"{name}.json"
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         screen.print(f"{path}, .png, .svg", soft_wrap=True)
+
+
+def with_muon(configs: list[RunConfig], *, published: bool) -> list[RunConfig]:
+    """The runs, Muon's by pytorch_optimizer if it is to be the published one."""
+    options = {"published": True} if published else {}
+    return [
+        one.but(options={**one.options, **options}) if one.optimizer == "muon" else one
+        for one in configs
+    ]
 
 
 def show(trial: Trial) -> None:

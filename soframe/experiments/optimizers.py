@@ -11,7 +11,7 @@ from torch import nn
 
 import soframe
 from soframe.experiments.config import RunConfig
-from soframe.experiments.muon import MuonWithAdamW
+from soframe.experiments.muon import MuonWithAdamW, split
 from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
 
@@ -66,13 +66,28 @@ def _trust_region(model: nn.Module, config: RunConfig, full_batch: bool) -> sofr
 
 
 def _muon(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    return MuonWithAdamW(
+    options = dict(config.options)
+    make = _published_muon if options.pop("published", False) else MuonWithAdamW
+    return make(
         model,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        **config.options,
+        **options,
     )
+
+
+def _published_muon(
+    model: nn.Module, lr: float, momentum: float, adamw_lr: float = 3e-3, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """`MuonWithAdamW` as pytorch_optimizer has it, which orthogonalises in bfloat16."""
+    (package,) = require("pytorch_optimizer")
+    matrices, others = split(model)
+    hidden = {"params": matrices, "lr": lr, "momentum": momentum, "use_muon": True}
+    outer = {"params": others, "lr": adamw_lr, "betas": (0.9, 0.95), "eps": 1e-8, "use_muon": False}
+    groups = [{**group, "weight_decay": weight_decay} for group in (hidden, outer)]
+    made: torch.optim.Optimizer = package.Muon(groups)
+    return made
 
 
 def _soap(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

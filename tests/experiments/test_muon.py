@@ -2,8 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.time_to_target import with_muon
 from soframe.experiments import gpt, models
+from soframe.experiments.config import RunConfig
 from soframe.experiments.muon import Muon, MuonWithAdamW, orthogonalise, split
+from soframe.experiments.optimizers import build_optimizer
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])
@@ -53,6 +56,13 @@ def test_what_is_no_hidden_matrix_goes_to_adamw():
     assert (len(matrices), len(others)) == (8, 8)
 
 
+def test_only_muon_is_exchanged_for_the_published_one():
+    configs = [RunConfig("curves", name, lr=1.0, steps=1) for name in ("adamw", "muon")]
+    assert with_muon(configs, published=False) == configs
+    adamw, muon = with_muon(configs, published=True)
+    assert (adamw, muon.options) == (configs[0], {"published": True})
+
+
 def test_learning_rates_reach_both_parts():
     model = nn.Sequential(nn.Linear(3, 3))
     optimizer = MuonWithAdamW(model, lr=0.02, momentum=0.9, adamw_lr=0.004)
@@ -67,3 +77,25 @@ def test_learning_rates_reach_both_parts():
         group["lr"] = 0.1
     optimizer.step()
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_the_published_one_takes_the_same_steps_but_for_its_bfloat16():
+    pytest.importorskip("pytorch_optimizer")
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "steps": 1}
+    config = RunConfig("digits-autoencoder", "muon", options={"adamw_lr": 0.01}, **settings)
+    published = config.but(options={"adamw_lr": 0.01, "published": True})
+    found, kinds = [], set()
+    for each in (config, published):
+        model = models.digits_autoencoder(0)
+        optimizer = build_optimizer(model, each)
+        kinds.add(type(optimizer).__module__.split(".")[0])
+        generator = torch.Generator().manual_seed(1)
+        start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach() - start)
+    ours, theirs = found
+    assert kinds == {"soframe", "pytorch_optimizer"}
+    assert (ours - theirs).norm() < 0.02 * ours.norm()
