@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ _FIXED: Mapping[str, _Style] = {
     "muon": ("#009E73", "-"),
     "shampoo": ("#D55E00", "-"),
 }
+DIVERGED = 3.0
+"""Times the loss at the beginning: above it nothing is drawn."""
+MARGIN = 1.2
+"""Below the lowest, in a panel that is cut."""
 _PRECONDITIONED: Sequence[_Style] = (
     ("#0072B2", "-"),
     ("#D55E00", (0, (5, 2))),
@@ -69,6 +74,11 @@ def loss_curves(
             fontsize=8,
             color="#555555",
         )
+    begun = [record.rows[0].loss for record in records if record.rows]
+    losses = [row.loss for record in records for row in record.rows if 0 < row.loss < math.inf]
+    # What diverges leaves the panel: it would leave the others no room.
+    if begun and max(losses, default=0.0) > DIVERGED * max(begun):
+        left.set_ylim(min(*losses, *lines) / MARGIN, DIVERGED * max(begun))
     left.set_ylabel(workload.loss_name)
     processes = max((record.processes for record in records), default=1)
     where = f"{processes} processes" if processes > 1 else "1 process"

@@ -54,6 +54,15 @@ def test_seeds_of_one_optimizer_look_alike_and_are_named_once():
     assert [list(line.get_ydata()) for line in right.lines[3:]] == [[0.7, 0.7]]
 
 
+def test_a_run_that_diverges_leaves_the_others_their_room():
+    plain = plots.loss_curves(AUTOENCODER, [record(losses=(3.0, 2.0, 0.4))]).axes[0].get_ylim()
+    runs = [record(losses=(2.0, 1e30, 0.5)), record("adamw", losses=(3.0, 2.0, 0.4))]
+    left, right = plots.loss_curves(AUTOENCODER, runs).axes
+    assert left.get_ylim() == right.get_ylim()
+    assert left.get_ylim() == pytest.approx((min(0.4, *AUTOENCODER.targets) / 1.2, 9.0))
+    assert 3.0 < plain[1] < 9.0
+
+
 def test_a_run_that_diverged_can_be_drawn(tmp_path):
     runs = [record(losses=(3.0, math.inf, math.nan)), record(losses=(2.0, 0.0))]
     path = plots.save(plots.loss_curves(AUTOENCODER, runs), tmp_path / "a" / "b.png")
