@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from soframe.trust_region.denormals import users_mode
 from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.replay import eagerly, exchanged
-from soframe.trust_region.tangents import Pair, dual
+from soframe.trust_region.tangents import Pair, dual, replaced
+from soframe.trust_region.twice import differentiable, tangents_by_gradients
 
 Direction = Sequence[Tensor | None]
 """One tensor per parameter; None for zero."""
@@ -71,11 +72,24 @@ def jacobian_product(
     Returns:
         One of each output's shape.
     """
+    run = (model, forward, outputs, parameters, direction)
+    try:
+        return _forward_mode(*run)
+    except NotImplementedError:  # torch has no forward-mode derivative of something within
+        return _by_gradients(*run)
+
+
+def _forward_mode(
+    model: nn.Module,
+    forward: Forward,
+    outputs: Outputs,
+    parameters: Sequence[nn.Parameter],
+    direction: Direction,
+) -> tuple[Tensor, ...]:
     rows = zip(parameters, direction, strict=True)
-    places = [module._parameters for module in model.modules()]
-    with forward.replay.again(), fwd.dual_level():
+    with fwd.dual_level():
         others = {id(p): dual(Pair(p.detach(), tangent)) for p, tangent in rows}
-        with exchanged(places, others), torch.enable_grad(), eagerly(), _Constants(), users_mode():
+        with _again(model, forward, others):
             found, _ = outputs.of(forward.closure, cut=True)
         duals = [fwd.unpack_dual(output) for output in found]
     return tuple(
@@ -84,12 +98,61 @@ def jacobian_product(
     )
 
 
-class _Constants(TorchFunctionMode):
-    """What has no gradient, since it is computed under ``no_grad``, gets no tangent either."""
+def _by_gradients(
+    model: nn.Module,
+    forward: Forward,
+    outputs: Outputs,
+    parameters: Sequence[nn.Parameter],
+    direction: Direction,
+) -> tuple[Tensor, ...]:
+    rows = [(p, v) for p, v in zip(parameters, direction, strict=True) if v is not None]
+    others = {id(p): p.detach() for p in parameters}
+    for p, _ in rows:
+        others[id(p)].requires_grad_()
+    leaves = [others[id(p)] for p, _ in rows]
+    with _again(model, forward, others):  # until the end: a checkpoint runs modules again
+        found, _ = outputs.of(forward.closure)
+        tangents = tangents_by_gradients(found, leaves, [v for _, v in rows], "the model")
+    return tuple(
+        torch.zeros_like(output) if tangent is None else tangent.detach()
+        for output, tangent in zip(found, tangents, strict=True)
+    )
+
+
+@contextmanager
+def _again(model: nn.Module, forward: Forward, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Be where a forward pass began, with other tensors for parameters."""
+    places = [module._parameters for module in model.modules()]
+    with (
+        forward.replay.again(),
+        exchanged(places, others),
+        torch.enable_grad(),
+        eagerly(),
+        _Differentiable(others),
+        users_mode(),
+    ):
+        yield
+
+
+class _Differentiable(TorchFunctionMode):
+    """Calls functions so that they have derivatives along directions.
+
+    What has no gradient, since it is computed under ``no_grad``, gets no tangent either. A
+    parameter that a module has somewhere else too, as recurrent ones do, is exchanged there.
+    """
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._others = others
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args, kwargs = replaced((args, kwargs or {}), Tensor, self._other)
         has_gradient = torch.is_grad_enabled()
-        with nullcontext() if has_gradient else fwd._set_fwd_grad_enabled(False):
-            return func(*args, **(kwargs or {}))
+        tangents = nullcontext() if has_gradient else fwd._set_fwd_grad_enabled(False)
+        with tangents, differentiable(func):
+            return func(*args, **kwargs)
+
+    def _other(self, tensor: Tensor) -> Tensor:
+        return self._others.get(id(tensor), tensor)

@@ -32,11 +32,12 @@ from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
 from soframe.trust_region.declared import mismatch, require_agreement, require_only_through
 from soframe.trust_region.denormals import flushed_denormals
+from soframe.trust_region.exact import ExactModel
 from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import Parts
 from soframe.trust_region.proposals import Proposer
-from soframe.trust_region.quadratic import Quadratic, combine, curvature_along
+from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.replay import Replay, Snapshot
 from soframe.trust_region.tape import Tape
@@ -128,6 +129,7 @@ class TrustRegion(torch.optim.Optimizer):
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
+        self._exact = ExactModel(self._model, self._outputs, self.preconditioner)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
 
@@ -166,7 +168,7 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
             RuntimeError: If a closure does not run the model once, or its loss has terms that do
-                not go through the model's output.
+                not go through the model's output, or the model has no derivatives along directions.
         """
         groups.check_all(self._model, self.param_groups)
         closures = list(closure) if isinstance(closure, Sequence) else [closure]
@@ -193,7 +195,9 @@ class TrustRegion(torch.optim.Optimizer):
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
                 rest = self._proposer.rest(parameters, gradients, last, shares)
                 directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
-                quadratic = self._quadratic(forwards, parameters, gradients, directions)
+                decays = groups.setting(self.param_groups, "weight_decay")
+                own = (forwards, parameters, gradients, directions, decays)
+                quadratic = self._exact.along(*own, self.damping.at(self._steps))
             chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
             if quadratic.finite():
                 self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
@@ -305,28 +309,6 @@ class TrustRegion(torch.optim.Optimizer):
                     parameter.sub_(last)
 
     # -- pieces -------------------------------------------------------------------------------
-
-    def _quadratic(
-        self,
-        forwards: Sequence[Forward],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-        directions: Sequence[Direction],
-    ) -> Quadratic:
-        loss = self.preconditioner.loss
-        own = curvature_along(
-            self._model,
-            forwards,
-            self._outputs,
-            parameters,
-            directions,
-            isotropic=loss is not None and loss.isotropic,
-        )
-        curvature = self._mean(own)
-        decays = groups.setting(self.param_groups, "weight_decay")
-        damping = self.damping.at(self._steps)
-        slope, metric = groups.slope_and_metric(gradients, directions, decays, damping)
-        return Quadratic(curvature + metric, slope)
 
     def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the parameters of now."""

@@ -3,7 +3,8 @@
 A function that is linear in its inputs and in its parameters takes two products (its own result,
 which plain forward-mode differentiation computes too, would be a third); a nonlinearity one pass
 over its result: its Jacobian is diagonal, so that what takes a gradient backward takes a tangent
-forward. Any other function is differentiated by torch, alone.
+forward. Any other function is differentiated by torch, alone; backward, twice, where torch has no
+forward-mode derivative of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from soframe.kernels import products
 from soframe.trust_region.replay import RandomState
+from soframe.trust_region.twice import differentiable, tangents_by_gradients
 
 
 class Pair(NamedTuple):
@@ -160,11 +162,37 @@ def _differentiated(
 
         if random is not None:
             random.restore()
-        with fwd.dual_level():
-            own_args, own_named = replaced((args, named), Moving, carried)
-            results = tensors(function(*own_args, **own_named))
-            each.append([fwd.unpack_dual(result).tangent for result in results])
+        try:
+            with fwd.dual_level(), differentiable(function):
+                own_args, own_named = replaced((args, named), Moving, carried)
+                results = tensors(function(*own_args, **own_named))
+                each.append([fwd.unpack_dual(result).tangent for result in results])
+        except NotImplementedError:  # torch has no forward-mode derivative of this function
+            if random is not None:
+                random.restore()
+            each.append(_by_gradients(function, j, args, named))
     return each
+
+
+def _by_gradients(
+    function: Any, j: int, args: tuple[Any, ...], named: dict[str, Any]
+) -> list[Tensor | None]:
+    leaves: list[Tensor] = []
+    direction: list[Tensor] = []
+
+    def leaf(one: Moving) -> Tensor:
+        tangent = one.tangents[j]
+        if tangent is None:
+            return one.primal
+        leaves.append(one.primal.detach().requires_grad_())
+        direction.append(tangent)
+        return leaves[-1]
+
+    with torch.enable_grad(), differentiable(function):
+        own_args, own_named = replaced((args, named), Moving, leaf)
+        results = tensors(function(*own_args, **own_named))
+        what = getattr(function, "__name__", str(function))
+        return tangents_by_gradients(results, leaves, direction, what)
 
 
 def dual(pair: Pair) -> Tensor:
