@@ -39,7 +39,7 @@ def bench_input_moment(benchmark: BenchmarkFixture, name: str, path: str, layout
     batch, layer = LAYERS[name]
     if path == "pointwise" and layer.kernel > 1:
         pytest.skip("a kernel of several positions")
-    if path == "correlation" and layer.stride > 1:
+    if path in ("correlation", "fourier") and layer.stride > 1:
         pytest.skip("shifts take strides")
     conv = layer.make()
     x, gradient = tensors(layer, conv, batch, layout)

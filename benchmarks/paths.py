@@ -18,12 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from soframe.kernels import correlation
+from soframe.kernels import correlation, fourier
 from soframe.kernels.dispatch import PATHS, Path, choose, seconds
 from soframe.kernels.geometry import Axis, Geometry
-from soframe.kernels.products import has_primitives, prefers_onednn
+from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
 
 ELSEWHERE = 12_000_000  # numbers, more than caches hold
+SHOWN: tuple[Path, ...] = ("correlation", "fourier", "shifts", "rows", "unfold")
+SERVE = {"correlation": correlation.serves, "fourier": fourier.serves}
 # batch, groups, channels of a group, size of the map, kernel, stride
 CASES = [
     (64, 1, 3, 32, 3, 1),
@@ -39,6 +41,12 @@ CASES = [
     (8, 1, 128, 56, 3, 2),
     (8, 32, 4, 28, 3, 1),
     (8, 96, 1, 28, 3, 1),
+    (128, 1, 64, 32, 3, 1),
+    (128, 1, 128, 16, 3, 1),
+    (128, 1, 256, 8, 3, 1),
+    (32, 1, 64, 56, 3, 1),
+    (32, 1, 128, 28, 3, 1),
+    (32, 1, 256, 14, 3, 1),
 ]
 
 
@@ -47,9 +55,7 @@ def measure(geometry: Geometry, x: Tensor, rounds: int) -> dict[Path, float]:
     total = torch.zeros(geometry.groups, geometry.features, geometry.features)
     elsewhere = torch.ones(ELSEWHERE)
     taken: dict[Path, list[float]] = {
-        path: []
-        for path in ("correlation", "shifts", "rows", "unfold")
-        if path != "correlation" or correlation.serves(geometry)
+        path: [] for path in SHOWN if path not in SERVE or SERVE[path](geometry)
     }
     for _ in range(rounds + 1):
         for path, own in taken.items():
@@ -68,7 +74,7 @@ def show(rows: list[dict[str, object]], threads: int) -> None:
     title = f"ms, and predicted ms; {threads} thread(s)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("batch, groups x channels, map, kernel / stride", no_wrap=True)
-    for path in ("correlation", "shifts", "rows", "unfold"):
+    for path in SHOWN:
         table.add_column(path, justify="right")
     for row in rows:
         batch, groups, channels, size, kernel, stride = row["case"]  # type: ignore[misc]
@@ -80,10 +86,10 @@ def show(rows: list[dict[str, object]], threads: int) -> None:
             f"({1e3 * predicted[path]:.1f})"
             if path in measured
             else ""
-            for path in ("correlation", "shifts", "rows", "unfold")
+            for path in SHOWN
         ]
         table.add_row(f"{batch}, {groups} x {channels}, {size}, {kernel} / {stride}", *cells)
-    Console(width=110).print(table)
+    Console(width=140).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,9 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(
             {
                 "case": (batch, groups, channels, size, kernel, stride),
-                "chosen": choose(geometry, threads, has_primitives(x), wide),
+                "chosen": choose(
+                    geometry, threads, has_primitives(x), wide, are_exact(x), x.is_contiguous()
+                ),
                 "measured": measured,
-                "predicted": {path: seconds(path, geometry, threads, wide) for path in measured},
+                "predicted": {
+                    path: seconds(path, geometry, threads, wide, x.is_contiguous())
+                    for path in measured
+                },
             }
         )
     if options.json:

@@ -1,6 +1,6 @@
 """Which way a convolution's factor is computed: a geometry in, the name of a path out.
 
-All paths are exact and none subtracts, so only speed decides. It is predicted from the figures of
+All paths are exact up to rounding, so only speed decides. It is predicted from the figures of
 this file, measured on an AVX2 server with MKL and oneDNN: they need to be right within a factor of
 two, since that is by how much the paths mostly differ. Kernels of 3 x 3 positions at a stride of
 one, channels first, ms with one thread and with two; predictions in parentheses:
@@ -35,6 +35,20 @@ batch, channels, map    with one thread                       with two
 8, 512, 7 x 7           shifts       29.2, correlation 55.6   shifts       15.0, correlation 25.6
 ======================  ====================================  ====================================
 
+A transform (`soframe.kernels.fourier`) pays where a batch is large. On Zen 4, medians of 7 turns
+and predictions:
+
+======================  ==================================  ==================================
+batch, channels, map    with one thread                     with two
+======================  ==================================  ==================================
+128, 64, 32 x 32        fourier  98 (87), shifts 250 (230)  fourier 67 (53), shifts 147 (118)
+128, 128, 16 x 16       fourier  69 (64), shifts 160 (197)  fourier 40 (36), shifts  86 (100)
+128, 256, 8 x 8         fourier  81 (74), shifts 128 (161)  fourier 52 (39), shifts  73  (81)
+32, 64, 56 x 56         fourier  84 (114), shifts 176 (182) fourier 66 (69), shifts  93  (93)
+32, 256, 14 x 14        fourier  71 (86), shifts 122 (142)  fourier 66 (45), shifts  77  (72)
+8, 256, 14 x 14         shifts   34 (36), fourier 53 (62)   shifts 17  (19), fourier 26  (32)
+======================  ==================================  ==================================
+
 Threads share a convolution without groups, the rows of an image where these have products of their
 own (`soframe.kernels.rowwise`), and products of wide matrices; others, of fewer than `WIDE`
 columns, are counted as if they were not shared.
@@ -42,6 +56,7 @@ columns, are counted as if they were not shared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -49,16 +64,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from soframe.kernels import correlation, pointwise, rowwise, shifts, unfold
+from soframe.kernels import correlation, fourier, pointwise, rowwise, shifts, unfold
 from soframe.kernels.geometry import Geometry, segments
 
-Path = Literal["pointwise", "correlation", "shifts", "rows", "unfold"]
+Path = Literal["pointwise", "correlation", "fourier", "shifts", "rows", "unfold"]
 Kernel = Callable[[Tensor, Tensor, Geometry, float], None]
 
 PATHS: Mapping[str, Kernel] = MappingProxyType(
     {
         "pointwise": pointwise.add,
         "correlation": correlation.add,
+        "fourier": fourier.add,
         "shifts": shifts.add,
         "rows": shifts.add_by_rows,
         "unfold": unfold.add,
@@ -75,12 +91,20 @@ NARROW = 12  # columns of a product: fewer take as long
 VECTORS = 16  # channels that the primitive takes at least
 MOVE = 1.5e-9  # seconds: of one element of fewer than NARROW channels, when it is copied
 CALL = 1.5e-5  # seconds: a product and what is around it
+SKINNY = 1.5  # times, by which a product with a small matrix takes longer
+WRITTEN_TWICE = 14  # accesses to a product of a frequency, of which there are two
+FOURIER_CALLS = 130  # what its many small tensors take
 WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
 
 @lru_cache(maxsize=1024)
 def choose(
-    geometry: Geometry, threads: int = 1, primitive: bool = False, wide: bool = False
+    geometry: Geometry,
+    threads: int = 1,
+    primitive: bool = False,
+    wide: bool = False,
+    transform: bool = False,
+    planes: bool = True,
 ) -> Path:
     """Return the path that is expected to be fastest.
 
@@ -91,11 +115,15 @@ def choose(
             (`soframe.kernels.products.has_primitives`).
         wide: Whether that is much faster than products are
             (`soframe.kernels.products.prefers_onednn`).
+        transform: Whether products of channels are fast and of full precision
+            (`soframe.kernels.products.are_exact`).
+        planes: Whether the image has its channels first, as a transform takes it.
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
         ``"shifts"`` mostly; ``"correlation"`` for groups of a few channels at a stride of one, and
-        for large maps where the primitive is much faster; ``"rows"`` for inputs of fewer still;
+        for large maps where the primitive is much faster; ``"fourier"`` for many small maps at a
+        stride of one; ``"rows"`` for inputs of fewer channels still;
         ``"unfold"`` for maps so small that there is nothing to share.
     """
     if geometry.rows.kernel == geometry.columns.kernel == 1:
@@ -103,17 +131,22 @@ def choose(
     candidates: tuple[Path, ...] = ("shifts", "rows", "unfold")
     if primitive and correlation.serves(geometry):
         candidates += ("correlation",)
-    return min(candidates, key=lambda path: seconds(path, geometry, threads, wide))
+    if transform and fourier.serves(geometry):
+        candidates += ("fourier",)
+    return min(candidates, key=lambda path: seconds(path, geometry, threads, wide, planes))
 
 
-def seconds(path: Path, geometry: Geometry, threads: int = 1, wide: bool = False) -> float:
+def seconds(
+    path: Path, geometry: Geometry, threads: int = 1, wide: bool = False, planes: bool = True
+) -> float:
     """Predict the time of a path.
 
     Args:
-        path: The path; ``"correlation"`` where it serves.
+        path: The path; ``"correlation"`` and ``"fourier"`` where they serve.
         geometry: The geometry.
         threads: How many there are.
         wide: As for `choose`.
+        planes: Likewise.
 
     Returns:
         Seconds, on the machine where the constants were measured.
@@ -137,6 +170,8 @@ def seconds(path: Path, geometry: Geometry, threads: int = 1, wide: bool = False
     copied = rows.size * columns.size * batch * channels * groups
     if path == "correlation":
         return _correlation(geometry, copied, threads, wide)
+    if path == "fourier":
+        return _fourier(geometry, copied, threads) + (0.0 if planes else copied * MOVE)
     counts = [
         r.count * c.count
         for r in segments(rows)
@@ -172,6 +207,22 @@ def _correlation(geometry: Geometry, copied: int, threads: int, wide: bool) -> f
         + (3 * copied + 2 * gathered * groups) * _copy(channels * groups)
         + calls * CALL
     )
+
+
+def _fourier(geometry: Geometry, copied: int, threads: int) -> float:
+    """Predict `soframe.kernels.fourier`: transforms, products of channels, and calls."""
+    rows, columns, channels = geometry.rows, geometry.columns, geometry.channels
+    high, wide = (axis.size + axis.dilation * (axis.kernel - 1) for axis in (rows, columns))
+    half = wide // 2 + 1
+    own = geometry.batch * channels * rows.size
+    transforms = copied * 2.0 * half + own * 4.0 * half * high
+    squares = float(half * high * channels**2)
+    lags = rows.kernel * columns.kernel + (rows.kernel - 1) * (columns.kernel - 1)
+    work = squares * (3.0 * geometry.batch + 2 * SKINNY * lags) * MULTIPLY_ADD
+    moved = (WRITTEN_TWICE * squares + geometry.features**2) * READ
+    # Threads wait for memory, and share transforms less well than products.
+    transforms *= SKINNY * MULTIPLY_ADD / math.sqrt(threads)
+    return transforms + (work + moved) / threads + FOURIER_CALLS * CALL
 
 
 def _product(

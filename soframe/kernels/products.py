@@ -145,10 +145,18 @@ def serves(x: Tensor, work: int) -> bool:
         x: An operand.
         work: Multiply-adds.
     """
-    if work < LEAST_WORK or not prefers_onednn() or not has_primitives(x):
-        return False
+    return work >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
+
+
+def are_exact(x: Tensor) -> bool:
+    """Return whether products of a tensor are fast, and of the precision of its numbers.
+
+    Args:
+        x: An operand; of single precision, on the CPU.
+    """
     backend: Any = torch.backends.mkldnn
-    return backend.matmul.fp32_precision in ("none", "ieee")
+    exact = backend.matmul.fp32_precision in ("none", "ieee")
+    return x.device.type == "cpu" and x.dtype == torch.float32 and exact
 
 
 def _both(left: Tensor, right: Tensor, work: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
-from soframe.kernels.products import has_primitives, prefers_onednn
+from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
 from soframe.kernels.unfold import patches
 from soframe.layers.base import LayerHelper, Unit
 from soframe.registry import register
@@ -96,7 +96,12 @@ class Conv2dHelper(LayerHelper):
             weights = total[:, :-1, :-1]
             add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
         path = self.path or choose(
-            geometry, torch.get_num_threads(), has_primitives(x), prefers_onednn()
+            geometry,
+            torch.get_num_threads(),
+            has_primitives(x),
+            prefers_onednn(),
+            are_exact(x),
+            x.is_contiguous(),
         )
         PATHS[path](weights, x, geometry, scale)
         return total

@@ -259,7 +259,7 @@ ORDINARY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "pointwise"])
 @pytest.mark.parametrize("border", [1.0, 1e4])
 def test_single_precision(options: dict[str, int], path: str, border: float) -> None:
-    """No path subtracts: a border 1e4 times the rest costs blocks without it no digits."""
+    """A border 1e4 times the rest costs blocks without it no digits, but where it is taken off."""
     axis = Axis(options["size"], options["kernel"], options["stride"], 1, *[options["padding"]] * 2)
     geometry = Geometry(4, 1, options["channels"], axis, axis)
     x = image(geometry)
@@ -271,6 +271,9 @@ def test_single_precision(options: dict[str, int], path: str, border: float) -> 
     error = (mirror(single).double() - exact).abs()
     # Relative to what a sum of absolute values may come to, entry by entry.
     bound = added("unfold", x.abs(), geometry)
+    if path == "fourier":  # over the whole image, whichever part of it a block is of
+        lengths = x.square().sum((0, 2, 3)).sqrt().repeat(options["kernel"] ** 2)
+        bound = torch.outer(lengths, lengths)
     assert float((error / bound).max()) < 1e-6, (path, options)
 
 
@@ -331,6 +334,29 @@ def test_choices_with_a_primitive(
     assert choose(geometry, threads, primitive=True, wide=wide) == path, case
 
 
+LARGE: list[tuple[str, int, bool, Geometry]] = [
+    # path, threads, channels first; where products of a transform are exact
+    ("fourier", 1, True, square(64, 1, 16, 32, 3)),
+    ("shifts", 2, True, square(64, 1, 16, 32, 3)),
+    ("fourier", 2, True, square(64, 1, 32, 16, 3)),
+    ("shifts", 2, False, square(64, 1, 32, 16, 3)),
+    ("fourier", 2, True, square(128, 1, 64, 32, 3)),
+    ("fourier", 2, False, square(64, 1, 64, 56, 3)),
+    ("fourier", 8, True, square(64, 1, 256, 14, 3)),
+    ("shifts", 1, True, square(8, 1, 256, 14, 3)),
+    ("shifts", 1, True, square(128, 1, 512, 4, 3)),
+    ("shifts", 1, True, square(64, 4, 64, 14, 3)),
+]
+
+
+@pytest.mark.parametrize(("path", "threads", "planes", "geometry"), LARGE)
+def test_large_batches_are_transformed(
+    path: str, threads: int, planes: bool, geometry: Geometry
+) -> None:
+    assert choose(geometry, threads, transform=True, planes=planes) == path
+    assert choose(geometry, threads, planes=planes) == "shifts"
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_layers_choose_by_their_processor(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
@@ -339,7 +365,12 @@ def test_layers_choose_by_their_processor(wide: bool, monkeypatch: pytest.Monkey
     helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
     x = torch.ones(2, 1, 4, 4)
     helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    assert [own[2:] for own in asked] == [(products.has_primitives(x), wide)]
+    expected = (products.has_primitives(x), wide, products.are_exact(x), True)
+    assert [own[2:] for own in asked] == [expected]
+    x = torch.ones(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    helper = conv.Conv2dHelper(torch.nn.Conv2d(2, 1, 3))
+    helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
+    assert asked[-1][-1] is False
 
 
 @pytest.mark.parametrize("path", ["shifts", "correlation", "unfold"])
@@ -371,6 +402,19 @@ def test_a_primitive_of_less_precision_is_not_used() -> None:
     finally:
         settings.fp32_precision = before
     assert settings.fp32_precision == before
+
+
+def test_products_of_less_precision_are_not_exact() -> None:
+    x = torch.empty(1)
+    assert products.are_exact(x)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not products.are_exact(x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert products.are_exact(x)
+    assert not products.are_exact(x.double())
+    assert not products.are_exact(torch.empty(1, device="meta"))
 
 
 def test_only_single_precision_on_a_processor_has_a_primitive() -> None:

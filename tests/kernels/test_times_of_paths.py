@@ -19,7 +19,7 @@ def test_every_path_is_timed(cases: int, capsys: pytest.CaptureFixture[str]) -> 
     assert len(rows) == cases
     for row in rows:
         *_, stride = row["case"]
-        served = {"shifts", "rows", "unfold", *(["correlation"] if stride == 1 else [])}
+        served = {"shifts", "rows", "unfold", *(["correlation", "fourier"] if stride == 1 else [])}
         assert set(row["measured"]) == set(row["predicted"]) == served
         assert row["chosen"] in served
         assert all(taken > 0 for taken in row["measured"].values())

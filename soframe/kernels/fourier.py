@@ -1,0 +1,365 @@
+"""Products of all distances between positions at once, by the Fourier transform of the image.
+
+The sum of ``x[u] x[u + l]^T`` over an image is the inverse Fourier transform, at l, of the image's
+cross-spectra (Wiener and Khinchin's theorem): one product of channels for each frequency, of which
+there are hardly more than there are positions, serves all distances between two positions of a
+kernel. A 3 x 3 kernel has 13 of them. The transforms are products with small matrices, which write
+frequencies first, as the products of channels want them, so that nothing is copied.
+
+Those sums are over all windows that meet the image. Some are no outputs of the convolution: windows
+in a frame beyond the padding. What they add along rows and columns has distances in one direction
+alone; it is taken off, and what they add in the corners, which was taken off twice, is put back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from soframe.kernels import shifts
+from soframe.kernels.geometry import Axis, Blocks, Geometry
+
+CHUNK = 2**23
+"""Elements of spectra that are computed before they are added up."""
+FEW = 64
+"""Channels of which blocks are so small that all are added at once."""
+KEPT = 2**23
+"""Elements of memory that a thread keeps at most."""
+
+Place = tuple[int, int]
+"""A kernel position: its row and its column."""
+
+
+def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches; strides and groups go by shifts.
+
+    Args:
+        total: ``[groups, features, features]``; the lower triangle is added to.
+        x: ``[batch, channels, height, width]``.
+        geometry: Its geometry.
+        scale: The multiplier.
+    """
+    if not serves(geometry):
+        shifts.add(total, x, geometry, scale)
+        return
+    x = x.detach().contiguous()
+    rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
+    found = [_correlations(x, geometry)]
+    found += [_lines(x, 2, windows, geometry.columns) for windows in rows]
+    found += [_lines(x, 3, windows, geometry.rows) for windows in columns]
+    found += [_corners(x, *both) for both in product(rows, columns)]
+    _add(total, torch.cat(found), geometry, scale)
+
+
+def serves(geometry: Geometry) -> bool:
+    """Return whether the stride is one, and there is one group.
+
+    Args:
+        geometry: The geometry.
+    """
+    return geometry.groups == geometry.rows.stride == geometry.columns.stride == 1
+
+
+# -- all windows -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The matrices of a geometry.
+
+    Attributes:
+        along: ``[2 frequencies, width]``, the real and the imaginary part of half a transform.
+        real: ``[2 frequencies, height]``: what a whole transform makes of a real part.
+        imaginary: Likewise of an imaginary one.
+        cosines: ``[lags, columns' frequencies, rows' frequencies]``, of the inverse.
+        sines: Likewise.
+    """
+
+    along: Tensor
+    real: Tensor
+    imaginary: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+
+@lru_cache(maxsize=256)
+def _lags(geometry: Geometry) -> tuple[Place, ...]:
+    """Return the distances ``k' - k`` of kernel positions that are not above the diagonal."""
+    rows, columns = geometry.rows.kernel, geometry.columns.kernel
+    every = ((i, j) for i in range(1 - rows, 1) for j in range(1 - columns, columns))
+    return tuple(lag for lag in every if lag <= (0, 0))
+
+
+def _reach(axis: Axis) -> int:
+    return axis.dilation * (axis.kernel - 1)
+
+
+@lru_cache(maxsize=64)
+def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan:
+    # Zeros after the image, so that no distance reaches around it.
+    high = geometry.rows.size + _reach(geometry.rows)
+    wide = geometry.columns.size + _reach(geometry.columns)
+    half = wide // 2 + 1
+
+    def angles(frequencies: int, positions: int, period: int) -> Tensor:
+        steps = torch.outer(torch.arange(frequencies), torch.arange(positions)) % period
+        return steps.double() * (2 * math.pi / period)
+
+    def both(real: Tensor, imaginary: Tensor) -> Tensor:
+        return torch.stack([real, imaginary], 1).flatten(0, 1).to(device, dtype)
+
+    own = angles(half, geometry.columns.size, wide)
+    other = angles(high, geometry.rows.size, high)
+    lags = torch.tensor(_lags(geometry))
+    rows = lags[:, :1] * geometry.rows.dilation * torch.arange(high)
+    columns = lags[:, 1:] * geometry.columns.dilation * torch.arange(half)
+    turns = (columns.double() / wide).unsqueeze(2) + (rows.double() / high).unsqueeze(1)
+    inverse = turns % 1 * (2 * math.pi)
+    # Frequencies without a conjugate among the others count once.
+    weights = torch.full((half, 1), 2.0, dtype=torch.float64)
+    weights[0] = 1
+    if wide % 2 == 0:
+        weights[-1] = 1
+    weights /= high * wide
+    return _Plan(
+        both(own.cos(), -own.sin()),
+        both(other.cos(), -other.sin()),
+        both(other.sin(), other.cos()),
+        (weights * inverse.cos()).to(device, dtype),
+        (weights * inverse.sin()).to(device, dtype),
+    )
+
+
+def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return the sums of ``x[u] x[u + lag]^T`` over the image: ``[lags, channels, channels]``."""
+    plan = _plan(geometry, x.dtype, x.device)
+    batch, channels, height, width = x.shape
+    high, half = len(plan.real) // 2, len(plan.along) // 2
+    pixels, pairs = batch * channels, channels * channels
+    step = min(half, max(1, CHUNK // (2 * (pixels * (height + high) + pairs * high))))
+    lines, spectra, power, cross = _memory(
+        x,
+        (step, 2, pixels, height),
+        (step, 2 * high, pixels),
+        (step * high, channels, channels),
+        (step * high, channels, channels),
+    )
+    even, odd = x.new_zeros(2, len(plan.cosines), pairs)
+    for start in range(0, half, step):
+        stop = min(start + step, half)
+        count, along = stop - start, plan.along[2 * start : 2 * stop]
+        torch.mm(along, x.view(-1, width).T, out=lines[:count].view(2 * count, -1))
+        own, spectrum = lines[:count].mT, spectra[:count]
+        torch.bmm(plan.real.expand(count, -1, -1), own[:, 0], out=spectrum)
+        spectrum.baddbmm_(plan.imaginary.expand(count, -1, -1), own[:, 1])
+        parts = spectrum.view(count * high, 2 * batch, channels)  # the real ones, and the others
+        real, imaginary = parts[:, :batch], parts[:, batch:]
+        torch.bmm(parts.mT, parts, out=power[: len(parts)])
+        torch.bmm(real.mT, imaginary, out=cross[: len(parts)])
+        cosines, sines = (t[:, start:stop].flatten(1) for t in (plan.cosines, plan.sines))
+        even.addmm_(cosines, power[: len(parts)].flatten(1))
+        odd.addmm_(sines, cross[: len(parts)].flatten(1))
+    sines = odd.view(-1, channels, channels)
+    found: Tensor = even.view_as(sines).sub_(sines).add_(sines.mT)
+    return found
+
+
+class _Kept(threading.local):
+    """Memory for the next layer, by dtype: what is new at every call costs its page faults."""
+
+    def __init__(self) -> None:
+        self.flat: dict[torch.dtype, Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def _memory(like: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
+    """Return tensors without numbers, which the next call may return again."""
+    sizes = [math.prod(shape) for shape in shapes]
+    if like.device.type != "cpu" or sum(sizes) > KEPT:
+        return [like.new_empty(shape) for shape in shapes]
+    flat = _kept.flat.get(like.dtype)
+    if flat is None or len(flat) < sum(sizes):
+        flat = _kept.flat[like.dtype] = like.new_empty(sum(sizes))
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+# -- windows beyond the outputs --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Windows along an axis that meet the image at as many positions, and are no outputs.
+
+    Attributes:
+        kernels: Of each the kernel positions that are within the image.
+        at: Of each the positions in the image.
+    """
+
+    kernels: tuple[tuple[int, ...], ...]
+    at: tuple[slice, ...]
+
+    @property
+    def number(self) -> int:
+        """How many kernel positions of a window are within the image."""
+        return len(self.kernels[0])
+
+
+@lru_cache(maxsize=256)
+def _beyond(axis: Axis) -> tuple[_Windows, ...]:
+    """Return the windows that meet the image and are no outputs."""
+    found: dict[int, tuple[list[tuple[int, ...]], list[slice]]] = {}
+    for window in range(-_reach(axis), axis.size):  # by its first position in the image
+        places = [window + axis.dilation * k for k in range(axis.kernel)]
+        met = [k for k, place in enumerate(places) if 0 <= place < axis.size]
+        if met and window + axis.before not in range(axis.out):
+            kernels, at = found.setdefault(len(met), ([], []))
+            kernels.append(tuple(met))
+            at.append(slice(places[met[0]], places[met[-1]] + 1, axis.dilation))
+    return tuple(_Windows(tuple(kernels), tuple(at)) for kernels, at in found.values())
+
+
+def _distances(windows: _Windows, axis: Axis) -> range:
+    """Return the distances along a line that blocks of the lower triangle have."""
+    return range(1 - axis.kernel, 1 if windows.number == 1 else axis.kernel)
+
+
+def _lines(x: Tensor, dim: int, windows: _Windows, axis: Axis) -> Tensor:
+    """Return sums over the lines that windows meet, for all windows along them.
+
+    Args:
+        x: ``[batch, channels, height, width]``.
+        dim: Where the windows are beyond the outputs.
+        windows: These.
+        axis: Of the lines.
+
+    Returns:
+        ``[distances * windows * met * met, channels, channels]``.
+    """
+    batch, channels = x.shape[:2]
+    lines = x.permute(2, 0, 3, 1) if dim == 2 else x.permute(3, 0, 2, 1)
+    number, reach, line = windows.number, _reach(axis), axis.size + _reach(axis)
+    count, width = batch * line, windows.number * channels
+    # Lines one after another, with zeros before, between and after them.
+    padded = x.new_zeros(len(windows.at), reach + count + reach, width)
+    inner = padded[:, reach : reach + count]
+    for own, at in zip(inner, windows.at, strict=True):
+        own.view(batch, line, number, channels)[:, : axis.size] = lines[at].permute(1, 2, 0, 3)
+    lags = _distances(windows, axis)
+    found = x.new_empty(len(lags), len(windows.at), width, width)
+    for lag, out in zip(lags, found, strict=True):
+        start = reach + axis.dilation * lag
+        torch.bmm(inner.mT, padded[:, start : start + count], out=out)
+    by_pair = found.view(-1, number, channels, number, channels).transpose(2, 3)
+    return by_pair.reshape(-1, channels, channels)
+
+
+def _corners(x: Tensor, rows: _Windows, columns: _Windows) -> Tensor:
+    """Return the products of what windows meet that are beyond the outputs along both axes.
+
+    Returns:
+        ``[rows' windows * columns' windows * met * met, channels, channels]``.
+    """
+    batch, channels = x.shape[:2]
+    number = rows.number * columns.number
+    parts = [x[:, :, up, across].permute(0, 2, 3, 1) for up, across in product(rows.at, columns.at)]
+    pixels = torch.stack(parts).view(-1, batch, number * channels)
+    found = torch.bmm(pixels.mT, pixels).view(-1, number, channels, number, channels)
+    return found.transpose(2, 3).reshape(-1, channels, channels)
+
+
+# -- blocks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Term:
+    """The blocks that a matrix belongs to.
+
+    Attributes:
+        sign: Whether it is added or taken off.
+        place: The first block's kernel position along the factor's rows.
+        other: Likewise along its columns.
+        run: How many blocks follow along both, by kernel rows and kernel columns.
+    """
+
+    sign: int
+    place: Place
+    other: Place
+    run: Place
+
+
+@lru_cache(maxsize=256)
+def _terms(geometry: Geometry) -> tuple[_Term, ...]:
+    """Return where the matrices belong, in the order in which `add` computes them."""
+    rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
+    height, width = geometry.rows.kernel, geometry.columns.kernel
+    found = []
+    for i, j in _lags(geometry):
+        place = (-i, max(0, -j))
+        found.append(_Term(1, place, (0, max(0, j)), (height + i, width - abs(j))))
+    for windows in rows:
+        for j, met in product(_distances(windows, geometry.columns), windows.kernels):
+            for a, b in product(met, met):
+                run = (1, width - abs(j))
+                found.append(_Term(-1, (a, max(0, -j)), (b, max(0, j)), run))
+    for windows in columns:
+        for i, met in product(_distances(windows, geometry.rows), windows.kernels):
+            for a, b in product(met, met):
+                run = (height - abs(i), 1)
+                found.append(_Term(-1, (max(0, -i), a), (max(0, i), b), run))
+    for one, two in product(rows, columns):
+        for met, across in product(one.kernels, two.kernels):
+            places = [*product(met, across)]
+            found += [_Term(1, a, b, (1, 1)) for a, b in product(places, places)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _sums(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return which matrices a block is the sum of: ``[pairs of kernel positions, matrices]``."""
+    width = geometry.columns.kernel
+    places = geometry.rows.kernel * width
+    terms = _terms(geometry)
+    found = torch.zeros(places, places, len(terms), dtype=dtype)
+    for number, term in enumerate(terms):
+        for i, j in product(*map(range, term.run)):
+            own, other = ((a + i) * width + b + j for a, b in (term.place, term.other))
+            if other <= own:
+                found[own, other, number] = term.sign
+    return found.flatten(0, 1).to(device)
+
+
+@lru_cache(maxsize=256)
+def _blocks(geometry: Geometry) -> tuple[Blocks | None, ...]:
+    """Return the blocks of each matrix; None where they are above the diagonal."""
+    size, width = geometry.channels, geometry.columns.kernel
+    found = []
+    for term in _terms(geometry):
+        row, column = ((a * width + b) * size for a, b in (term.place, term.other))
+        own = Blocks(size, term.run, (width * size, size), row, column)
+        found.append(own if column <= row else None)
+    return tuple(found)
+
+
+def _add(total: Tensor, matrices: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the matrices to their blocks."""
+    channels = geometry.channels
+    if channels <= FEW:  # then calls take longer than the blocks above the diagonal
+        sums = _sums(geometry, matrices.dtype, matrices.device) @ matrices.flatten(1)
+        places = geometry.rows.kernel * geometry.columns.kernel
+        by_block = sums.view(places, places, channels, channels)
+        whole = total[0].unflatten(1, (places, -1)).unflatten(0, (places, -1))
+        whole.add_(by_block.transpose(1, 2), alpha=scale)
+        return
+    for term, blocks, own in zip(_terms(geometry), _blocks(geometry), matrices, strict=True):
+        if blocks is not None:
+            blocks.of(total).add_(own, alpha=term.sign * scale)

@@ -1,0 +1,106 @@
+"""Factors by the Fourier transform of the image."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soframe.kernels import fourier
+from soframe.kernels.geometry import Axis, Geometry
+from soframe.testing import compare
+from tests.curvature import randn
+from tests.kernels.test_paths import added, by_hand, geometries, image, square
+
+
+@given(
+    geometry=geometries(),
+    chunk=st.sampled_from([1, 100, 2**23]),
+    few=st.sampled_from([0, 64]),
+    kept=st.sampled_from([0, 2**23]),
+)
+@settings(max_examples=80)
+def test_however_much_is_done_at_once(geometry: Geometry, chunk: int, few: int, kept: int) -> None:
+    x = image(geometry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fourier, "CHUNK", chunk)
+        patch.setattr(fourier, "FEW", few)
+        patch.setattr(fourier, "KEPT", kept)
+        got = added("fourier", x, geometry, 0.25)
+    compare(got, by_hand(x, geometry), "factor", rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_blocks_above_the_diagonal_stay(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fourier, "FEW", few)
+    axis = Axis(7, 3)  # without padding, where windows meet the image in several kernel positions
+    geometry = Geometry(2, 1, 2, axis, axis)
+    total = torch.zeros(1, 18, 18, dtype=torch.float64)
+    fourier.add(total, image(geometry), geometry, 1.0)
+    for row in range(9):
+        assert not total[0, 2 * row : 2 * row + 2, 2 * row + 2 :].any()
+
+
+def test_what_it_serves() -> None:
+    assert fourier.serves(square(2, 1, 3, 5, 3))
+    assert not fourier.serves(square(2, 2, 3, 5, 3))
+    assert not fourier.serves(Geometry(2, 1, 3, Axis(5, 3, stride=2), Axis(5, 3)))
+    assert not fourier.serves(Geometry(2, 1, 3, Axis(5, 3), Axis(5, 3, stride=2)))
+
+
+def test_memory_is_kept_for_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the largest needs, up to a bound; of every thread and dtype its own."""
+    monkeypatch.setattr(fourier, "_kept", fourier._Kept())
+    large, small = square(4, 1, 3, 6, 3), square(2, 1, 2, 5, 3)
+    added("fourier", image(small), small)
+    first = fourier._kept.flat[torch.float64]
+    added("fourier", image(large), large)
+    kept = fourier._kept.flat[torch.float64]
+    assert len(kept) > len(first)
+    added("fourier", image(small), small)
+    assert fourier._kept.flat == {torch.float64: kept}
+    monkeypatch.setattr(fourier, "_kept", fourier._Kept())
+    monkeypatch.setattr(fourier, "KEPT", 10)
+    added("fourier", image(large), large)
+    assert fourier._kept.flat == {}
+
+
+def test_threads_have_memory_of_their_own() -> None:
+    geometry = square(3, 1, 4, 7, 3)
+    images = [image(geometry, seed) for seed in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: added("fourier", x, geometry), images))
+    for got, x in zip(found, images, strict=True):
+        compare(got, by_hand(x, geometry), "factor", rtol=1e-10)
+
+
+def test_what_needs_gradients_is_served() -> None:
+    geometry = square(2, 1, 3, 5, 3)
+    x = image(geometry).requires_grad_()
+    got = added("fourier", x, geometry)
+    assert not got.requires_grad
+    compare(got, by_hand(x.detach(), geometry), "factor", rtol=1e-10)
+
+
+def test_channels_of_other_scales_keep_their_digits() -> None:
+    """Errors are relative to what the two channels of an entry come to."""
+    geometry = square(8, 1, 6, 8, 3)
+    x = image(geometry) * 10.0 ** (3 * torch.arange(-3.0, 3.0).double()).view(-1, 1, 1)
+    exact = by_hand(x, geometry)[0]
+    single = torch.zeros(1, *exact.shape)
+    fourier.add(single, x.float(), geometry, 1.0)
+    lengths = x.square().sum((0, 2, 3)).sqrt().repeat(9)
+    error = (single[0].double() - exact).tril().abs() / torch.outer(lengths, lengths)
+    assert float(error.max()) < 1e-6
+
+
+def test_a_channel_of_zeros_has_a_factor_of_zeros() -> None:
+    geometry = square(4, 1, 3, 8, 3)
+    x = randn(4, 3, 8, 8).float()
+    x[:, 1] = 0
+    total = torch.zeros(1, 27, 27)
+    fourier.add(total, x, geometry, 1.0)
+    assert not total[0].view(9, 3, 27)[:, 1].any()
