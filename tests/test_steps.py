@@ -164,8 +164,9 @@ def test_a_network_without_images_has_no_channels_to_lay_out() -> None:
 def test_networks_are_those_of_the_papers() -> None:
     sizes = {
         name: sum(p.numel() for p in NETWORKS[name].model().parameters())
-        for name in ("resnet20", "resnet50")
+        for name in ("resnet20", "resnet18", "resnet50")
     }
+    assert sizes["resnet18"] == 11_173_962
     assert sizes["resnet50"] == 25_557_032
     assert 270_000 < sizes["resnet20"] < 276_000
 
