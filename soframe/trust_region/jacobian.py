@@ -75,7 +75,7 @@ def jacobian_product(
     run = (model, forward, outputs, parameters, direction)
     try:
         return _forward_mode(*run)
-    except NotImplementedError:  # torch has no forward-mode derivative of something within
+    except RuntimeError:  # torch has no forward-mode derivative of something within, or a wrong one
         return _by_gradients(*run)
 
 

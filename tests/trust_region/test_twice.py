@@ -269,6 +269,32 @@ def test_whole_steps_are_those_of_functions_of_torch(fisher: str, every: int) ->
     compare(steps_of(Cube.apply, **settings), plain, "parameters")
 
 
+def test_normalisation_under_autocast() -> None:
+    """Its tangents are of another dtype than its results there, which convolutions refuse."""
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()]
+    model, x = fill(nn.Sequential(*layers)).float(), randn(4, 3, 8, 8).float()
+    y = randn(4, 64, seed=1).float()
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        return half_square(output.float(), y)
+
+    own = trust_region(model, "squared-error", 0.1, parts=2)
+    losses = [float(own.step(closure)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    twins = Twins(model, closure)
+    twins.directions = [
+        [None if p.ndim == 1 else v for p, v in zip(twins.parameters, own, strict=True)]  # type: ignore[misc]
+        for own in twins.directions
+    ]
+    found = twins.plain()
+    plain = Twins(model, lambda: half_square(model(x), y))
+    plain.directions = twins.directions
+    for one, other in zip(found, plain.plain(), strict=True):
+        compare(one.float(), other, "tangent", rtol=0.15)
+
+
 # -- derivatives that are not those of the gradient ------------------------------------------
 
 
