@@ -46,7 +46,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     rows, columns = geometry.rows, geometry.columns
     # Above the core is what the distances of rows reach, beside it what those of columns do.
     (top, bottom), (left, right) = core(rows), core(columns)
-    reach, span = _reach(rows), _reach(columns)
+    reach, span = rows.reach, columns.reach
     beside = (span - left, span - (columns.size - right))
     image = _framed(x[:, :, :bottom], reach - top, *beside)
     lines = _lines(_correlation(image, geometry), geometry)
@@ -81,12 +81,8 @@ def core(axis: Axis) -> Range:
     Returns:
         ``start, stop``; empty where ``stop <= start``.
     """
-    reach = _reach(axis)
+    reach = axis.reach
     return max(0, reach - axis.before), min(axis.size, axis.size + axis.after - reach)
-
-
-def _reach(axis: Axis) -> int:
-    return axis.dilation * (axis.kernel - 1)
 
 
 def _framed(x: Tensor, above: int, before: int, after: int) -> Tensor:
@@ -108,7 +104,7 @@ def _correlation(image: Tensor, geometry: Geometry) -> Tensor:
         ``[groups * channels, channels, rows, columns]``: by the distance of rows, the last of
         which is none and those before are upwards, and of columns, the middle one of which is none.
     """
-    reach = _reach(geometry.rows)
+    reach = geometry.rows.reach
     high = max(1, min(image.shape[2] - reach, CHUNK // geometry.columns.size))
     number = max(1, CHUNK // (high * geometry.columns.size))
     parts = [
@@ -125,7 +121,7 @@ def _correlation(image: Tensor, geometry: Geometry) -> Tensor:
 def _weight_gradient(image: Tensor, geometry: Geometry) -> Tensor:
     """Do the same in one call."""
     rows, columns = geometry.rows, geometry.columns
-    reach, span = _reach(rows), _reach(columns)
+    reach, span = rows.reach, columns.reach
     shape = (image.shape[1], geometry.channels, rows.kernel, 2 * columns.kernel - 1)
     found: Tensor = torch.ops.aten.convolution_backward(
         image[:, :, reach:, span : image.shape[3] - span],
@@ -161,7 +157,7 @@ def _lines(found: Tensor, geometry: Geometry) -> Tensor:
 def _add_columns(lines: Tensor, image: Tensor, strip: Range, geometry: Geometry) -> None:
     """Add the products of columns outside the core, in the rows of the core."""
     axis, step = geometry.columns, geometry.columns.dilation
-    reach, span = _reach(geometry.rows), _reach(axis)
+    reach, span = geometry.rows.reach, axis.reach
     offset = span - core(axis)[0]  # of the image within what is padded
     first, last = max(0, strip[0] - span), min(axis.size, strip[1] + span)
     part = _positions_first(image[:, :, :, first + offset : last + offset], (2, 0, 3), geometry)
@@ -186,10 +182,10 @@ def _add_columns(lines: Tensor, image: Tensor, strip: Range, geometry: Geometry)
 def _add_rows(kernels: Tensor, x: Tensor, strip: Range, geometry: Geometry, scale: float) -> None:
     """Add the products of rows outside the core."""
     axis, columns, step = geometry.rows, geometry.columns, geometry.rows.dilation
-    first = max(0, strip[0] - _reach(axis))
+    first = max(0, strip[0] - axis.reach)
     part = F.pad(x[:, :, first : strip[1]], (columns.before, columns.after))
     part = _positions_first(part, (3, 0, 2), geometry)
-    part = part.unfold(1, _reach(columns) + 1, 1)[..., :: columns.dilation].mT
+    part = part.unfold(1, columns.reach + 1, 1)[..., :: columns.dilation].mT
     # [groups, positions, rows, features of a kernel row]
     part = part.contiguous().flatten(1, 2).flatten(3)
     for u in range(*strip):

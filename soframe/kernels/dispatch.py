@@ -212,7 +212,7 @@ def _correlation(geometry: Geometry, copied: int, threads: int, wide: bool) -> f
 def _fourier(geometry: Geometry, copied: int, threads: int) -> float:
     """Predict `soframe.kernels.fourier`: transforms, products of channels, and calls."""
     rows, columns, channels = geometry.rows, geometry.columns, geometry.channels
-    high, wide = (axis.size + axis.dilation * (axis.kernel - 1) for axis in (rows, columns))
+    high, wide = (axis.size + axis.reach for axis in (rows, columns))
     half = wide // 2 + 1
     own = geometry.batch * channels * rows.size
     transforms = copied * 2.0 * half + own * 4.0 * half * high

@@ -97,15 +97,11 @@ def _lags(geometry: Geometry) -> tuple[Place, ...]:
     return tuple(lag for lag in every if lag <= (0, 0))
 
 
-def _reach(axis: Axis) -> int:
-    return axis.dilation * (axis.kernel - 1)
-
-
 @lru_cache(maxsize=64)
 def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan:
     # Zeros after the image, so that no distance reaches around it.
-    high = geometry.rows.size + _reach(geometry.rows)
-    wide = geometry.columns.size + _reach(geometry.columns)
+    high = geometry.rows.size + geometry.rows.reach
+    wide = geometry.columns.size + geometry.columns.reach
     half = wide // 2 + 1
 
     def angles(frequencies: int, positions: int, period: int) -> Tensor:
@@ -218,7 +214,7 @@ class _Windows:
 def _beyond(axis: Axis) -> tuple[_Windows, ...]:
     """Return the windows that meet the image and are no outputs."""
     found: dict[int, tuple[list[tuple[int, ...]], list[slice]]] = {}
-    for window in range(-_reach(axis), axis.size):  # by its first position in the image
+    for window in range(-axis.reach, axis.size):  # by its first position in the image
         places = [window + axis.dilation * k for k in range(axis.kernel)]
         met = [k for k, place in enumerate(places) if 0 <= place < axis.size]
         if met and window + axis.before not in range(axis.out):
@@ -247,7 +243,7 @@ def _lines(x: Tensor, dim: int, windows: _Windows, axis: Axis) -> Tensor:
     """
     batch, channels = x.shape[:2]
     lines = x.permute(2, 0, 3, 1) if dim == 2 else x.permute(3, 0, 2, 1)
-    number, reach, line = windows.number, _reach(axis), axis.size + _reach(axis)
+    number, reach, line = windows.number, axis.reach, axis.size + axis.reach
     count, width = batch * line, windows.number * channels
     # Lines one after another, with zeros before, between and after them.
     padded = x.new_zeros(len(windows.at), reach + count + reach, width)

@@ -42,10 +42,14 @@ class Axis:
     after: int = 0
 
     @property
+    def reach(self) -> int:
+        """From a window's first position to its last."""
+        return self.dilation * (self.kernel - 1)
+
+    @property
     def out(self) -> int:
         """Positions of the output."""
-        reach = self.dilation * (self.kernel - 1) + 1
-        return (self.size + self.before + self.after - reach) // self.stride + 1
+        return (self.size + self.before + self.after - self.reach - 1) // self.stride + 1
 
     def inside(self, k: int) -> tuple[int, int]:
         """Return the range of outputs whose kernel position ``k`` is within the input.

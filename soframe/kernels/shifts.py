@@ -82,7 +82,7 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
         if residue not in slabs:
             part = grid[residue::step]
             # [rows, columns, batch, groups, channels, kernel columns]
-            part = part.unfold(1, axis.dilation * (axis.kernel - 1) + 1, axis.stride)
+            part = part.unfold(1, axis.reach + 1, axis.stride)
             part = part[..., :: axis.dilation].transpose(4, 5)
             slabs[residue] = part.reshape(len(part), axis.out * geometry.batch, -1)
         return slabs[residue]
