@@ -4,7 +4,8 @@ The sum of ``x[u] x[u + l]^T`` over an image is the inverse Fourier transform, a
 cross-spectra (Wiener and Khinchin's theorem): one product of channels for each frequency, of which
 there are hardly more than there are positions, serves all distances between two positions of a
 kernel. A 3 x 3 kernel has 13 of them. The transforms are products with small matrices, which write
-frequencies first, as the products of channels want them, so that nothing is copied.
+frequencies first, as the products of channels want them, so that an image is copied only where its
+channels are last.
 
 Those sums are over all windows that meet the image. Some are no outputs of the convolution: windows
 in a frame beyond the padding. What they add along rows and columns has distances in one direction

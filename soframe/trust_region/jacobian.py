@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.replay import eagerly, exchanged
 from soframe.trust_region.tangents import Pair, dual, replaced
 from soframe.trust_region.twice import differentiable, tangents_by_gradients
+
+log = logging.getLogger(__name__)
 
 Direction = Sequence[Tensor | None]
 """One tensor per parameter; None for zero."""
@@ -75,8 +79,14 @@ def jacobian_product(
     run = (model, forward, outputs, parameters, direction)
     try:
         return _forward_mode(*run)
-    except RuntimeError:  # torch has no forward-mode derivative of something within, or a wrong one
+    except RuntimeError as error:  # torch has no such derivative of something within, or fails
+        _tell(str(error))
         return _by_gradients(*run)
+
+
+@lru_cache(maxsize=64)  # once, not at every step
+def _tell(problem: str) -> None:
+    log.info("derivatives differentiate the gradient: %s", problem)
 
 
 def _forward_mode(

@@ -214,6 +214,16 @@ def test_other_kernels_do_where_there_are_any(
     assert before == (torch.backends.mkldnn.enabled, torch.backends.cuda.flash_sdp_enabled())
 
 
+def test_says_once_that_a_gradient_is_differentiated(caplog: pytest.LogCaptureFixture) -> None:
+    jacobian._tell.cache_clear()
+    model, x = fill(BACKWARD["own function"]()), inputs()
+    with caplog.at_level("INFO", "soframe.trust_region.jacobian"):
+        for _ in range(2):
+            Twins(model, closure_of(model, x)).plain()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("derivatives differentiate the gradient: You must impl")
+
+
 def test_the_tape_differentiates_the_gradient_of_one_function_alone() -> None:
     model, x = fill(BACKWARD["weight norm"]()), inputs()
     runs = []
