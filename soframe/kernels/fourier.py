@@ -15,8 +15,6 @@ alone; it is taken off, and what they add in the corners, which was taken off tw
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -24,15 +22,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from soframe.kernels import shifts
+from soframe.kernels import scratch, shifts
 from soframe.kernels.geometry import Axis, Blocks, Geometry
 
 CHUNK = 2**23
 """Elements of spectra that are computed before they are added up."""
+CACHED = 2**19
+"""Elements of images that are transformed at once, or as many as the spectra's products have."""
 FEW = 64
 """Channels of which blocks are so small that all are added at once."""
-KEPT = 2**23
-"""Elements of memory that a thread keeps at most."""
 
 Place = tuple[int, int]
 """A kernel position: its row and its column."""
@@ -53,8 +51,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     x = x.detach().contiguous()
     rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
     found = [_correlations(x, geometry)]
-    found += [_lines(x, 2, windows, geometry.columns) for windows in rows]
-    found += [_lines(x, 3, windows, geometry.rows) for windows in columns]
+    found += [_lines(x, strips) for strips in _strips(geometry)]
     found += [_corners(x, *both) for both in product(rows, columns)]
     _add(total, torch.cat(found), geometry, scale)
 
@@ -139,12 +136,14 @@ def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
     plan = _plan(geometry, x.dtype, x.device)
     batch, channels, height, width = x.shape
     high, half = len(plan.real) // 2, len(plan.along) // 2
-    pixels, pairs = batch * channels, channels * channels
+    pairs = channels * channels
+    images = max(1, max(CACHED, half * high * pairs) // x[0].numel())
+    pixels = min(batch, images) * channels
     step = min(half, max(1, CHUNK // (2 * (pixels * (height + high) + pairs * high))))
-    lines, spectra, power, cross = _memory(
+    lines, spectra, power, cross = scratch.memory(
         x,
-        (step, 2, pixels, height),
-        (step, 2 * high, pixels),
+        (step * 2 * pixels * height,),
+        (step * 2 * pixels * high,),
         (step * high, channels, channels),
         (step * high, channels, channels),
     )
@@ -152,42 +151,26 @@ def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
     for start in range(0, half, step):
         stop = min(start + step, half)
         count, along = stop - start, plan.along[2 * start : 2 * stop]
-        torch.mm(along, x.view(-1, width).T, out=lines[:count].view(2 * count, -1))
-        own, spectrum = lines[:count].mT, spectra[:count]
-        torch.bmm(plan.real.expand(count, -1, -1), own[:, 0], out=spectrum)
-        spectrum.baddbmm_(plan.imaginary.expand(count, -1, -1), own[:, 1])
-        parts = spectrum.view(count * high, 2 * batch, channels)  # the real ones, and the others
-        real, imaginary = parts[:, :batch], parts[:, batch:]
-        torch.bmm(parts.mT, parts, out=power[: len(parts)])
-        torch.bmm(real.mT, imaginary, out=cross[: len(parts)])
+        powers, crosses = power[: count * high], cross[: count * high]
+        real, imaginary = (part.expand(count, -1, -1) for part in (plan.real, plan.imaginary))
+        for number, part in enumerate(x.split(images)):
+            taken = 2 * count * len(part) * channels
+            own = lines[: taken * height].view(count, 2, -1, height)
+            torch.mm(along, part.view(-1, width).T, out=own.view(2 * count, -1))
+            spectrum = spectra[: taken * high].view(count, 2 * high, -1)
+            torch.bmm(real, own[:, 0].mT, out=spectrum)
+            spectrum.baddbmm_(imaginary, own[:, 1].mT)
+            # Of each frequency the real parts of all images, and the imaginary ones.
+            both = spectrum.view(count * high, 2 * len(part), channels)
+            beta = min(number, 1)
+            powers.baddbmm_(both.mT, both, beta=beta)
+            crosses.baddbmm_(both[:, : len(part)].mT, both[:, len(part) :], beta=beta)
         cosines, sines = (t[:, start:stop].flatten(1) for t in (plan.cosines, plan.sines))
-        even.addmm_(cosines, power[: len(parts)].flatten(1))
-        odd.addmm_(sines, cross[: len(parts)].flatten(1))
+        even.addmm_(cosines, powers.flatten(1))
+        odd.addmm_(sines, crosses.flatten(1))
     sines = odd.view(-1, channels, channels)
     found: Tensor = even.view_as(sines).sub_(sines).add_(sines.mT)
     return found
-
-
-class _Kept(threading.local):
-    """Memory for the next layer, by dtype: what is new at every call costs its page faults."""
-
-    def __init__(self) -> None:
-        self.flat: dict[torch.dtype, Tensor] = {}
-
-
-_kept = _Kept()
-
-
-def _memory(like: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
-    """Return tensors without numbers, which the next call may return again."""
-    sizes = [math.prod(shape) for shape in shapes]
-    if like.device.type != "cpu" or sum(sizes) > KEPT:
-        return [like.new_empty(shape) for shape in shapes]
-    flat = _kept.flat.get(like.dtype)
-    if flat is None or len(flat) < sum(sizes):
-        flat = _kept.flat[like.dtype] = like.new_empty(sum(sizes))
-    parts = flat[: sum(sizes)].split(sizes)
-    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 # -- windows beyond the outputs --------------------------------------------------------------
@@ -225,37 +208,74 @@ def _beyond(axis: Axis) -> tuple[_Windows, ...]:
     return tuple(_Windows(tuple(kernels), tuple(at)) for kernels, at in found.values())
 
 
-def _distances(windows: _Windows, axis: Axis) -> range:
-    """Return the distances along a line that blocks of the lower triangle have."""
-    return range(1 - axis.kernel, 1 if windows.number == 1 else axis.kernel)
+@dataclass(frozen=True)
+class _Strips:
+    """Lines that windows beyond the outputs meet, of one length, and as many for each window.
+
+    Attributes:
+        axis: Along the lines.
+        windows: With the dimension of the image where they are beyond the outputs.
+    """
+
+    axis: Axis
+    windows: tuple[tuple[int, _Windows], ...]
+
+    @property
+    def number(self) -> int:
+        """How many lines a window meets."""
+        return self.windows[0][1].number
+
+    @property
+    def distances(self) -> range:
+        """The distances along a line that blocks of the lower triangle have."""
+        return range(1 - self.axis.kernel, 1 if self.number == 1 else self.axis.kernel)
 
 
-def _lines(x: Tensor, dim: int, windows: _Windows, axis: Axis) -> Tensor:
+@lru_cache(maxsize=256)
+def _strips(geometry: Geometry) -> tuple[_Strips, ...]:
+    """Return the lines beyond the outputs: those above and beside it together where they can be."""
+    found: dict[tuple[Axis, int], list[tuple[int, _Windows]]] = {}
+    axes = geometry.rows, geometry.columns
+    for dim, own, along in ((2, *axes), (3, *reversed(axes))):
+        for windows in _beyond(own):
+            found.setdefault((along, windows.number), []).append((dim, windows))
+    return tuple(_Strips(along, tuple(windows)) for (along, _), windows in found.items())
+
+
+def _lines(x: Tensor, strips: _Strips) -> Tensor:
     """Return sums over the lines that windows meet, for all windows along them.
 
     Args:
         x: ``[batch, channels, height, width]``.
-        dim: Where the windows are beyond the outputs.
-        windows: These.
-        axis: Of the lines.
+        strips: The lines.
 
     Returns:
         ``[distances * windows * met * met, channels, channels]``.
     """
     batch, channels = x.shape[:2]
-    lines = x.permute(2, 0, 3, 1) if dim == 2 else x.permute(3, 0, 2, 1)
-    number, reach, line = windows.number, axis.reach, axis.size + axis.reach
-    count, width = batch * line, windows.number * channels
+    number, axis = strips.number, strips.axis
+    each = [
+        (x.permute(2, 0, 3, 1) if dim == 2 else x.permute(3, 0, 2, 1))[at]
+        for dim, windows in strips.windows
+        for at in windows.at
+    ]
     # Lines one after another, with zeros before, between and after them.
-    padded = x.new_zeros(len(windows.at), reach + count + reach, width)
+    reach, line, width = axis.reach, axis.size + axis.reach, number * channels
+    count = batch * line
+    (padded,) = scratch.memory(x, (len(each), reach + count + reach, width))
     inner = padded[:, reach : reach + count]
-    for own, at in zip(inner, windows.at, strict=True):
-        own.view(batch, line, number, channels)[:, : axis.size] = lines[at].permute(1, 2, 0, 3)
-    lags = _distances(windows, axis)
-    found = x.new_empty(len(lags), len(windows.at), width, width)
+    positions = inner.view(len(each), batch, line, number, channels)
+    for zeros in (padded[:, :reach], positions[:, :, axis.size :], padded[:, reach + count :]):
+        zeros.zero_()
+    for own, lines in zip(positions, each, strict=True):
+        own[:, : axis.size] = lines.permute(1, 2, 0, 3)
+    lags = strips.distances
+    found = x.new_empty(len(lags), len(each), width, width)
     for lag, out in zip(lags, found, strict=True):
         start = reach + axis.dilation * lag
         torch.bmm(inner.mT, padded[:, start : start + count], out=out)
+    if number == 1:
+        return found.view(-1, channels, channels)
     by_pair = found.view(-1, number, channels, number, channels).transpose(2, 3)
     return by_pair.reshape(-1, channels, channels)
 
@@ -303,16 +323,15 @@ def _terms(geometry: Geometry) -> tuple[_Term, ...]:
     for i, j in _lags(geometry):
         place = (-i, max(0, -j))
         found.append(_Term(1, place, (0, max(0, j)), (height + i, width - abs(j))))
-    for windows in rows:
-        for j, met in product(_distances(windows, geometry.columns), windows.kernels):
-            for a, b in product(met, met):
-                run = (1, width - abs(j))
-                found.append(_Term(-1, (a, max(0, -j)), (b, max(0, j)), run))
-    for windows in columns:
-        for i, met in product(_distances(windows, geometry.rows), windows.kernels):
-            for a, b in product(met, met):
-                run = (height - abs(i), 1)
-                found.append(_Term(-1, (max(0, -i), a), (max(0, i), b), run))
+    for strips in _strips(geometry):
+        for lag, (dim, windows) in product(strips.distances, strips.windows):
+            own, other, run = max(0, -lag), max(0, lag), strips.axis.kernel - abs(lag)
+            for met in windows.kernels:
+                for a, b in product(met, met):
+                    if dim == 2:
+                        found.append(_Term(-1, (a, own), (b, other), (1, run)))
+                    else:
+                        found.append(_Term(-1, (own, a), (other, b), (run, 1)))
     for one, two in product(rows, columns):
         for met, across in product(one.kernels, two.kernels):
             places = [*product(met, across)]

@@ -186,8 +186,9 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0) -> None:
     elif size < SMALL:
         total.add_(torch.bmm(maps, maps.mT).sum(0), alpha=scale)
     elif positions < size:
-        # Many short products into one large matrix: its memory traffic costs more than a copy.
-        add_rows(total, maps.permute(0, 2, 1).reshape(batch * positions, size), scale)
+        # Many short products into one large matrix: its memory traffic costs more than a copy, of
+        # whole maps rather than of their transposes.
+        add_rows(total, maps.transpose(0, 1).reshape(size, batch * positions).T, scale)
     else:
         for start, stop in column_blocks(size):
             left, right = maps[:, start:stop], maps[:, :stop].mT

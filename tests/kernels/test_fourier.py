@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soframe.kernels import fourier
+from soframe.kernels import fourier, scratch
 from soframe.kernels.geometry import Axis, Geometry
 from soframe.testing import compare
 from tests.curvature import randn
@@ -19,16 +19,20 @@ from tests.kernels.test_paths import added, by_hand, geometries, image, square
 @given(
     geometry=geometries(),
     chunk=st.sampled_from([1, 100, 2**23]),
+    cached=st.sampled_from([1, 200, 2**19]),
     few=st.sampled_from([0, 64]),
     kept=st.sampled_from([0, 2**23]),
 )
 @settings(max_examples=80)
-def test_however_much_is_done_at_once(geometry: Geometry, chunk: int, few: int, kept: int) -> None:
+def test_however_much_is_done_at_once(
+    geometry: Geometry, chunk: int, cached: int, few: int, kept: int
+) -> None:
     x = image(geometry)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fourier, "CHUNK", chunk)
+        patch.setattr(fourier, "CACHED", cached)
         patch.setattr(fourier, "FEW", few)
-        patch.setattr(fourier, "KEPT", kept)
+        patch.setattr(scratch, "KEPT", kept)
         got = added("fourier", x, geometry, 0.25)
     compare(got, by_hand(x, geometry), "factor", rtol=1e-10, atol=1e-12)
 
@@ -53,19 +57,42 @@ def test_what_it_serves() -> None:
 
 def test_memory_is_kept_for_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as the largest needs, up to a bound; of every thread and dtype its own."""
-    monkeypatch.setattr(fourier, "_kept", fourier._Kept())
+    monkeypatch.setattr(scratch, "_kept", scratch._Kept())
     large, small = square(4, 1, 3, 6, 3), square(2, 1, 2, 5, 3)
     added("fourier", image(small), small)
-    first = fourier._kept.flat[torch.float64]
+    first = scratch._kept.flat[torch.float64]
     added("fourier", image(large), large)
-    kept = fourier._kept.flat[torch.float64]
+    kept = scratch._kept.flat[torch.float64]
     assert len(kept) > len(first)
     added("fourier", image(small), small)
-    assert fourier._kept.flat == {torch.float64: kept}
-    monkeypatch.setattr(fourier, "_kept", fourier._Kept())
-    monkeypatch.setattr(fourier, "KEPT", 10)
+    assert scratch._kept.flat == {torch.float64: kept}
+    monkeypatch.setattr(scratch, "_kept", scratch._Kept())
+    monkeypatch.setattr(scratch, "KEPT", 10)
     added("fourier", image(large), large)
-    assert fourier._kept.flat == {}
+    assert scratch._kept.flat == {}
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_images_of_a_part_are_as_many_as_stay_in_caches(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or as the products have elements, which every part adds to."""
+    taken = []
+
+    def mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        taken.append(right.shape[1])
+        return torch.matmul(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    geometry = Geometry(5, 1, 2, Axis(6, 3), Axis(6, columns))
+    x = image(geometry)
+    products = (6 + 2) * ((6 + columns - 1) // 2 + 1) * 2**2
+    for cached in (1, 2 * products):
+        monkeypatch.setattr(fourier, "CACHED", cached)
+        compare(added("fourier", x, geometry), by_hand(x, geometry), "factor", rtol=1e-10)
+        images = max(cached, products) // (2 * 6 * 6)
+        assert taken == [2 * 6 * min(images, 5 - start) for start in range(0, 5, images)]
+        taken.clear()
 
 
 def test_threads_have_memory_of_their_own() -> None:
