@@ -93,7 +93,8 @@ MOVE = 1.5e-9  # seconds: of one element of fewer than NARROW channels, when it 
 CALL = 1.5e-5  # seconds: a product and what is around it
 SKINNY = 1.5  # times, by which a product with a small matrix takes longer
 WRITTEN_TWICE = 14  # accesses to a product of a frequency, of which there are two
-FOURIER_CALLS = 130  # what its many small tensors take
+FOURIER_CALLS = 100  # what its many small tensors take, and passing images on between threads
+SIDE_BY_SIDE = 2  # copies, as long as writing kernel columns side by side takes
 WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
 
@@ -166,7 +167,7 @@ def seconds(
         copied = rows.size * columns.out * batch * width * groups
         counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
         copy = _copy(channels)
-        return copied * copy + sum(product(batch * n, width) for n in counts)
+        return SIDE_BY_SIDE * copied * copy + sum(product(batch * n, width) for n in counts)
     copied = rows.size * columns.size * batch * channels * groups
     if path == "correlation":
         return _correlation(geometry, copied, threads, wide)
@@ -218,7 +219,8 @@ def _fourier(geometry: Geometry, copied: int, threads: int) -> float:
     transforms = copied * 2.0 * half + own * 4.0 * half * high
     squares = float(half * high * channels**2)
     lags = rows.kernel * columns.kernel + (rows.kernel - 1) * (columns.kernel - 1)
-    work = squares * (3.0 * geometry.batch + 2 * SKINNY * lags) * MULTIPLY_ADD
+    products = squares * (3.0 * geometry.batch + 2 * SKINNY * lags)
+    work = (products + fourier.border_work(geometry)) * MULTIPLY_ADD
     moved = (WRITTEN_TWICE * squares + geometry.features**2) * READ
     # Threads wait for memory, and share transforms less well than products.
     transforms *= SKINNY * MULTIPLY_ADD / math.sqrt(threads)

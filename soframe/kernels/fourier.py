@@ -29,6 +29,8 @@ CHUNK = 2**23
 """Elements of spectra that are computed before they are added up."""
 CACHED = 2**19
 """Elements of images that are transformed at once, or as many as the spectra's products have."""
+APART = 64
+"""Elements between lines: where they begin powers of two apart they share a place in the cache."""
 FEW = 64
 """Channels of which blocks are so small that all are added at once."""
 
@@ -63,6 +65,20 @@ def serves(geometry: Geometry) -> bool:
         geometry: The geometry.
     """
     return geometry.groups == geometry.rows.stride == geometry.columns.stride == 1
+
+
+def border_work(geometry: Geometry) -> int:
+    """Return the multiply-adds of windows beyond the outputs.
+
+    Args:
+        geometry: A geometry that is served.
+    """
+    work = 0
+    for strips in _strips(geometry):
+        lines = sum(len(windows.at) for _, windows in strips.windows) * len(strips.distances)
+        positions = geometry.batch * (strips.axis.size + strips.axis.reach)
+        work += lines * positions * (strips.number * geometry.channels) ** 2
+    return work
 
 
 # -- all windows -----------------------------------------------------------------------------
@@ -137,37 +153,37 @@ def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
     batch, channels, height, width = x.shape
     high, half = len(plan.real) // 2, len(plan.along) // 2
     pairs = channels * channels
-    images = max(1, max(CACHED, half * high * pairs) // x[0].numel())
-    pixels = min(batch, images) * channels
+    images = min(batch, max(1, max(CACHED, half * high * pairs) // x[0].numel()))
+    pixels = images * channels
     step = min(half, max(1, CHUNK // (2 * (pixels * (height + high) + pairs * high))))
     lines, spectra, power, cross = scratch.memory(
         x,
-        (step * 2 * pixels * height,),
+        (2 * step, pixels * height + APART),
         (step * 2 * pixels * high,),
         (step * high, channels, channels),
         (step * high, channels, channels),
     )
     even, odd = x.new_zeros(2, len(plan.cosines), pairs)
     for start in range(0, half, step):
-        stop = min(start + step, half)
-        count, along = stop - start, plan.along[2 * start : 2 * stop]
-        powers, crosses = power[: count * high], cross[: count * high]
-        real, imaginary = (part.expand(count, -1, -1) for part in (plan.real, plan.imaginary))
-        for number, part in enumerate(x.split(images)):
-            taken = 2 * count * len(part) * channels
-            own = lines[: taken * height].view(count, 2, -1, height)
-            torch.mm(along, part.view(-1, width).T, out=own.view(2 * count, -1))
-            spectrum = spectra[: taken * high].view(count, 2 * high, -1)
-            torch.bmm(real, own[:, 0].mT, out=spectrum)
-            spectrum.baddbmm_(imaginary, own[:, 1].mT)
+        count = min(step, half - start)
+        along, now = plan.along[2 * start : 2 * (start + count)], slice(0, count * high)
+        for first in range(0, batch, images):
+            part = x[first : first + images]
+            taken = len(part) * channels
+            line = lines[: 2 * count, : taken * height]
+            torch.mm(along, part.view(-1, width).T, out=line)
+            own = line.view(count, 2, taken, height).mT
+            spectrum = spectra[: count * 2 * high * taken].view(count, 2 * high, taken)
+            torch.bmm(plan.real.expand(count, -1, -1), own[:, 0], out=spectrum)
+            spectrum.baddbmm_(plan.imaginary.expand(count, -1, -1), own[:, 1])
             # Of each frequency the real parts of all images, and the imaginary ones.
             both = spectrum.view(count * high, 2 * len(part), channels)
-            beta = min(number, 1)
-            powers.baddbmm_(both.mT, both, beta=beta)
-            crosses.baddbmm_(both[:, : len(part)].mT, both[:, len(part) :], beta=beta)
-        cosines, sines = (t[:, start:stop].flatten(1) for t in (plan.cosines, plan.sines))
-        even.addmm_(cosines, powers.flatten(1))
-        odd.addmm_(sines, crosses.flatten(1))
+            beta = min(first, 1)
+            power[now].baddbmm_(both.mT, both, beta=beta)
+            cross[now].baddbmm_(both[:, : len(part)].mT, both[:, len(part) :], beta=beta)
+        these = slice(start, start + count)
+        even.addmm_(plan.cosines[:, these].flatten(1), power[now].flatten(1))
+        odd.addmm_(plan.sines[:, these].flatten(1), cross[now].flatten(1))
     sines = odd.view(-1, channels, channels)
     found: Tensor = even.view_as(sines).sub_(sines).add_(sines.mT)
     return found
@@ -235,8 +251,8 @@ class _Strips:
 def _strips(geometry: Geometry) -> tuple[_Strips, ...]:
     """Return the lines beyond the outputs: those above and beside it together where they can be."""
     found: dict[tuple[Axis, int], list[tuple[int, _Windows]]] = {}
-    axes = geometry.rows, geometry.columns
-    for dim, own, along in ((2, *axes), (3, *reversed(axes))):
+    rows, columns = geometry.rows, geometry.columns
+    for dim, own, along in ((2, rows, columns), (3, columns, rows)):
         for windows in _beyond(own):
             found.setdefault((along, windows.number), []).append((dim, windows))
     return tuple(_Strips(along, tuple(windows)) for (along, _), windows in found.items())

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from soframe.kernels import fourier, scratch
 from soframe.kernels.geometry import Axis, Geometry
@@ -93,6 +94,22 @@ def test_images_of_a_part_are_as_many_as_stay_in_caches(
         images = max(cached, products) // (2 * 6 * 6)
         assert taken == [2 * 6 * min(images, 5 - start) for start in range(0, 5, images)]
         taken.clear()
+
+
+@given(geometries())
+@example(square(64, 1, 2, 8, 3))
+@settings(max_examples=40)
+def test_the_work_of_the_border_is_what_is_multiplied(geometry: Geometry) -> None:
+    if not fourier.serves(geometry):
+        return
+    counted = 0
+    for strips in fourier._strips(geometry):
+        with FlopCounterMode(display=False) as counter:
+            fourier._lines(image(geometry), strips)
+        counted += counter.get_total_flops() // 2
+    assert fourier.border_work(geometry) == counted
+    if geometry == square(64, 1, 2, 8, 3):  # four lines, with zeros between, at three distances
+        assert counted == 4 * 3 * 64 * (8 + 2) * 2**2
 
 
 def test_threads_have_memory_of_their_own() -> None:
