@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from soframe.experiments.contenders import Contender, contender, race
+from soframe.experiments.contenders import Contender, contender, race, words_of
 from soframe.experiments.networks import NETWORKS
 from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.step_times import (
@@ -137,6 +137,11 @@ def main() -> int:
         names += ["soframe, inverse, background", "soframe, inverse, background, staggered"]
     if options.contenders:
         names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
+    try:
+        for name in names:
+            words_of(name)
+    except ValueError as error:
+        parser.error(str(error))
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)

@@ -137,6 +137,12 @@ def test_who_solves_in_the_background_takes_its_steps_by_itself() -> None:
     assert settings == ["Background(10)", "Background(0)"]
 
 
+@pytest.mark.parametrize("name", ["soframe, inverse, channels last", "adam", "sgd,channels_last"])
+def test_a_name_that_says_what_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"there is no .*one of sgd, soframe, kfac-pytorch"):
+        tiny(name)
+
+
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:
     plain, last = tiny("sgd"), tiny("sgd, channels_last")
     for one in (plain, last):

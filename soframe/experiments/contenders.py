@@ -21,6 +21,14 @@ Intervals = tuple[Interval, Interval]
 TURNS = (("precondition", 2), ("statistics", 2), ("solve", 1))
 CYCLE = tuple(kind for kind, count in TURNS for _ in range(count))
 LR, DAMPING, DECAY, KL_CLIP = 0.01, 0.003, 0.95, 0.001
+LIBRARIES = ("sgd", "soframe", "kfac-pytorch")
+WORDS = frozenset(
+    {
+        *("eigen", "inverse", "own", "channels_last", "compiled", "a quarter of the rows"),
+        *("staggered", "staggered solves", "background", "background ready"),
+    }
+)
+"""What a contender's name says after the library's, separated by commas."""
 LANDS = 10  # steps after which a solve in the background is put to use
 
 
@@ -106,6 +114,26 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return synchronised if device.type == "cuda" else time.perf_counter
 
 
+def words_of(name: str) -> tuple[str, list[str]]:
+    """Return the library that a contender's name begins with, and the words after it.
+
+    Args:
+        name: The name.
+
+    Raises:
+        ValueError: If it says something else than what there is.
+    """
+    library, *words = name.split(", ")
+    unknown = [word for word in words if word not in WORDS]
+    if library not in LIBRARIES or unknown:
+        raise ValueError(
+            f"{name!r}: there is no {(unknown if library in LIBRARIES else [library])[0]!r}; a "
+            f"contender is one of {', '.join(LIBRARIES)}, and after commas any of "
+            f"{', '.join(sorted(WORDS))}"
+        )
+    return library, words
+
+
 def contender(
     name: str,
     network: Network,
@@ -118,7 +146,7 @@ def contender(
     """Set a contender up.
 
     Args:
-        name: ``"sgd"``, or a library and what it does.
+        name: ``"sgd"``, or another of `LIBRARIES`, and some of `WORDS`.
         network: The network.
         model: Its weights, which are copied.
         device: The device.
@@ -128,11 +156,15 @@ def contender(
 
     Returns:
         One that has taken no step yet.
+
+    Raises:
+        ValueError: As `words_of` does.
     """
+    library, said = words_of(name)
     model = copy.deepcopy(model).to(device)
-    settings = dict(own) if name.endswith("own") else {}
-    last = settings.pop("channels_last", False) or name.endswith("channels_last")
-    compiled = settings.pop("compile", False) or name.endswith("compiled")
+    settings = dict(own) if "own" in said else {}
+    last = settings.pop("channels_last", False) or "channels_last" in said
+    compiled = settings.pop("compile", False) or "compiled" in said
     torch.manual_seed(1)
     inputs, targets = (tensor.to(device) for tensor in network.batch())
     if last and network.images:
@@ -143,7 +175,7 @@ def contender(
     fast = torch.compile(whole) if compiled else whole
     result = Contender(name, model, lambda: None, clock_of(device))
     every = every or (interval("statistics", "solve"), interval("solve"))
-    result.preconditioner = _preconditioner(name, whole, sgd, settings, every)
+    result.preconditioner = _preconditioner(library, said, whole, sgd, settings, every)
 
     def step() -> None:
         sgd.zero_grad()
@@ -158,24 +190,25 @@ def contender(
 
 
 def _preconditioner(
-    name: str,
+    library: str,
+    said: list[str],
     model: nn.Module,
     sgd: torch.optim.Optimizer,
     settings: dict[str, Any],
     every: Intervals,
 ) -> Any:
-    if name.startswith("sgd"):
+    if library == "sgd":
         return None
     statistics_every, solve_every = every
     common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
-    if "staggered" in name:
-        common["stagger"] = "solves" if name.endswith("solves") else True
-    if "background" in name:
-        common["background"] = "ready" if name.endswith("ready") else LANDS
-    if "a quarter of the rows" in name:
+    if "staggered" in said or "staggered solves" in said:
+        common["stagger"] = True if "staggered" in said else "solves"
+    if "background" in said or "background ready" in said:
+        common["background"] = LANDS if "background" in said else "ready"
+    if "a quarter of the rows" in said:
         common["rows"] = 0.25
-    solver = "eigen" if "eigen" in name else "inverse"
-    if name.startswith("soframe"):
+    solver = "eigen" if "eigen" in said else "inverse"
+    if library == "soframe":
         return soframe.Preconditioner(
             model,
             optimizer=sgd,
