@@ -106,6 +106,17 @@ def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> f
     return int(line.split()[1]) / 2**10
 
 
+def contenders_named(text: str) -> list[str]:
+    """Return the names that a text gives, separated by semicolons."""
+    names = [name.strip() for name in text.split(";")]
+    try:
+        for name in names:
+            words_of(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -113,7 +124,8 @@ def main() -> int:
     parser.add_argument(
         "networks", nargs="*", help=f"from: {', '.join(NETWORKS)}; by default {', '.join(USUAL)}"
     )
-    parser.add_argument("--contenders", help="names separated by ';'; sgd is always there")
+    asked = "names separated by ';'; sgd is always there"
+    parser.add_argument("--contenders", type=contenders_named, help=asked)
     parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -136,12 +148,7 @@ def main() -> int:
         names += ["soframe, inverse, staggered solves", "soframe, inverse, staggered"]
         names += ["soframe, inverse, background", "soframe, inverse, background, staggered"]
     if options.contenders:
-        names = ["sgd", *(name.strip() for name in options.contenders.split(";"))]
-    try:
-        for name in names:
-            words_of(name)
-    except ValueError as error:
-        parser.error(str(error))
+        names = ["sgd", *options.contenders]
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
