@@ -41,12 +41,13 @@ and predictions:
 ======================  ==================================  ==================================
 batch, channels, map    with one thread                     with two
 ======================  ==================================  ==================================
-128, 64, 32 x 32        fourier  98 (87), shifts 250 (230)  fourier 67 (53), shifts 147 (118)
-128, 128, 16 x 16       fourier  69 (64), shifts 160 (197)  fourier 40 (36), shifts  86 (100)
-128, 256, 8 x 8         fourier  81 (74), shifts 128 (161)  fourier 52 (39), shifts  73  (81)
-32, 64, 56 x 56         fourier  84 (114), shifts 176 (182) fourier 66 (69), shifts  93  (93)
-32, 256, 14 x 14        fourier  71 (86), shifts 122 (142)  fourier 66 (45), shifts  77  (72)
-8, 256, 14 x 14         shifts   34 (36), fourier 53 (62)   shifts 17  (19), fourier 26  (32)
+64, 3, 32 x 32          fourier 2.1 (2.6), shifts 4.1 (5.2) fourier 1.5 (2.2), shifts 2.5 (3.1)
+128, 64, 32 x 32        fourier  94 (93), shifts 254 (230)  fourier 45 (56), shifts 131 (118)
+128, 128, 16 x 16       fourier  67 (78), shifts 160 (197)  fourier 36 (42), shifts  83 (100)
+128, 256, 8 x 8         fourier  79 (104), shifts 126 (161) fourier 43 (53), shifts  66 (81)
+32, 64, 56 x 56         fourier  86 (116), shifts 155 (182) fourier 49 (70), shifts  82 (93)
+32, 256, 14 x 14        fourier  70 (97), shifts 118 (142)  fourier 41 (50), shifts  64 (72)
+8, 256, 14 x 14         shifts   29 (36), fourier 41 (65)   shifts  16 (19), fourier 25 (33)
 ======================  ==================================  ==================================
 
 Threads share a convolution without groups, the rows of an image where these have products of their
