@@ -116,7 +116,12 @@ def test_views_of_images_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_begin_where_vectors_do(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("huge", [1, gram.HUGE])
+def test_sums_begin_where_vectors_do(
+    dtype: torch.dtype, huge: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gram, "HUGE", huge)
+    kept = []  # so that each begins somewhere else
     for size in range(1, 40):
         total = gram.zeros(3, size, torch.ones(1, dtype=dtype))
         assert total.shape == (3, size, size)
@@ -124,6 +129,7 @@ def test_sums_begin_where_vectors_do(dtype: torch.dtype) -> None:
         assert (total == 0).all()
         assert total.dtype == dtype
         assert total.data_ptr() % 64 == 0
+        kept.append(total)
 
 
 def test_bias_row() -> None:

@@ -328,6 +328,24 @@ def test_nothing_is_computed_again() -> None:
     assert not {"tanh", "mul", "rsub"} & set(count.calls)
 
 
+def test_running_again_keeps_no_graph() -> None:
+    """Of no parameter, whether the direction moves it or not."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    twins = Twins(model, closure_of(model, randn(5, 3)))
+    graphs: list[bool] = []
+    for layer in model:
+        layer.register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
+    own = (model, twins.forward, twins.outputs, twins.parameters)
+    for moved in (0, 2):
+        direction = [
+            tensor if i in (moved, moved + 1) else None
+            for i, tensor in enumerate(twins.directions[0])
+        ]
+        (tangent,) = jacobian_product(*own, direction)
+        assert float(tangent.abs().sum()) > 0
+    assert graphs == [False] * 6
+
+
 class Aside(nn.Module):
     """Computes something that its output does not depend on."""
 
