@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -119,6 +120,16 @@ def test_threads_have_memory_of_their_own() -> None:
         found = list(pool.map(lambda x: added("fourier", x, geometry), images))
     for got, x in zip(found, images, strict=True):
         compare(got, by_hand(x, geometry), "factor", rtol=1e-10)
+    like, everyone = torch.ones(1), threading.Barrier(2, timeout=60)
+
+    def places() -> list[int]:
+        found = [scratch.memory(like, (7,))[0].data_ptr()]
+        everyone.wait()  # both threads have theirs
+        return [*found, scratch.memory(like, (7,))[0].data_ptr()]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = (future.result() for future in [pool.submit(places) for _ in range(2)])
+    assert one[0] == one[1] != other[0] == other[1]
 
 
 def test_what_needs_gradients_is_served() -> None:
