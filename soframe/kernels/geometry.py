@@ -184,7 +184,7 @@ class Blocks:
         """
         group, down, right = total.stride()
         along = down + right
-        shape = (len(total), *self.kernels, self.size, self.size)
+        shape = (total.shape[0], *self.kernels, self.size, self.size)
         strides = (group, self.steps[0] * along, self.steps[1] * along, down, right)
         offset = total.storage_offset() + self.row * down + self.column * right
         return total.as_strided(shape, strides, offset)
