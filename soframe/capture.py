@@ -279,7 +279,7 @@ class Capture:
             return
         kept = None
         if needed:
-            kept = _Keep.apply(  # type: ignore[no-untyped-call]
+            kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 trained[0].new_empty(0, requires_grad=True), *needed
             )
         if self.probing and torch._C._current_graph_task_id() == -1:
@@ -315,6 +315,7 @@ class Capture:
             inputs: tuple[Tensor, ...] = ()
             if kept is not None and (self._probe is None or self._probe.first):
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
+                # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
             self.sink(helper, inputs, gradient, number, self._probe)
 

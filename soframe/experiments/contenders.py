@@ -168,6 +168,7 @@ def contender(
     torch.manual_seed(1)
     inputs, targets = (tensor.to(device) for tensor in network.batch())
     if last and network.images:
+        # torch's stubs leave out a call with a memory format alone.
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)

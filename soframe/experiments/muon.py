@@ -56,6 +56,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
+    # Without a closure no optimizer returns a loss, which torch types as overloads.
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Updates the matrices."""
         assert closure is None, "the training loop calls backward itself"
@@ -102,6 +103,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         # Both parts' own: what changes a learning rate here changes it there.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
+    # As above.
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Updates everything."""
         assert closure is None, "the training loop calls backward itself"

@@ -8,6 +8,7 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -341,7 +342,7 @@ def _spread(spread: Spread, form: str) -> str:
 def processor() -> str:
     """What the machine calls its processor, or the name of its architecture."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             names = [text for text in file if text.startswith("model name")]
     except OSError:
         names = []

@@ -1,6 +1,8 @@
 """The KL clip against its closed form, with the learning rates that the optimizer has now."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import soframe
+from soframe import clipping
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
 from tests.curvature import closing, fill, half_square, randn
@@ -138,6 +141,18 @@ def test_nothing_is_read_on_the_host() -> None:
     assert factor.shape == ()
     with pytest.raises(RuntimeError, match="meta"):
         factor.item()
+
+
+def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some are on another one: here without values, which cannot be scaled together."""
+    monkeypatch.setattr(clipping, "kl_clip_factor", lambda *_: torch.tensor(0.5))
+    here, there = torch.ones(1, 2, 3), torch.ones(1, 2, 2, device="meta")
+    results: Any = {"a": here, "b": there}
+    known: Any = SimpleNamespace(spoken_for=list, total=None)
+    rates: Any = SimpleNamespace(of=lambda blocks, step: [1.0 for _ in blocks])
+    bounds = clipping.Bounds.of(kl=1e-3, norm=None)
+    clipping.clip(results, results, known, bounds, rates, 0)
+    assert torch.equal(here, torch.full((1, 2, 3), 0.5))
 
 
 def test_weight_and_bias_in_different_groups() -> None:
