@@ -8,12 +8,15 @@ says so before it raises.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from soframe.comm.base import Backend
+from soframe.registry import describe
 from soframe.strategies.placement import Placement
 
 _SIZE = hashlib.sha256().digest_size
@@ -116,18 +119,140 @@ def add_over_ranks(backend: Backend, own: Sequence[float], phase: str = "agree")
     return sums
 
 
-def add_parts(backend: Backend, *parts: Sequence[float]) -> list[list[float]]:
-    """Add up several lists of numbers over the ranks, all in one collective.
+@dataclass(frozen=True)
+class Poll:
+    """What a rank says before each step; added up over ranks, what all of them say together.
+
+    Every field is a number or a list of numbers, equally long on every rank, so that one collective
+    carries them all.
+
+    Attributes:
+        failed: Whether this rank is about to raise an error instead of taking the step.
+        changed: Whether parameters or modules of the model have changed.
+        bad_gradient: Whether a gradient is not finite.
+        bad_statistics: Whether the statistics of the window are not finite.
+        common: The fingerprint of what has to be the same on every rank, see `fingerprint`.
+        weights: What this rank's statistics weigh.
+        present: Which gradients this rank has, where gradients are local.
+        waits: Whether this rank still solves in the background, where that matters.
+    """
+
+    failed: float
+    changed: float
+    bad_gradient: float
+    bad_statistics: float
+    common: Sequence[float]
+    weights: Sequence[float] = ()
+    present: Sequence[float] = ()
+    waits: Sequence[float] = ()
+
+    def over_ranks(self, backend: Backend) -> Poll:
+        """Return the sums over all ranks, which are the same on every rank.
+
+        Args:
+            backend: The backend.
+        """
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        flat: list[float] = []
+        for value in own.values():
+            flat += [value] if isinstance(value, float) else value
+        sums = iter(add_over_ranks(backend, flat))
+        added = {
+            name: next(sums) if isinstance(value, float) else [next(sums) for _ in value]
+            for name, value in own.items()
+        }
+        return Poll(**added)  # type: ignore[arg-type]  # each as it was
+
+
+def fingerprint(common: Mapping[str, object]) -> list[float]:
+    """Return two numbers whose sums over ranks tell whether all ranks have the same.
+
+    A hash h of 20 bits and its square: by the inequality of Cauchy and Schwarz W times the sum of
+    squares equals the square of the sum only where all W ranks have the same h. Both sums are exact
+    in float64 for up to 4096 ranks.
+
+    Args:
+        common: What has to be the same, by name.
+
+    Returns:
+        ``[h, h^2]``.
+    """
+    digest = hashlib.sha256(describe(dict(common)).encode()).digest()
+    number = int.from_bytes(digest[:4], "big") % 2**20
+    return [float(number), float(number**2)]
+
+
+def require_common(backend: Backend, common: Mapping[str, object], sums: Sequence[float]) -> None:
+    """Check that what has to be the same on every rank is the same.
 
     Args:
         backend: The backend.
-        *parts: This rank's, each as long on every rank.
+        common: What has to be the same, by name, as this rank has it.
+        sums: The sums over ranks of its `fingerprint`.
+
+    Raises:
+        ValueError: On every rank, if it is not; the message names what differs and the ranks.
+    """
+    total, squares = map(int, sums)
+    # On paper there are no other ranks, and sums are this rank's own.
+    if backend.on_paper or squares * backend.world_size == total**2:
+        return
+    own = {name: describe(value) for name, value in common.items()}
+    everyones = [json.loads(text) for text in gather_texts(backend, json.dumps(own))]
+    problems = []
+    for name in own:
+        values = [said.get(name) for said in everyones]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            problems.append(
+                f"{name}: rank(s) {others} have {values[others[0]]}, rank 0 has {values[0]}"
+            )
+    raise ValueError(
+        "these must be the same on every rank, and are not; no gradient was changed. "
+        + "; ".join(problems or ["the names of what ranks compare differ"])
+    )
+
+
+def require_no_failure(backend: Backend, own: BaseException | None, failed: float) -> None:
+    """Raise on every rank if one is about to raise, so that none waits for it in vain.
+
+    Args:
+        backend: The backend.
+        own: This rank's error, if it has one.
+        failed: The number of ranks that have one.
+
+    Raises:
+        BaseException: This rank's own error.
+        RuntimeError: On the other ranks; the message has the first error of each rank.
+    """
+    if failed == 0:
+        return
+    text = "" if own is None else f"{type(own).__name__}: {own}"
+    texts = gather_texts(backend, text)
+    if own is not None:
+        raise own
+    said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"another rank cannot take this step, so none does. {said}")
+
+
+def gather_texts(backend: Backend, own: str, phase: str = "agree") -> list[str]:
+    """Return every rank's text; every rank must call.
+
+    Args:
+        backend: The backend.
+        own: This rank's text.
+        phase: The phase that it is counted under.
 
     Returns:
-        The sums of each, the same on every rank.
+        One text for each rank.
     """
-    sums = iter(add_over_ranks(backend, [number for part in parts for number in part]))
-    return [[next(sums) for _ in part] for part in parts]
+    data = own.encode()
+    length = torch.tensor([len(data)])
+    length = length.to(backend.wire_device(length.device))
+    lengths = [int(each) for each in backend.all_gather(length, phase)]
+    padded = data.ljust(max(1, *lengths), b"\0")
+    texts = _exchange(backend, padded, phase)
+    return [text[:size].decode() for text, size in zip(texts, lengths, strict=True)]
 
 
 def add_up(backend: Backend, tensor: Tensor) -> Tensor:

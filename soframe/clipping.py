@@ -44,12 +44,33 @@ class Bounds:
         """Whether there is any."""
         return self.kl is not None or self.norm is not None
 
+    def at(self, step: int) -> Limits:
+        """Return the bounds of a step.
+
+        Args:
+            step: Completed steps.
+        """
+        return Limits(*(b if b is None else b.at(step) for b in (self.kl, self.norm)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of the clips at one step.
+
+    Attributes:
+        kl: The KL clip's, or None.
+        norm: The norm clip's, or None.
+    """
+
+    kl: float | None
+    norm: float | None
+
 
 def clip(
     results: Mapping[Block, Tensor],
     raw: Mapping[Block, Tensor | None],
     gradients: AveragedGradients,
-    bounds: Bounds,
+    limits: Limits,
     rates: LearningRates,
     step: int,
 ) -> None:
@@ -59,28 +80,28 @@ def clip(
         results: The preconditioned gradient of each block.
         raw: The raw one, on the ranks that know it.
         gradients: Who knows which.
-        bounds: The bounds.
+        limits: The bounds.
         rates: The learning rates.
         step: Completed steps.
     """
-    if not results or not bounds.any:
+    if not results or limits == Limits(None, None):
         return
     every = list(results.values())
     factors: list[Tensor] = []
-    if bounds.kl is not None:
+    if limits.kl is not None:
         known = gradients.spoken_for(results)
         factors.append(
             kl_clip_factor(
                 [results[block] for block in known],
                 [own for block in known if (own := raw[block]) is not None],
                 rates.of(known, step),
-                bounds.kl.at(step),
+                limits.kl,
                 gradients.total,
                 every[0],
             )
         )
-    if bounds.norm is not None:
-        factors.append(norm_clip_factor(every, rates.of(list(results), step), bounds.norm.at(step)))
+    if limits.norm is not None:
+        factors.append(norm_clip_factor(every, rates.of(list(results), step), limits.norm))
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     if all(result.device == factor.device for result in every):
         torch._foreach_mul_(every, factor)

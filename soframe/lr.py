@@ -107,6 +107,21 @@ class LearningRates:
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
         return [self._rate(block, rates) for block in blocks]
 
+    def common(self, step: int) -> list[float]:
+        """Return the rates that must be the same on every rank, where they are numbers.
+
+        Args:
+            step: Completed steps.
+
+        Returns:
+            The schedule's, or those of the optimizer's groups; to read the tensors of capturable
+            optimizers would make the host wait for the device.
+        """
+        if self._optimizer is None:
+            return [self._schedule.at(step)]
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return [float(rate) for rate in rates if not isinstance(rate, Tensor)]
+
     def state(self) -> list[float | Tensor]:
         """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
         return list(self._initial) if self.which == "initial" else []

@@ -11,18 +11,26 @@ Two lines add it to a training script::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from soframe import averaging, building, gradients, state
-from soframe.agreement import add_parts, require_all_ranks
+from soframe.agreement import (
+    Poll,
+    fingerprint,
+    require_all_ranks,
+    require_common,
+    require_no_failure,
+)
 from soframe.background import Background
 from soframe.blocks import Block
 from soframe.capture import Capture
-from soframe.clipping import Bounds, clip
+from soframe.clipping import Bounds, Limits, clip
 from soframe.comm.base import Backend
 from soframe.fisher import Fisher
 from soframe.follow import Watch, hand_over
@@ -43,6 +51,21 @@ from soframe.strategies.placement import Placement
 from soframe.trust_region.damping import DampingChoice
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
+
+
+@dataclass(frozen=True)
+class Now:
+    """The settings of one step, evaluated.
+
+    Attributes:
+        damping: The damping of blocks without one of their own.
+        decay: What running factors keep of their past.
+        limits: The bounds of the clips.
+    """
+
+    damping: float
+    decay: float
+    limits: Limits
 
 
 class Preconditioner:
@@ -200,16 +223,16 @@ class Preconditioner:
             raise RuntimeError("this preconditioner is closed")
         self._loss_scale.require_unscaled(self._optimizer)
         self._statistics.arrive()
-        finite, weights = self._agree()
-        work = (self.placement, self.backend, self._damping.at(self._steps), self.counters)
+        finite, weights, now = self._agree()
+        work = (self.placement, self.backend, now.damping, self.counters)
         if weights is not None:
             self._refresh.learn(self._blocks, self._statistics, self.backend, self._steps)
-            self._statistics.fold(weights, self._decay.at(self._steps))
+            self._statistics.fold(weights, now.decay)
         due = self._refresh.due(self._blocks, self.placement, self._steps)
         rest = (self._raw.raw, self._steps, () if weights is None else self._statistics.due)
         raw, results = self._background.update(self._blocks, due, *work, *rest)
         if finite:
-            clip(results, raw, self._raw, self._bounds, self._lrs, self._steps)
+            clip(results, raw, self._raw, now.limits, self._lrs, self._steps)
             for block, result in results.items():
                 block.write(result)
         else:
@@ -240,30 +263,66 @@ class Preconditioner:
         """
         return tuple(self._blocks)
 
-    def _agree(self) -> tuple[bool, list[float] | None]:
+    def _agree(self) -> tuple[bool, list[float] | None, Now]:
         """Agree with all ranks on what is finite and what the statistics weigh.
 
         Returns:
-            Whether the gradients of all ranks are finite; and the added-up weights of the
-            statistics if they are to be used.
+            Whether the gradients of all ranks are finite; the added-up weights of the statistics if
+            they are to be used; and the settings of this step.
         """
+        now, common, error = self._settings_now()
         with_statistics = self.takes_statistics
         bad_gradient = not gradients.finite(self._watch.parameters())
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
-        flags = [float(self._watch.changed()), float(bad_gradient), float(bad_statistics)]
-        own = (flags, self._statistics.weights(), self._raw.present(), self._background.waits())
-        (changes, bad_gradients, bad), weights, *rest = add_parts(self.backend, *own)
-        self._raw.agree(rest[0])
-        self._background.agree(rest[1])
-        if changes:
-            require_all_ranks(self.backend, changes)
+        said = Poll(
+            failed=float(error is not None),
+            changed=float(self._watch.changed()),
+            bad_gradient=float(bad_gradient),
+            bad_statistics=float(bad_statistics),
+            common=fingerprint(common),
+            weights=self._statistics.weights(),
+            present=self._raw.present(),
+            waits=self._background.waits(),
+        ).over_ranks(self.backend)
+        require_no_failure(self.backend, error, said.failed)
+        require_common(self.backend, common, said.common)
+        self._raw.agree(said.present)
+        self._background.agree(said.waits)
+        if said.changed:
+            require_all_ranks(self.backend, said.changed)
             self._build()
             return self._agree()
-        self.counters["skipped_updates"] += bad_gradients > 0
-        self.counters["skipped_statistics"] += bad > 0
-        if bad and not any(block.mass > 0 for block in self._blocks):
+        self.counters["skipped_updates"] += said.bad_gradient > 0
+        self.counters["skipped_statistics"] += said.bad_statistics > 0
+        if said.bad_statistics and not any(block.mass > 0 for block in self._blocks):
             self._refresh.owed = 2  # this step's went, and without any there is no curvature
-        return not bad_gradients, weights if with_statistics and not bad else None
+        used = with_statistics and not said.bad_statistics
+        return not said.bad_gradient, list(said.weights) if used else None, now
+
+    def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:
+        """Evaluate the settings that may change from step to step, before ranks agree on them.
+
+        Returns:
+            Their values; those of them and of others that all ranks must have in common; and what
+            evaluating them raised.
+        """
+        step = self._steps
+        try:
+            now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
+            # Which blocks take statistics next is part of what ranks say at the next step.
+            refresh = self._refresh
+            common = {
+                "step": step,
+                "damping": now.damping,
+                "decay": now.decay,
+                "clips": now.limits,
+                "statistics_every of the next step": refresh.statistics_every.at(step + 1),
+                "solve_every": refresh.solve_every.at(step),
+                "learning rates": self._lrs.common(step),
+            }
+        except Exception as error:  # whatever it is: the other ranks wait, and must be told
+            return Now(math.nan, math.nan, Limits(None, None)), {}, error
+        return now, common, None
 
     @property
     def takes_statistics(self) -> bool:

@@ -1,4 +1,4 @@
-"""What holds for the project as a whole: its imports, its version, the size of its files."""
+"""What holds for the project as a whole: its imports and its version."""
 
 import importlib.metadata
 import inspect
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 import soframe
 
@@ -78,14 +76,6 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     pinned = {name_of(pin) for pin in pins}
     assert needed - {"soframe"} <= pinned
     assert not {name for name in pinned if re.search("nvidia|cuda|triton|torchvision", name)}
-
-
-FILES = sorted((ROOT / "soframe").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 def test_public_names_exist_once_and_are_documented() -> None:

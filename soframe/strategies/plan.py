@@ -22,7 +22,7 @@ from soframe.strategies.placement import (
     share_group,
 )
 
-_FLAGS = 3  # of every step: changed, gradients and statistics not finite
+_FLAGS = 6  # of every step, see `soframe.agreement.Poll`
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried

@@ -212,3 +212,53 @@ def test_a_state_that_one_rank_asks_for_alone_names_the_missing():
     assert not isinstance(first, RankFailure), first
     assert "Preconditioner.state_dict() must be called by every rank" in first
     assert "1, 2" in first
+
+
+def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
+    """The last rank has another setting at the third step, or an error."""
+    odd = rank == ranks - 1
+    model = model_of((3, 4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def at(step: int, usual: float, other: float) -> float:
+        return other if odd and step == 2 else usual
+
+    options = {
+        "damping": {"damping": lambda step: at(step, 1e-3, 1e-2)},
+        "kl_clip": {"kl_clip": lambda step: at(step, 1e-3, 1e-2)},
+        "statistics": {"statistics_every": lambda step: at(step, 1, 2)},
+        "error": {"decay": lambda step: at(step, 0.9, 7.0)},
+    }.get(what, {})
+    preconditioner = Preconditioner(
+        model, optimizer=optimizer, **{"statistics_every": 1, **options}
+    )
+    for step in range(4):
+        if what == "learning rates" and step == 2 and odd:
+            optimizer.param_groups[0]["lr"] = 0.2
+        model(torch.ones(2, 3)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        try:
+            preconditioner.step()
+        except (ValueError, RuntimeError) as error:
+            dist.barrier()
+            return f"step {step}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["damping", "kl_clip", "statistics", "learning rates", "error"])
+def test_what_differs_at_one_step_is_an_error_on_all_ranks_at_that_step(what):
+    for rank, error in enumerate(run_ranks(differ_in_a_step, 3, what, timeout=30)):
+        if what == "error":
+            own = "step 2: decay must be"
+            others = "step 2: another rank cannot take this step, so none does. rank 2: ValueError"
+            assert error.startswith(own if rank == 2 else others), error
+        elif what == "statistics":
+            # It is noticed at the step before, as the weights of statistics depend on it.
+            assert error.startswith("step 1: "), error
+            assert "statistics_every" in error
+        else:
+            assert error.startswith("step 2: "), error
+            assert "rank(s) [2]" in error
+            name = {"kl_clip": "clips"}.get(what, what)
+            assert name in error
