@@ -38,12 +38,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe.experiments.launch import Worker, launch
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse
 
 LR = 1e-3

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper
 from soframe.layers.base import moment

@@ -17,11 +17,11 @@ from itertools import product
 from typing import Annotated
 
 import typer
+from harness.time_to_target import BENCHMARKS, TRUST_REGION, race
 
 from soframe.experiments.compare import console
 from soframe.experiments.config import RunConfig
 from soframe.experiments.requirements import require
-from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, race
 from soframe.trust_region import LevenbergMarquardt
 
 WORKLOADS = ("curves", "digits-autoencoder")

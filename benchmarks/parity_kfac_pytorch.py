@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 
 import soframe
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse, Solver
 
 STEPS = 5

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.contenders import TURNS, Contender, contender
+from harness.networks import NETWORKS
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from harness.step_times import mean_step
 from torch.autograd.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.steps import SOFRAME_OWN
-from soframe.experiments.contenders import TURNS, Contender, contender
-from soframe.experiments.networks import NETWORKS
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
-from soframe.experiments.step_times import mean_step
 
 PRODUCTS = {
     "aten::mm",

@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.contenders import contender, race
+from harness.networks import Network
+from harness.operations import operations
+from harness.step_times import PHASES, figures
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soframe.experiments.contenders import contender, race
 from soframe.experiments.gpt import BYTES, ByteGPT
 from soframe.experiments.launch import Worker, launch
-from soframe.experiments.networks import Network
-from soframe.experiments.operations import operations
-from soframe.experiments.step_times import PHASES, figures
 
 PARTS = ("plain", *PHASES)
 OWN = "soframe, own"

@@ -27,13 +27,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
 from soframe.experiments.compare import console
 from soframe.experiments.muon import MuonWithAdamW, split
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.train import numerics
 from soframe.experiments.workloads import workload

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from soframe.experiments.contenders import Contender, contender, race, words_of
-from soframe.experiments.networks import NETWORKS
-from soframe.experiments.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
-from soframe.experiments.step_times import (
+from harness.contenders import Contender, contender, race, words_of
+from harness.networks import NETWORKS
+from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from harness.step_times import (
     INTERVALS,
     figures,
     phase_table,

@@ -17,13 +17,14 @@ from typing import Annotated
 
 import torch
 import typer
+from harness import target_report, time_to_target
+from harness.search import PEERS
+from harness.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
 
-from soframe.experiments import plots, target_report, time_to_target
+from soframe.experiments import plots
 from soframe.experiments.compare import console, jsonable
 from soframe.experiments.config import RunConfig
 from soframe.experiments.requirements import MissingLibraryError
-from soframe.experiments.search import PEERS
-from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
 from soframe.experiments.workloads import workload
 
 #: What is measured if nothing is named; the transformer is where the trust region gains nothing.

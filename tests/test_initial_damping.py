@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import typer
+from harness.time_to_target import BENCHMARKS
 from typer.testing import CliRunner
 
 from benchmarks import initial_damping
 from soframe.experiments.config import RunConfig
-from soframe.experiments.time_to_target import BENCHMARKS
 from soframe.trust_region import LevenbergMarquardt
 
 app = typer.Typer()

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.contenders import Contender, contender
+from harness.networks import NETWORKS, Network
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import products
-from soframe.experiments.contenders import Contender, contender
-from soframe.experiments.networks import NETWORKS, Network
 
 
 class Attention(nn.Module):

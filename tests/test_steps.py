@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import soframe
-from benchmarks import scaling, steps
-from soframe.experiments.contenders import TURNS, Contender, contender, race
-from soframe.experiments.networks import NETWORKS, Network
-from soframe.experiments.operations import operations
-from soframe.experiments.step_times import (
+from harness.contenders import TURNS, Contender, contender, race
+from harness.networks import NETWORKS, Network
+from harness.operations import operations
+from harness.step_times import (
     KINDS,
     PHASES,
     figures,
@@ -23,6 +18,11 @@ from soframe.experiments.step_times import (
     table,
     whole_table,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import soframe
+from benchmarks import scaling, steps
 from soframe.strategies import MemOpt
 from soframe.testing import compare
 

@@ -1,4 +1,4 @@
-"""What the peers of `soframe.experiments.time_to_target` may try, shared out over the trials."""
+"""What the peers of `harness.time_to_target` may try, shared out over the trials."""
 
 from __future__ import annotations
 

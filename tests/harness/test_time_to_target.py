@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import time_to_target
+from harness.search import PEERS, SPACES, Choice, Range
+from harness.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial, Tuned
 
-from soframe.experiments import time_to_target
 from soframe.experiments.config import RunConfig
-from soframe.experiments.search import PEERS, SPACES, Choice, Range
-from soframe.experiments.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial, Tuned
 from soframe.experiments.train import train
 from soframe.experiments.tuning import TUNING_SEED
 from soframe.experiments.workloads import workload

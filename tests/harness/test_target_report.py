@@ -3,11 +3,11 @@ import math
 import re
 
 import pytest
+from harness import target_report
+from harness.target_report import Ratio, Report, Spread
 from rich.console import Console
 
-from soframe.experiments import target_report
 from soframe.experiments.config import RunConfig
-from soframe.experiments.target_report import Ratio, Report, Spread
 from tests.experiments.helpers import record
 
 TARGETS = (1.0, 0.5)

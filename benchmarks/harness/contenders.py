@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import soframe
-from soframe.experiments.networks import Network
-from soframe.experiments.step_times import KINDS
+from harness.networks import Network
+from harness.step_times import KINDS
 
 Interval = int | Callable[[int], int]
 Intervals = tuple[Interval, Interval]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soframe.experiments.step_times import PHASES
+from harness.step_times import PHASES
 from soframe.strategies.placement import Placement
 
 

@@ -1,4 +1,4 @@
-"""What the runs of `soframe.experiments.time_to_target` say: medians, spreads, ratios, a table."""
+"""What the runs of `harness.time_to_target` say: medians, spreads, ratios, a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from harness.time_to_target import BASELINE, TRUST_REGION
 from soframe.experiments.records import RunRecord
 from soframe.experiments.requirements import require
-from soframe.experiments.time_to_target import BASELINE, TRUST_REGION
 from soframe.experiments.workloads import workload
 
 if TYPE_CHECKING:

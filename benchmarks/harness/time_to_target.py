@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.search import SPACES, WEIGHT_DECAY, Choice, Range
 from soframe.experiments import outcomes
 from soframe.experiments.config import ClockName, OptimizerName, RunConfig
 from soframe.experiments.launch import Worker
 from soframe.experiments.records import RunRecord
-from soframe.experiments.search import SPACES, WEIGHT_DECAY, Choice, Range
 from soframe.experiments.train import Run, numerics, train
 from soframe.experiments.tuning import TUNING_SEED, configure
 
 #: Where the outcomes of tuning are kept.
-FOLDER = Path(__file__).parent / "tuned" / "time-to-target"
+FOLDER = Path(__file__).parent / "tuned"
 
 TRUST_REGION: OptimizerName = "trust-region"
 
