@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from soframe.kernels.gram import mirror
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import Counts
-from soframe.solvers.base import Solver, mean_trace
+from soframe.solvers.base import Solver, mean_of, mean_trace
 from soframe.strategies.placement import BlockWork
 
 
@@ -41,8 +42,9 @@ class Block:
         local: This rank's accumulators, by factor, ``[groups, n (n + 1) / 2]``; empty unless the
             placement defers the reduction of statistics to the solves.
         second_order: Factor name -> tensor name -> tensor; empty where this rank has none.
-        solved_factors: The factors that their owners have ever solved: the same on every rank.
+        solved_factors: The factors whose data gradient workers have: the same on every rank.
         failed_factors: Those that could not be solved since it was emptied: likewise.
+        failures: How often each factor could not be solved so far: likewise.
         sums: The statistics of the window, by factor: the lower triangles of ``[groups, n, n]``.
         counts: What they count.
         rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
@@ -64,6 +66,7 @@ class Block:
     second_order: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     solved_factors: set[str] = field(default_factory=set)
     failed_factors: set[str] = field(default_factory=set)
+    failures: Counter[str] = field(default_factory=Counter)
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: int = 0
@@ -185,7 +188,7 @@ class Block:
         stored = self.running[factor.name]
         if stored.dim() == 3:
             return mean_trace(stored)
-        return packed_diagonal(stored, factor.size).mean(-1)
+        return mean_of(packed_diagonal(stored, factor.size))
 
     def forget_window(self) -> None:
         """Drop the statistics of the window."""

@@ -67,6 +67,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
             continue
         block.mass, block.counts = before.mass, before.counts
         block.rows, block.input_of = before.rows, before.input_of
+        block.failures = before.failures
         same = before.shape == block.shape
         for source, target in ((before.running, block.running), (before.sums, block.sums)):
             for factor in before.factors:

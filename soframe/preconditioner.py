@@ -369,7 +369,12 @@ class Preconditioner:
             The report; print it, or iterate over its rows.
         """
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
-        return self._report.with_note("no statistics so far: not used in training", idle)
+        report = self._report.with_note("no statistics so far: not used in training", idle)
+        for block in self._blocks:
+            if block.failures:
+                times = ", ".join(f"{name} {count}x" for name, count in block.failures.items())
+                report = report.with_note(f"failed solves: {times}", {block.name})
+        return report
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank holds.

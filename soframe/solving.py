@@ -86,9 +86,10 @@ def update(
 class Solution:
     """The factors that are due, solved on their owners and on the way to the gradient workers.
 
-    What is solved travels while the next factors are solved. A factor that cannot be solved keeps
-    its last good second-order data on every rank: the gradient workers are sent numbers that are
-    none, and all ranks agree on the failures without waiting for each other before the end.
+    What is solved travels while the next factors are solved. The block of a factor that cannot be
+    solved keeps its last good second-order data, of all factors, on every rank: the gradient
+    workers are sent numbers that are none, and all ranks agree on the failures without waiting for
+    each other before the end.
 
     Args:
         due: The blocks to solve, the same on every rank.
@@ -178,8 +179,13 @@ class Solution:
         Args:
             block: The block, due or not.
         """
-        for job in self._jobs.get(block, ()):
-            job.arrive(self._backend.rank)
+        jobs = self._jobs.get(block, ())
+        found = [job.arrive(self._backend.rank) for job in jobs]
+        # All of a block or nothing: what the damping was split into belongs together.
+        good = [data for data in found if data is not None]
+        if len(good) == len(jobs):
+            for job, data in zip(jobs, good, strict=True):
+                block.second_order[job.factor.name] = data
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for everything, once.
@@ -199,9 +205,14 @@ class Solution:
         _raise_errors(self._every, failed)
         counters["failed_solves"] += sum(failed)
         counters["retried_solves"] += sum(retried)
+        bad_blocks = {job.block for job, bad in zip(self._every, failed, strict=True) if bad}
         for job, bad in zip(self._every, failed, strict=True):
-            outcomes = job.block.failed_factors if bad else job.block.solved_factors
-            outcomes.add(job.factor.name)
+            block, name = job.block, job.factor.name
+            if bad:
+                block.failed_factors.add(name)
+                block.failures[name] += 1
+            elif block not in bad_blocks:
+                block.solved_factors.add(name)
 
 
 class _Job:
@@ -253,7 +264,16 @@ class _Job:
             data, retried = solve_safely(block.solver, matrix, share, last)
         except SolveFailedError as error:
             self.failed = 1
-            log.warning("%s: factor %s cannot be solved (%s)", block.name, factor.name, error)
+            if not block.failures[factor.name]:
+                # Once: it may be so for the rest of training.
+                log.warning(
+                    "%s: factor %s cannot be solved (%s); the block keeps its last good "
+                    "second-order data, or without any its raw gradient. Further failures are "
+                    "counted, see report() and counters",
+                    block.name,
+                    factor.name,
+                    error,
+                )
             return None
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             self.failed, self.error = _RAISED, error
@@ -263,19 +283,25 @@ class _Job:
         self.retried = int(retried)
         return [data[name] for name in self.specs]
 
-    def arrive(self, rank: int) -> None:
-        """Take what has been solved, where it is needed and good."""
+    def arrive(self, rank: int) -> dict[str, torch.Tensor] | None:
+        """Return what has been solved, once, where it is needed and good.
+
+        Args:
+            rank: This rank.
+
+        Returns:
+            The second-order data, in memory of their own; None where there is nothing to take.
+        """
         if self.taken or rank not in self.workers:
-            return
+            return None
         self.taken = True
         if self.task is not None and rank != self.owner:
             finish(self.task)
         tensors, self.parcel.tensors = self.parcel.tensors, None
         # All of a factor that could not be solved is not finite, and nothing of any other.
         if tensors is None or not all(math.isfinite(float(t.flatten()[0])) for t in tensors[:1]):
-            return
-        kept = map(own_memory, tensors)
-        self.block.second_order[self.factor.name] = dict(zip(self.specs, kept, strict=True))
+            return None
+        return dict(zip(self.specs, map(own_memory, tensors), strict=True))
 
 
 def _mean_traces(

@@ -100,6 +100,20 @@ class Solver(ABC):
         del matrix, data
         return None
 
+    def usable(self, data: Mapping[str, Tensor]) -> bool:
+        """Return whether second-order data that are finite may be used.
+
+        What underflows is finite, and would turn gradients to zero.
+
+        Args:
+            data: What ``solve`` has made, in the dtype in which it is kept.
+
+        Returns:
+            False to have the factor count as one that cannot be solved. By default True.
+        """
+        del data
+        return True
+
     @abstractmethod
     def apply(
         self,
@@ -153,6 +167,9 @@ class Solver(ABC):
         Returns:
             ``[groups]`` for each factor. By default the whole damping: so it has to be for a
             block of one factor, of which the other is the identity.
+
+        Raises:
+            SolveFailedError: If the factors' scales are such that the solver cannot serve them.
         """
         return [torch.ones_like(trace) * damping for trace in mean_traces]
 
@@ -187,7 +204,9 @@ def solve_safely(
         # One layout on every rank, whoever solved: products of other strides have other bits.
         data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
         if all(map(_finite, data.values())):
-            return data, dtype != matrix.dtype
+            if solver.usable(data):
+                return data, dtype != matrix.dtype
+            reason = f"{matrix.dtype} cannot hold the result: its scale is out of range"
     raise SolveFailedError(reason)
 
 
@@ -205,7 +224,19 @@ def mean_trace(matrix: Tensor) -> Tensor:
     Returns:
         ``[groups]``.
     """
-    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return mean_of(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def mean_of(diagonal: Tensor) -> Tensor:
+    """Return the mean of the entries of a diagonal.
+
+    Args:
+        diagonal: ``[groups, n]``.
+
+    Returns:
+        ``[groups]``, finite where the entries are: the sum, which may not be, is taken in float64.
+    """
+    return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)
 
 
 def whole(matrix: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the gradient is preconditioned, so it may change between solves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 from soframe.factors import FactorSpec, TensorSpec
 from soframe.kernels.products import times
 from soframe.registry import register
-from soframe.solvers.base import Solver, whole
+from soframe.solvers.base import SolveFailedError, Solver, whole
+
+_SIZES = 2.0**20  # what the largest eigenvalues of two factors may be times their mean traces
 
 
 @register("solver", "eigen")
@@ -41,6 +43,29 @@ class Eigen(Solver):
             "vectors": TensorSpec(factor.shape),
             "values": TensorSpec((factor.groups, factor.size)),
         }
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        """See `Solver.shares`.
+
+        Args:
+            mean_traces: ``[groups]`` for each factor.
+            damping: The damping of this step.
+
+        Returns:
+            The whole damping, which nobody asks for.
+
+        Raises:
+            SolveFailedError: If products of the factors' eigenvalues are not finite: what is
+                divided by them would be zero.
+        """
+        dtype = mean_traces[0].dtype
+        product = torch.stack([trace.double() for trace in mean_traces]).prod(0)
+        if len(mean_traces) > 1 and float(product.amax()) > torch.finfo(dtype).max / _SIZES:
+            raise SolveFailedError(
+                f"its eigenvalues times those of the other factor are beyond {dtype}: scale the "
+                f"loss, or pass dtype=torch.float64"
+            )
+        return super().shares(mean_traces, damping)
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`; the damping enters in ``apply``."""

@@ -4,6 +4,13 @@
 ``pi = sqrt((tr A / dim A) / (tr G / dim G))`` minimises the trace of the residual of factoring the
 damping (Martens and Grosse, 2015, section 6.3). Half the work of an eigendecomposition or less,
 and two products per gradient where that takes four; the damping is that of the solve.
+
+Factors may have any scale, gradients are tiny or huge at times. With mean traces a and g, what the
+damping adds to a factor is ``sqrt(damping / (a g))`` times its mean trace, for both of them. Where
+that is so much that neither factor is seen beside it, the block is ``damping I`` to the last digit,
+however the damping is split. From there on pi stays as close to one as still hides both, since more
+would only lead to numbers that cannot be represented. A factor that has underflowed to zero is the
+limit of that: the other one must not be seen either.
 """
 
 from __future__ import annotations
@@ -67,12 +74,15 @@ class Inverse(Solver):
                 f"{len(mean_traces)}; use split='full'"
             )
         first, second = mean_traces
-        pi = torch.ones_like(first)
-        if self.split == "pi":
-            # A factor of zeros has no scale to correct by.
-            usable = (first > 0) & (second > 0)
-            pi = torch.where(usable, (first / second).sqrt(), pi)
-        return [pi * damping**0.5, damping**0.5 / pi]
+        limits = torch.finfo(first.dtype)
+        # float64 holds products and quotients of all that float32 holds.
+        whole = torch.ones_like(first, dtype=torch.float64) * damping
+        if self.split == "sqrt":
+            root = whole.sqrt()
+            pi = torch.ones_like(root)
+        else:
+            root, pi = whole.sqrt(), pi_of(first.double(), second.double(), whole, limits.eps)
+        return share(root, pi, largest=limits.max**0.94, dtype=first.dtype)
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
@@ -81,6 +91,10 @@ class Inverse(Solver):
         # Symmetric to the last bit, and stored by columns: its transpose needs no copy.
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(framed)).mT
         return {"inverse": inverse[..., :size, :size].contiguous()}
+
+    def usable(self, data: Mapping[str, Tensor]) -> bool:
+        """See `Solver.usable`: not if an inverse is zero, since the factor was too large."""
+        return bool((data["inverse"].diagonal(dim1=-2, dim2=-1) > 0).all())
 
     def apply(
         self,
@@ -98,6 +112,52 @@ class Inverse(Solver):
     ) -> Tensor:
         """See `Solver.apply_right`; the damping is in the inverse already."""
         return times(gradient, right["inverse"])
+
+
+def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> Tensor:
+    """Return the pi of the pi-correction.
+
+    Args:
+        first: The mean trace of the first factor, ``[groups]``, float64.
+        second: That of the second.
+        damping: The block's damping, ``[groups]``, float64.
+        precision: That of the factors' dtype; what is a sixteenth of it is not seen beside one.
+
+    Returns:
+        ``[groups]``, float64: ``sqrt(first / second)``, or as close to one as leaves both factors
+        unseen beside their shares of the damping, where that is possible. One where neither has a
+        scale.
+    """
+    least, root = precision / 16, damping.sqrt()
+    # Roots first: a product or quotient of what the roots are of may be out of range.
+    first_root, second_root = first.sqrt(), second.sqrt()
+    unseen = first_root * second_root < least * root
+    low, high = first / (least * root), least * root / second
+    close = torch.minimum(torch.ones_like(root).maximum(low), high)
+    pi = torch.where(unseen, close, first_root / second_root)
+    return torch.where((first > 0) & (second > 0) | unseen, pi, 1.0)
+
+
+def share(root: Tensor, pi: Tensor, largest: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return two shares of the damping that can be represented, and their reciprocals too.
+
+    Args:
+        root: The square root of the damping, ``[groups]``, float64.
+        pi: The first share over it, ``[groups]``, float64.
+        largest: The largest share; its reciprocal is the least.
+        dtype: The dtype of the shares.
+
+    Returns:
+        ``[groups]`` each: the shares; both zero where the damping is. Their product is the damping
+        wherever there are two such numbers.
+    """
+    low = torch.maximum(1 / (largest * root), root / largest)
+    high = torch.minimum(largest / root, root * largest)
+    pi = torch.minimum(torch.maximum(pi, low), high)
+    return [
+        torch.where(root > 0, each.clamp(1 / largest, largest), 0.0).to(dtype)
+        for each in (root * pi, root / pi)
+    ]
 
 
 def frame(size: int) -> int:

@@ -67,8 +67,10 @@ class Lazy(Solver):
     ) -> dict[str, Tensor]:
         """See `Solver.solve_again`: the last data, if the factor is still nearly the same."""
         now, before = sketch(matrix), last["sketch"]
-        changes = torch.linalg.matrix_norm(now - before)
-        small = changes <= self.tolerance * torch.linalg.matrix_norm(before)
+        # Norms of numbers that are at most one: squares of others may be zero or infinite.
+        scale = before.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(now.dtype).tiny)
+        changes = torch.linalg.matrix_norm(now / scale - before / scale)
+        small = changes <= self.tolerance * torch.linalg.matrix_norm(before / scale)
         if self.damps_factors:
             small &= (damping - last["share"]).abs() <= self.tolerance * last["share"]
         if bool(small.all()):
@@ -79,6 +81,10 @@ class Lazy(Solver):
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Solver.follow`."""
         return self.solver.follow(matrix, data)
+
+    def usable(self, data: Mapping[str, Tensor]) -> bool:
+        """See `Solver.usable`."""
+        return self.solver.usable(data)
 
     def apply(
         self,

@@ -59,8 +59,10 @@ class OrthogonalIteration(Eigen):
             vectors = torch.linalg.qr(product)[0]
             product = times(factor, vectors)
         values = rayleigh(vectors, product)
-        left_over = torch.linalg.matrix_norm(product - vectors * values.unsqueeze(-2))
-        if not bool((left_over <= self.tolerance * torch.linalg.matrix_norm(factor)).all()):
+        # Norms of numbers that are at most one: squares of others may be zero or infinite.
+        scale = factor.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(factor.dtype).tiny)
+        left_over = torch.linalg.matrix_norm((product - vectors * values.unsqueeze(-2)) / scale)
+        if not bool((left_over <= self.tolerance * torch.linalg.matrix_norm(factor / scale)).all()):
             return self.solve(matrix, damping)
         values, order = values.sort(descending=True, stable=True)
         vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))

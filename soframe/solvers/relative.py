@@ -12,6 +12,7 @@ travel and are saved with the second-order data: every rank divides by what the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,33 +45,46 @@ class Relative(Solver):
         return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-        """See `Solver.shares`: those of the block's own damping."""
-        product = torch.ones_like(mean_traces[0])
-        for trace in mean_traces:
-            product = product * trace
-        shares = self.solver.shares(mean_traces, damping * product)
+        """See `Solver.shares`.
+
+        Args:
+            mean_traces: ``[groups]`` for each factor.
+            damping: The multiple of the mean eigenvalue.
+
+        Returns:
+            The shares of the block's own damping, for factors of mean eigenvalue one.
+        """
+        # The block's own damping, a product, may be one that the factors' dtype cannot hold, while
+        # the shares are multiples of traces, which it does hold.
+        traces = [trace.double() for trace in mean_traces]
+        product = torch.stack(traces).prod(0)
+        shares = self.solver.shares(traces, damping * product)
         # Where the damping is zero for want of curvature, any share that can be solved will do.
         return [
-            torch.where(product > 0, share, trace)
-            for share, trace in zip(shares, mean_traces, strict=True)
+            torch.where(product > 0, share / trace, 1.0).to(mean_traces[0].dtype)
+            for share, trace in zip(shares, traces, strict=True)
         ]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`: of the factor with mean eigenvalue one."""
-        scaled, share, trace = _scaled(matrix, damping)
-        return {**self.solver.solve(scaled, share), "mean_trace": trace}
+        scaled, trace = _scaled(matrix)
+        return {**self.solver.solve(scaled, damping), "mean_trace": trace}
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """See `Solver.solve_again`; the last data are those of mean eigenvalue one, too."""
-        scaled, share, trace = _scaled(matrix, damping)
-        return {**self.solver.solve_again(scaled, share, last), "mean_trace": trace}
+        scaled, trace = _scaled(matrix)
+        return {**self.solver.solve_again(scaled, damping, last), "mean_trace": trace}
+
+    def usable(self, data: Mapping[str, Tensor]) -> bool:
+        """See `Solver.usable`."""
+        return self.solver.usable(data)
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Solver.follow`."""
-        trace = mean_trace(matrix)
-        followed = self.solver.follow(_scaled(matrix, trace)[0], data)
+        scaled, trace = _scaled(matrix)
+        followed = self.solver.follow(scaled, data)
         return None if followed is None else {**followed, "mean_trace": trace}
 
     def apply(
@@ -95,12 +109,12 @@ class Relative(Solver):
 
 def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
     """Divide in place by the mean trace of each group; by zero is zero."""
-    return matrix.mul_(torch.where(trace > 0, 1 / trace, 0.0)[:, None, None])
+    # Not times the reciprocal, which is infinite where the trace is denormal.
+    matrix.div_(torch.where(trace > 0, trace, math.inf)[:, None, None])
+    return matrix
 
 
-def _scaled(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factor with mean eigenvalue one, its share of the damping, its mean trace."""
+def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factor with mean eigenvalue one, and its mean trace."""
     trace = mean_trace(matrix)
-    scale = torch.where(trace > 0, trace, 1.0)
-    share = torch.where(trace > 0, damping / scale, 1.0)
-    return matrix / scale[:, None, None], share, trace
+    return matrix / torch.where(trace > 0, trace, 1.0)[:, None, None], trace

@@ -68,6 +68,14 @@ def test_of_images_whole_ones_are_taken(groups: int) -> None:
     compare(g[0], 4 * g[1], "G", rtol=1e-12)
 
 
+def test_a_number_of_rows_is_at_least_that_many() -> None:
+    """An image has 6 positions here: for 7 rows there must be two of them."""
+    x, geometry = randn(6, 2, 4, 3), {"kernel_size": 2}
+    own = run(fill(nn.Conv2d(2, 4, **geometry)), [x], rows=7)
+    plain = run(fill(nn.Conv2d(2, 4, **geometry)), [x[chosen(0, 0, 0, 6, 2)]])
+    compare(factors(own, "Conv2d")[0], factors(plain, "Conv2d")[0], "A", rtol=1e-12)
+
+
 def test_everything_is_the_default_bit_by_bit() -> None:
     weights = []
     for options in ({}, {"rows": 1.0}, {"rows": 10**6}):

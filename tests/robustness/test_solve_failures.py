@@ -121,6 +121,46 @@ def test_a_block_that_was_never_solved_keeps_its_raw_gradient():
     assert preconditioner.counters["failed_solves"] == 1
 
 
+def test_a_failure_is_logged_once_and_counted(caplog):
+    model, preconditioner = small(Picky())
+    with caplog.at_level(logging.WARNING, "soframe"):
+        for step in range(4):
+            pass_backward(model, step)
+            preconditioner.step()
+    assert caplog.text.count("cannot be solved") == 1
+    assert "0: factor A cannot be solved (not this one); the block keeps" in caplog.text
+    assert preconditioner.counters["failed_solves"] == 4
+    notes = {row.block: row.note for row in preconditioner.report()}
+    assert notes == {"0": "failed solves: A 4x", "2": ""}
+
+
+class Later(Inverse):
+    """Fails on factors of one size once it is told to."""
+
+    bad = False
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        if self.bad and matrix.shape[-1] == 3:
+            raise torch.linalg.LinAlgError("not this one")
+        return super().solve(matrix, damping)
+
+
+@pytest.mark.parametrize("background", [0, 1])
+def test_a_block_is_solved_whole_or_keeps_what_it_had(background, monkeypatch):
+    """A's share of the damping belongs to that of G: they are of the same solve."""
+    model, preconditioner = small(Later(), background=background)
+    found = []
+    for step in range(4):
+        monkeypatch.setattr(Later, "bad", step > 0)  # G of the first layer is 3 x 3
+        pass_backward(model, step)
+        preconditioner.step()
+        found.append({k: t for k, t in snapshot(preconditioner).items() if k.count(".") == 2})
+    first = [{k: t for k, t in data.items() if k.startswith("0.")} for data in found]
+    assert same(first[0], first[-1])
+    assert not same(found[0], found[-1])
+    assert preconditioner.counters["failed_solves"] > 0
+
+
 class Moody(Solver):
     """Fails where it is told to; else as Eigen."""
 

@@ -62,7 +62,10 @@ def damped(name: str, g: Tensor, a: Tensor, damping: float) -> Tensor:
     own, other = damping, damping
     if not name.endswith("full"):
         pi = 1.0
-        if name.endswith("pi") and g.trace() > 0 and a.trace() > 0:
+        if name.endswith("pi"):
+            if g.trace() == 0 or a.trace() == 0:
+                # The limit of pi as a factor goes to zero: the other one is not seen either.
+                return damping * kron(*identities)
             pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
         own, other = damping**0.5 / pi, damping**0.5 * pi
     return kron(g + own * identities[0], a + other * identities[1])

@@ -218,6 +218,14 @@ def test_eigenvalues_that_follow_are_the_best_of_the_basis(
     assert bool((left(values) <= left(data["values"]) + 1e-12).all())
 
 
+def test_eigenvalues_that_follow_are_not_negative() -> None:
+    """Rounding may make them so; the damping would be less than was asked for."""
+    matrix = torch.diag(torch.tensor([-1e-9, 2.0], dtype=torch.float64))[None]
+    vectors = torch.eye(2, dtype=torch.float64)[None]
+    values = Eigen(follows=True).follow(matrix, {"vectors": vectors})["values"]
+    assert values.tolist() == [[0.0, 2.0]]
+
+
 def test_following_a_factor_that_shrinks() -> None:
     """As gradients do: the error of the preconditioned gradient falls."""
     before = spectrum(1, 8, 1e-4)
