@@ -4,7 +4,9 @@ A forward hook puts a tensor hook on the module's output. When that output's gra
 call is complete: its inputs and its output gradient are handed on as one pair. So nothing can be
 paired wrongly, whatever the order of calls and backward passes, and a forward that is never
 differentiated (``no_grad``, validation, the first pass of a checkpoint) leaves no trace. Tensor
-hooks, unlike full-backward hooks, bear an in-place activation after the layer.
+hooks, unlike full-backward hooks, bear an in-place activation after the layer. Where an output is a
+view, an in-place change gives it another past, and its base keeps what the hook was put on: there
+the hook is put on the base.
 
 Inputs are kept through autograd's own saved tensors, so that activation checkpointing and
 offloading treat them like every other saved tensor, and an input that was overwritten is an error
@@ -153,6 +155,8 @@ class Capture:
         probing: Whether only probes are captured, and not the loss's own backward passes.
         counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
         together: Which layers have an input in common; None where nobody asks.
+        called: The helpers whose modules were called in this window with outputs to differentiate,
+            with the version of a parameter then: an optimizer that steps changes it.
     """
 
     sink: Sink | None = None
@@ -161,6 +165,7 @@ class Capture:
     probing: bool = False
     counting: frozenset[LayerHelper] = frozenset()
     together: Together | None = None
+    called: dict[LayerHelper, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -191,6 +196,7 @@ class Capture:
 
     def reset(self) -> None:
         """Begin a new window."""
+        self.called = {}
         self._passes = _Passes()
         self._edges = []
 
@@ -277,17 +283,19 @@ class Capture:
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:
             return
+        self.called[helper] = trained[0]._version
         kept = None
         if needed:
             kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 trained[0].new_empty(0, requires_grad=True), *needed
             )
+        where, view = _lasting(output, inputs)
         if self.probing and torch._C._current_graph_task_id() == -1:
             # What a checkpoint recomputes is reached through the graph of its first pass.
-            self._edges.append(get_gradient_edge(output))
+            self._edges.append(get_gradient_edge(where))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting)
-        output.register_hook(hook)
+        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting, view)
+        where.register_hook(hook)
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
@@ -301,6 +309,7 @@ class Capture:
         helper: LayerHelper,
         kept: Tensor | None,
         gradient: Tensor,
+        view: _View | None,
         counting: frozenset[LayerHelper],
     ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
@@ -317,13 +326,14 @@ class Capture:
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
-            self.sink(helper, inputs, gradient, number, self._probe)
+            own = gradient if view is None else view.of(gradient)
+            self.sink(helper, inputs, own, number, self._probe)
 
 
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_counting", "_edges", "_helper", "_kept")
+    __slots__ = ("_capture", "_counting", "_edges", "_helper", "_kept", "_view")
 
     def __init__(
         self,
@@ -332,9 +342,10 @@ class _GradientHook:
         kept: Any,
         edges: tuple[Any, ...],
         counting: frozenset[LayerHelper],
+        view: _View | None,
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
-        self._counting = counting
+        self._counting, self._view = counting, view
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -345,7 +356,79 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, kept, gradient, self._counting)
+            capture._on_gradient(self._helper, kept, gradient, self._view, self._counting)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How an output lies in its base: enough to find its gradient in the base's.
+
+    Attributes:
+        size: The output's size.
+        stride: The output's strides.
+        offset: Where it begins in the base.
+        base_stride: The base's strides.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    base_stride: tuple[int, ...]
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Return the output's gradient.
+
+        Args:
+            gradient: The base's, of the base's size and whatever strides.
+
+        Returns:
+            A view of it, or of a copy that lies as the base does.
+        """
+        if gradient.stride() != self.base_stride:
+            laid = torch.empty_strided(
+                gradient.shape, self.base_stride, dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = laid.copy_(gradient)
+        start = gradient.storage_offset() + self.offset
+        return gradient.as_strided(self.size, self.stride, start)
+
+
+def _lasting(output: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, _View | None]:
+    """Return where a hook is to be put that an in-place change of the output does not lose.
+
+    torch gives a view that is changed in place another node in the graph, and what was put on the
+    former one is never called: so it is with ``nn.Linear`` on inputs of three dimensions, whose
+    product has two. The base's node stays, and sees the gradient of what the layer returned.
+
+    Args:
+        output: What a module returned, with its graph.
+        inputs: What it was called with: where the output is a view of these, the base's gradient is
+            not the output's alone.
+
+    Returns:
+        The output, or its base and how the output lies in it.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or base.dtype != output.dtype:
+        return output, None
+    if any(x is base or x._base is base for x in inputs) or not _dense(base):
+        return output, None
+    offset = int(output.storage_offset() - base.storage_offset())
+    return base, _View(output.size(), output.stride(), offset, base.stride())
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory, each element once, in whichever order."""
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _accumulates(edge: Any) -> bool:
