@@ -2,15 +2,21 @@
 
 A clip bounds the step ``lr p``, whatever the learning rate: where it acts, a schedule that lowers
 the rate raises the factor, and the step stays as long as before. With ``clip_lr="initial"`` the
-clip sees the rates that the optimizer began with. The factor then does not know the schedule, and
+clip sees the rates from which the schedule falls. The factor then does not know the schedule, and
 the step follows it: as if the bound of the KL clip fell with the square of the schedule, and that
 of the norm clip with the schedule itself.
+
+Not every schedule begins where it falls from. So this rate, the *reference*, is the largest that is
+known: what torch's schedulers note in the group (``initial_lr``, and ``max_lr`` where a cycle has a
+peak) and every rate of a step so far. It is never below the live rate, so a step is never longer
+than the bound.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -33,9 +39,10 @@ class LearningRates:
         optimizer: The optimizer, read at every step.
         lr: A schedule, instead of the optimizer.
         clipped: Whether anything will ask.
-        which: ``"live"``, or ``"initial"`` for those at the beginning: what torch's schedulers note
-            as a group's ``initial_lr``, else the rate at which the group was first seen; step 0's
-            of a schedule.
+        which: ``"live"``, or ``"initial"`` for those that the schedule falls from: the largest of
+            what torch's schedulers note in a group (``initial_lr``, ``max_lr``) and of its rates so
+            far; where no scheduler has noted anything, the rate at which the group was first seen
+            is one of these.
 
     Attributes:
         which: As given.
@@ -66,7 +73,14 @@ class LearningRates:
         self._group_of: dict[int, int] = {}
         self._sizes: list[int] = []
         self.which = which
+        # The reference of each group: the rate at which it was first seen, until a step was taken.
         self._initial: list[float | Tensor] = []
+        self._followed = 0  # groups whose reference is that of a step, or of a state
+        self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
+
+    def __repr__(self) -> str:
+        given = f"lr={self._schedule.value!r}" if self._optimizer is None else "optimizer=..."
+        return f"LearningRates({given}, clip_lr={self.which!r})"
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Check that the optimizer has every block.
@@ -101,26 +115,37 @@ class LearningRates:
             weight and bias are in different groups a row ``[1, 1, in]`` of their rates.
         """
         if self._optimizer is None:
-            return [self._schedule.at(step if self.which == "live" else 0)] * len(blocks)
+            return [self._scheduled(step)] * len(blocks)
         if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
             self.check(blocks)
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
         return [self._rate(block, rates) for block in blocks]
 
-    def common(self, step: int) -> list[float]:
-        """Return the rates that must be the same on every rank, where they are numbers.
+    def begin(self, step: int, *, on_devices: bool) -> list[float]:
+        """Take note of the rates of a step, and return those that must be the same on every rank.
 
         Args:
             step: Completed steps.
+            on_devices: Whether tensors on other devices, as capturable optimizers keep them, are
+                read too: once for all of them, which makes the host wait.
 
         Returns:
-            The schedule's, or those of the optimizer's groups; to read the tensors of capturable
-            optimizers would make the host wait for the device.
+            The schedule's rate, or those of the optimizer's groups, and their references.
         """
         if self._optimizer is None:
-            return [self._schedule.at(step)]
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        return [float(rate) for rate in rates if not isinstance(rate, Tensor)]
+            return [self._scheduled(step)]
+        groups = self._optimizer.param_groups
+        self._begin_groups(groups)
+        if self.which == "initial":
+            references = [self._reference(i, group) for i, group in enumerate(groups)]
+            self._initial[: len(groups)], self._followed = references, len(groups)
+        rates = [*(group["lr"] for group in groups), *(self._initial if self._followed else ())]
+        tensors = [rate for rate in rates if isinstance(rate, Tensor)]
+        near = [rate for rate in tensors if on_devices or rate.device.type == "cpu"]
+        read: list[float] = []
+        if near:
+            read = torch.stack([rate.detach().reshape(()).to(near[0]) for rate in near]).tolist()
+        return [float(rate) for rate in rates if not isinstance(rate, Tensor)] + read
 
     def state(self) -> list[float | Tensor]:
         """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
@@ -134,12 +159,27 @@ class LearningRates:
         """
         if self.which == "initial" and len(state) == len(self._initial):
             self._initial = list(state)
+            self._followed = len(state)
 
     def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
         rate: float | Tensor = group["lr"]
-        if self.which == "initial":
-            rate = group.get("initial_lr", self._initial[index])
-        return rate
+        return rate if self.which == "live" else self._reference(index, group)
+
+    def _reference(self, index: int, group: dict[str, Any]) -> float | Tensor:
+        """Return the rate that a group's schedule falls from, as far as it is known by now."""
+        first = () if index >= self._followed and "initial_lr" in group else (self._initial[index],)
+        noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
+        rates: list[float | Tensor] = [*first, *noted, group["lr"]]
+        return reduce(_larger, rates)
+
+    def _scheduled(self, step: int) -> float:
+        """Return the rate of the schedule, or the largest up to a step."""
+        if self.which == "live":
+            return self._schedule.at(step)
+        while self._peak_step < step:  # from the beginning where a run was resumed
+            self._peak_step += 1
+            self._peak = max(self._peak, self._schedule.at(self._peak_step))
+        return self._peak
 
     def _rate(self, block: Block, rates: Sequence[float | Tensor]) -> float | Tensor:
         groups = [self._group_of[id(p)] for p in block.parameters.values()]
@@ -152,8 +192,22 @@ class LearningRates:
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         self._sizes = [len(group["params"]) for group in groups]
+        self._begin_groups(groups)
+        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+    def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups[len(self._initial) :]:
             rate = group["lr"]
             # Schedulers fill a tensor in place.
             self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
-        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """Return the larger of two rates in memory of its own, without reading tensors."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other.to(one))
+    if isinstance(one, Tensor):
+        return one.clamp(min=float(other))
+    if isinstance(other, Tensor):
+        return other.clamp(min=float(one))
+    return max(one, other)

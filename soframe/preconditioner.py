@@ -88,7 +88,7 @@ class Preconditioner:
         kl_clip: Bound on the KL divergence of a step; None turns it off.
         norm_clip: Bound on the Euclidean length of a step; None turns it off.
         clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
-            rate; with ``"live"`` it has the bound's length whatever the rate.
+            rate down from its peak; with ``"live"`` it has the bound's length whatever the rate.
         optimizer: The optimizer whose learning rates the clips read at every step.
         lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
@@ -216,12 +216,12 @@ class Preconditioner:
         """Rewrite ``.grad`` of every registered parameter, in place.
 
         Raises:
-            RuntimeError: If the preconditioner is closed, or a ``GradScaler`` still scales the
-                gradients.
+            RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
+                gradients, or was not given.
+            ValueError: If a setting that may change, such as a schedule, is out of range.
         """
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
-        self._loss_scale.require_unscaled(self._optimizer)
         self._statistics.arrive()
         finite, weights, now = self._agree()
         work = (self.placement, self.backend, now.damping, self.counters)
@@ -308,6 +308,7 @@ class Preconditioner:
         """
         step = self._steps
         try:
+            self._loss_scale.check(self._optimizer)
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -318,7 +319,7 @@ class Preconditioner:
                 "clips": now.limits,
                 "statistics_every of the next step": refresh.statistics_every.at(step + 1),
                 "solve_every": refresh.solve_every.at(step),
-                "learning rates": self._lrs.common(step),
+                "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
             }
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
@@ -334,7 +335,7 @@ class Preconditioner:
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
         numbers = (self._damping, self._decay, self._bounds, self._refresh)
-        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs.which)
+        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs)
         others = (*numbers, *words, self._gradients, self._sampler, self.backend.fused)
         parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
         registration, placement = building.build(*parts, self._background, others)
@@ -450,6 +451,7 @@ class Preconditioner:
         """
         due = self._refresh.observed(self._blocks, self.placement, self._steps)
         self._statistics.begin(due, self._steps)
+        self._loss_scale.begin()
         self._capture.reset()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Statistics:
         samples: What the loss averages over: ``"batch"`` (the leading dimension), ``"positions"``
             (every position has a loss of its own), or a callable that returns the number of
             samples of the backward pass under way.
-        grad_scale: Returns what the loss is multiplied by.
+        grad_scale: Returns what the loss of the backward pass under way is multiplied by.
         capture: Sees the calls.
         sampler: Takes some of their rows.
     """
@@ -82,7 +82,7 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes: dict[int, int] = {}
-        self._loss_scale: float | None = None
+        self._loss_scales: dict[int, float] = {}
         self._shared = SharedInputs()
 
     def listen(self) -> None:
@@ -141,12 +141,13 @@ class Statistics:
             block.counts.add(number, samples, batch * shared)
         samples = block.counts.samples[number]
         self._passes[number] = max(samples, self._passes.get(number, 0))
-        if self._loss_scale is None:
-            self._loss_scale = self._grad_scale()  # a host sync with GradScaler: once a window
+        if number not in self._loss_scales:
+            self._loss_scales[number] = self._grad_scale()
         mine = self._mine[block] if block in self.due else []
         if not mine:
             return
-        scale = self._scale.call(helper.module, samples, batch, shared, self._loss_scale)
+        loss_scale = self._loss_scales[number]
+        scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
         counted = again or not self._wants_inputs(helper)
         taken = (() if counted else inputs, rows)
         inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces)
@@ -256,7 +257,7 @@ class Statistics:
         Args:
             before: The statistics of the model as it was before.
         """
-        self._passes, self._loss_scale = before._passes, before._loss_scale
+        self._passes, self._loss_scales = before._passes, before._loss_scales
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
@@ -275,7 +276,7 @@ class Statistics:
         self._sampler.begin(step)
         self._expect(due)
         self._passes = {}
-        self._loss_scale = None
+        self._loss_scales = {}
         self._shared.forget()
         for block in self._blocks:
             block.forget_window()

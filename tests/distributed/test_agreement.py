@@ -46,6 +46,7 @@ DIFFERENCES = {
     "interval": ({"statistics_every": 2}, "settings of rank", "settings of rank"),
     "damping": ({"damping": 0.5}, "settings of rank", "settings of rank"),
     "loss": ({"loss_average": "sum"}, "settings of rank", "settings of rank"),
+    "optimizer": ({"optimizer": True}, "settings of rank", "settings of rank"),
     "nothing": ({"skip": ["."]}, "nothing to precondition", "could not start"),
     "raises": ({"strategy": Broken("raises")}, "no placement today", "could not start"),
     "unknown": ({"method": "nope"}, "no method 'nope'", "could not start"),
@@ -57,6 +58,8 @@ def start_differently(rank: int, ranks: int, names: list[str]) -> list[str]:
     for name in names:
         options = dict(DIFFERENCES[name][0]) if rank == ranks - 1 else {}
         model = model_of(options.pop("widths", (3, 4, 2)))
+        if "optimizer" in options:
+            options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
             Preconditioner(model, kl_clip=None, **{"statistics_every": 1, **options})
         except ValueError as error:
@@ -218,7 +221,8 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
     """The last rank has another setting at the third step, or an error."""
     odd = rank == ranks - 1
     model = model_of((3, 4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = torch.tensor(0.1) if what == "rates in tensors" else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
 
     def at(step: int, usual: float, other: float) -> float:
         return other if odd and step == 2 else usual
@@ -228,13 +232,20 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
         "kl_clip": {"kl_clip": lambda step: at(step, 1e-3, 1e-2)},
         "statistics": {"statistics_every": lambda step: at(step, 1, 2)},
         "error": {"decay": lambda step: at(step, 0.9, 7.0)},
+        "rates of a schedule": {"optimizer": None, "lr": lambda step: at(step, 0.1, 0.2)},
+        "peaks": {"clip_lr": "initial"},
     }.get(what, {})
-    preconditioner = Preconditioner(
-        model, optimizer=optimizer, **{"statistics_every": 1, **options}
-    )
+    options = {"optimizer": optimizer, "statistics_every": 1, **options}
+    preconditioner = Preconditioner(model, **options)
+    group = optimizer.param_groups[0]
     for step in range(4):
-        if what == "learning rates" and step == 2 and odd:
-            optimizer.param_groups[0]["lr"] = 0.2
+        if step == 2 and odd:
+            if what == "learning rates":
+                group["lr"] = 0.2
+            elif what == "rates in tensors":
+                group["lr"].fill_(0.2)
+            elif what == "peaks":
+                group["max_lr"] = 0.8
         model(torch.ones(2, 3)).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -246,7 +257,10 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["damping", "kl_clip", "statistics", "learning rates", "error"])
+RATES = ["learning rates", "rates in tensors", "rates of a schedule", "peaks"]
+
+
+@pytest.mark.parametrize("what", ["damping", "kl_clip", "statistics", "error", *RATES])
 def test_what_differs_at_one_step_is_an_error_on_all_ranks_at_that_step(what):
     for rank, error in enumerate(run_ranks(differ_in_a_step, 3, what, timeout=30)):
         if what == "error":
@@ -260,5 +274,5 @@ def test_what_differs_at_one_step_is_an_error_on_all_ranks_at_that_step(what):
         else:
             assert error.startswith("step 2: "), error
             assert "rank(s) [2]" in error
-            name = {"kl_clip": "clips"}.get(what, what)
-            assert name in error
+            name = {"kl_clip": "clips"} | dict.fromkeys(RATES, "learning rates")
+            assert name.get(what, what) in error

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.optim import lr_scheduler as torch_lr
 
 import soframe
 from soframe.testing import compare
@@ -14,7 +17,7 @@ from tests.curvature import closing
 from tests.trust_region.test_kl_clip import clip, net, step
 from tests.trust_region.test_norm_clip import norm_clip
 
-RATES = [0.4, 0.2, 0.7]
+RATES = [0.4, 0.2, 0.3]
 
 
 def by_hand(group: dict[str, Any], rate: float) -> None:
@@ -137,6 +140,162 @@ def test_groups_that_come_later_begin_later() -> None:
     for one, two in zip(clipped[:2], p[:2], strict=True):
         compare(one, factor * two, "clipped")
     assert own.state_dict()["initial_lrs"] == [0.4, 5.0]
+
+
+# -- schedules that begin below their peak -----------------------------------------------------
+
+
+def warm(optimizer: Any, steps: int) -> Any:
+    return torch_lr.LinearLR(optimizer, start_factor=0.1, total_iters=steps)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda o: torch_lr.OneCycleLR(o, max_lr=0.8, total_steps=12),
+    "one cycle of three": lambda o: torch_lr.OneCycleLR(
+        o, max_lr=0.8, total_steps=12, three_phase=True
+    ),
+    "linear": lambda o: warm(o, 4),
+    "sequential": lambda o: torch_lr.SequentialLR(
+        o, [warm(o, 3), torch_lr.CosineAnnealingLR(o, 8)], [3]
+    ),
+    "chained": lambda o: torch_lr.ChainedScheduler([warm(o, 3), torch_lr.ExponentialLR(o, 0.9)]),
+    "lambda": lambda o: torch_lr.LambdaLR(o, lambda n: min(1.0, 0.2 * n)),
+    "lambda above one": lambda o: torch_lr.LambdaLR(o, lambda n: 1.0 + 3 * n * (n < 5)),
+    "restarts": lambda o: torch_lr.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: torch_lr.CyclicLR(o, 0.01, 0.8, step_size_up=3, cycle_momentum=False),
+    "multiplicative": lambda o: torch_lr.MultiplicativeLR(o, lambda n: 1.5 if n < 6 else 0.5),
+    "step": lambda o: torch_lr.StepLR(o, 3),
+    "none": lambda o: None,
+}
+PEAKS = {"one cycle": 0.8, "one cycle of three": 0.8} | dict.fromkeys(
+    ("linear", "sequential", "chained", "lambda", "restarts", "step"), 0.4
+)
+"""What is known before the first step."""
+
+KAPPA = 1e-5
+
+
+def clipped_steps(
+    name: str,
+    *,
+    as_tensor: bool = False,
+    after: bool = False,
+    resumed_at: int | None = None,
+    jumps: dict[int, float] | None = None,
+) -> list[tuple[float, float, float]]:
+    """Train; returns the live rate, the factor and the squared length without it of each step."""
+
+    def begin(model: Any, lr: float) -> tuple[Any, Any, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=number(lr))
+        scheduler = None if after else SCHEDULERS[name](optimizer)
+        options: Any = {"optimizer": optimizer, "clip_lr": "initial", "statistics_every": 1}
+        own = soframe.Preconditioner(model, kl_clip=KAPPA, **options)
+        return optimizer, SCHEDULERS[name](optimizer) if after else scheduler, own
+
+    def number(lr: float) -> Any:
+        return torch.tensor(lr, dtype=torch.float64) if as_tensor else lr
+
+    plain, model = net(), net()
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    optimizer, scheduler, own = begin(model, 0.4)
+    found = []
+    for index in range(12):
+        if index == resumed_at:
+            file = io.BytesIO()
+            schedule = None if scheduler is None else scheduler.state_dict()
+            torch.save([own.state_dict(), optimizer.state_dict(), schedule], file)
+            file.seek(0)
+            own.close()
+            optimizer, scheduler, own = begin(model, 0.4)
+            saved = torch.load(file, weights_only=False)  # torch's schedulers have classes within
+            own.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            if scheduler is not None:
+                scheduler.load_state_dict(saved[2])
+        if index in (jumps or {}):
+            optimizer.param_groups[0]["lr"] = number((jumps or {})[index])
+        raw, p = step(plain, unclipped, index)
+        _, clipped = step(model, own, index)
+        rate = float(optimizer.param_groups[0]["lr"])
+        square = sum(float((a * b).sum()) for a, b in zip(raw, p, strict=True))
+        factor = sum(float((a * b).sum()) for a, b in zip(raw, clipped, strict=True)) / square
+        found.append((rate, factor, square))
+        optimizer._opt_called = True  # weights stay, so that every step is known
+        if scheduler is not None and index < 11:
+            scheduler.step()
+    unclipped.close()
+    own.close()
+    return found
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULERS)),
+    as_tensor=st.booleans(),
+    after=st.booleans(),
+    resumed_at=st.none() | st.integers(0, 11),
+    jumps=st.dictionaries(st.integers(0, 11), st.floats(0.0, 10.0), max_size=2),
+)
+@settings(max_examples=25)
+def test_no_step_is_longer_than_the_bound(name: str, **how: Any) -> None:
+    """Whatever the scheduler and its peak, wherever it was made, and whoever changes rates."""
+    largest = 0.0
+    for rate, factor, square in clipped_steps(name, **how):
+        largest = max(largest, rate)
+        assert rate**2 * factor**2 * square <= KAPPA * (1 + 1e-6)
+        # Never less strict than the largest rate so far asks for; nor stricter than any peak.
+        assert factor <= min(1.0, (KAPPA / square) ** 0.5 / max(largest, 1e-9)) * (1 + 1e-6)
+        known = max(largest, PEAKS.get(name, 0.0), 0.4, *how["jumps"].values(), 4.0 * 1.6)
+        assert factor >= min(1.0, (KAPPA / square) ** 0.5 / known) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_bound_holds_at_the_peak_of_a_schedule(name: str, after: bool) -> None:
+    """So that a warm-up makes shorter steps, though the schedule does not begin at its peak."""
+    for rate, factor, square in clipped_steps(name, after=after):
+        length = (rate * factor) ** 2 * square
+        assert length == pytest.approx(KAPPA * (rate / PEAKS[name]) ** 2, rel=1e-6)
+
+
+def test_a_rate_that_stood_in_before_the_scheduler_was_made_is_no_peak() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    own = soframe.Preconditioner(model, kl_clip=KAPPA, optimizer=optimizer, clip_lr="initial")
+    torch_lr.OneCycleLR(optimizer, max_lr=0.8, total_steps=12)
+    with closing(own):
+        step(model, own)
+        assert own.state_dict()["initial_lrs"] == [0.8]
+
+
+@pytest.mark.parametrize("resumed_at", [3, 5, 8])
+@pytest.mark.parametrize("name", ["cyclic", "one cycle", "lambda above one", "multiplicative"])
+def test_the_largest_rate_so_far_is_resumed(name: str, resumed_at: int) -> None:
+    whole, again = clipped_steps(name), clipped_steps(name, resumed_at=resumed_at)
+    assert sum(again, ()) == pytest.approx(sum(whole, ()))
+
+
+def test_a_schedule_that_warms_up_without_an_optimizer() -> None:
+    """The same after a resume, which asks the schedule itself for what it was."""
+    rates = [0.1, 0.8, 0.2, 0.05]
+
+    def begin(model: Any) -> soframe.Preconditioner:
+        options: Any = {"lr": lambda n: rates[n], "clip_lr": "initial", "statistics_every": 1}
+        return soframe.Preconditioner(model, kl_clip=KAPPA, **options)
+
+    plain, model = net(), net()
+    own = begin(model)
+    with closing(soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)) as unclipped:
+        for number, peak in enumerate([0.1, 0.8, 0.8, 0.8]):
+            if number == 2:
+                saved = own.state_dict()
+                own.close()
+                own = begin(model)
+                own.load_state_dict(saved)
+            raw, p = step(plain, unclipped, number)
+            _, clipped = step(model, own, number)
+            for one, other in zip(clipped, p, strict=True):
+                compare(one, clip(raw, p, [peak] * 4, KAPPA) * other, f"step {number}")
+    own.close()
 
 
 def test_live_is_the_default_and_other_words_are_refused() -> None:

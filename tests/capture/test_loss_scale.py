@@ -1,0 +1,375 @@
+"""A loss that is scaled: what is refused, and what is seen of a scale that nobody told of."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from soframe import Preconditioner
+from soframe.testing import compare
+from tests.capture.kit import Case, precondition, snapshot, softplus, vectors
+from tests.capture.test_mixed_precision import Network, assert_close, unscaled_training
+from tests.distributed.harness import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _no_scalers_of_other_tests() -> None:
+    gc.collect()
+
+
+def scaler_of(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**10, **options})
+
+
+def build(lr: float = 0.2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Case(Network).build()
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def backward(model: nn.Module, scale: Any = lambda loss: loss, step: int = 0) -> None:
+    scale(softplus(model(vectors(step)))).backward()
+
+
+# -- a scaler that was given -------------------------------------------------------------------
+
+
+class Own(torch.amp.GradScaler):
+    """A subclass, as ``ShardedGradScaler`` is."""
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, Own])
+@pytest.mark.parametrize("known", [False, True])
+def test_unscale_clip_step(known: bool, kind: type[torch.amp.GradScaler], clipped: bool) -> None:
+    found = []
+    for scaled in (True, False):
+        model, optimizer = build()
+        scaler = kind("cpu", init_scale=2.0**10, growth_interval=2, enabled=scaled)
+        options: Any = {"optimizer": optimizer} if known else {}
+        own = precondition(model, grad_scaler=scaler, **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            for number in (0, 1):  # micro-batches
+                backward(model, lambda loss: scaler.scale(loss / 2), 2 * step + number)  # noqa: B023
+            scaler.unscale_(optimizer)
+            if clipped:
+                clip_grad_norm_(model.parameters(), 0.01)
+            own.step()
+            scaler.step(optimizer)
+            scaler.update()
+        assert not any(own.counters.values())
+        found.append(snapshot(model, own))
+        own.close()
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_gradients_that_are_still_scaled_are_refused(known: bool) -> None:
+    model, optimizer = build()
+    scaler = scaler_of()
+    own = precondition(model, grad_scaler=scaler, **({"optimizer": optimizer} if known else {}))
+    for step in range(2):
+        backward(model, scaler.scale, step)
+        gradients = [p.grad.clone() for p in model.parameters()]
+        message = "still scaled: call" if known else r"still scaled.* pass optimizer= as well"
+        with pytest.raises(RuntimeError, match=message):
+            own.step()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        scaler.unscale_(optimizer)
+        own.step()
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"came after scaler\.step" if known else "still"):
+            own.step()
+        scaler.update()
+        own.reset_batch()
+        optimizer.zero_grad()
+
+
+def test_a_wrapped_optimizer_is_the_one_within() -> None:
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self) -> Any:  # type: ignore[override]
+            return self.optimizer.param_groups
+
+    model, optimizer = build()
+    scaler = scaler_of()
+    own = precondition(model, grad_scaler=scaler, optimizer=Wrapped(optimizer))
+    backward(model, scaler.scale)
+    with pytest.raises(RuntimeError, match="still scaled"):
+        own.step()
+    scaler.unscale_(optimizer)
+    own.step()
+    assert_close(snapshot(model, own), unscaled_training(0, 1, (0,))[0])
+
+
+def test_a_scaler_that_has_scaled_nothing() -> None:
+    model, optimizer = build()
+    own = precondition(model, grad_scaler=scaler_of(), optimizer=optimizer)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"has not scaled the loss: call scaler\.scale\(loss\)"):
+        own.step()
+
+
+def test_a_scale_that_changes_within_a_window_is_refused() -> None:
+    model, optimizer = build()
+    scaler = scaler_of(growth_interval=1)
+    own = precondition(model, grad_scaler=scaler, optimizer=optimizer)
+    backward(model, scaler.scale)
+    scaler.step(optimizer)
+    scaler.update()
+    backward(model, scaler.scale)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"changed from 1024\.0 to 2048\.0.*reset_batch"):
+        own.step()
+    assert not own._blocks[0].running
+    scaler.update()
+    # As it is to be done: what was given up is forgotten.
+    own.reset_batch()
+    optimizer.zero_grad()
+    backward(model, scaler.scale)
+    scaler.unscale_(optimizer)
+    own.step()
+
+
+def test_an_overflow_still_costs_one_update() -> None:
+    model, optimizer = build()
+    scaler = scaler_of()
+    own = precondition(model, grad_scaler=scaler)
+    backward(model, lambda loss: scaler.scale(loss * math.inf))
+    scaler.unscale_(optimizer)
+    own.step()
+    assert own.counters["skipped_updates"] == own.counters["skipped_statistics"] == 1
+
+
+def test_a_scale_is_read_once_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read it makes the host wait for the device."""
+    model, optimizer = build()
+    scaler = scaler_of()
+    own = precondition(model, grad_scaler=scaler, optimizer=optimizer)
+    reads = []
+    get = scaler.get_scale
+    monkeypatch.setattr(scaler, "get_scale", lambda: reads.append(1) or get())
+    for step in range(3):
+        for number in range(3):
+            backward(model, scaler.scale, number)
+        scaler.unscale_(optimizer)
+        own.step()
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(reads) == step + 1
+
+
+# -- a callable --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scale", [-1, -1.0, 0, 0.0, math.inf, -math.inf, math.nan, "2", None, True, 1e-200, 10**400]
+)
+def test_a_scale_that_is_none_is_an_error_at_the_step(scale: Any) -> None:
+    scales = [scale]
+    model, _ = build()
+    own = precondition(model, grad_scaler=lambda: scales[0])
+    backward(model)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    message = r"grad_scaler\(\) must be a positive, finite number"
+    with pytest.raises(ValueError, match=message):
+        own.step()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    # Whoever goes on without giving the batch up loses its statistics, and no more.
+    own.step()
+    assert own.counters["skipped_statistics"] == 1
+    scales[0] = 1.0
+    model.zero_grad()
+    backward(model)
+    own.step()
+    assert_close(snapshot(model, own), unscaled_training(0, 1, (0,))[0])
+
+
+@pytest.mark.parametrize("scale", [64, 64.0, torch.tensor(64.0)])
+def test_scales_of_any_kind_of_number(scale: Any) -> None:
+    model, _ = build()
+    own = precondition(model, grad_scaler=lambda: scale)
+    backward(model, lambda loss: 64 * loss)
+    for parameter in model.parameters():
+        parameter.grad /= 64
+    own.step()
+    assert_close(snapshot(model, own), unscaled_training(0, 1, (0,))[0])
+
+
+def test_each_pass_has_the_scale_of_then() -> None:
+    """Gradients are unscaled by hand, pass by pass."""
+    now = [1.0]
+    found = []
+    for scales in ((4.0, 32.0), (1.0, 1.0)):
+        model, _ = build()
+        own = precondition(model, grad_scaler=lambda: now[0])
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for number, scale in enumerate(scales):
+            now[0] = scale
+            model.zero_grad()
+            backward(model, lambda loss: loss * scale / 2, number)  # noqa: B023
+            for one, parameter in zip(total, model.parameters(), strict=True):
+                one.add_(parameter.grad / scale)
+        for one, parameter in zip(total, model.parameters(), strict=True):
+            parameter.grad.copy_(one)
+        own.step()
+        found.append(snapshot(model, own))
+        own.close()
+    assert_close(*found)
+
+
+def raising() -> float:
+    raise KeyError("no scale")
+
+
+def test_what_a_callable_raises_is_raised_at_the_step() -> None:
+    model, _ = build()
+    own = precondition(model, grad_scaler=raising)
+    backward(model)
+    with pytest.raises(KeyError, match="no scale"):
+        own.step()
+
+
+@pytest.mark.parametrize("wrong", [5, "scaler", 2.0**16, [1.0]])
+def test_what_is_no_scaler_is_refused(wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"grad_scaler must be a torch\.amp\.GradScaler, a callable"
+    ):
+        precondition(build()[0], grad_scaler=wrong)
+
+
+def scale_of_one(rank: int, world_size: int, what: str) -> str:
+    model, optimizer = build()
+    odd = rank == 1
+    scaler = scaler_of()
+    if what == "not unscaled":
+        own = precondition(model, grad_scaler=scaler, optimizer=optimizer)
+    else:
+        own = precondition(model, grad_scaler=lambda: 0.0 if odd else 1.0)
+    backward(model, scaler.scale if what == "not unscaled" else lambda loss: loss)
+    if what == "not unscaled" and not odd:
+        scaler.unscale_(optimizer)
+    try:
+        own.step()
+    except (RuntimeError, ValueError) as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("not unscaled", "RuntimeError: the gradients are"), ("zero", "ValueError: grad_scaler()")],
+)
+def test_an_error_of_one_rank_is_one_of_all(what: str, message: str) -> None:
+    first, second = run_ranks(scale_of_one, 2, what, timeout=30)
+    assert second.startswith(message), second
+    assert first.startswith("RuntimeError: another rank cannot take this step"), first
+    assert f"rank 1: {message}" in first
+
+
+# -- a scaler that nobody told of --------------------------------------------------------------
+
+
+@pytest.fixture
+def noted_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        yield noted
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, Own])
+def test_a_scaler_that_unscales_for_this_optimizer_is_refused(kind: Any) -> None:
+    model, optimizer = build()
+    own = Preconditioner(model, optimizer=optimizer)
+    scaler = kind("cpu")
+    for _ in range(2):
+        backward(model, scaler.scale)
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"was not given it.*pass grad_scaler=scaler"):
+            own.step()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_scaler_that_is_used_meanwhile_is_told_of_once(
+    known: bool, noted_warnings: list[warnings.WarningMessage]
+) -> None:
+    """Without unscaling; nobody can know that it is not another model's."""
+    model, optimizer = build()
+    own = precondition(model, **({"optimizer": optimizer} if known else {}))
+    scaler = scaler_of()
+    for _ in range(4):
+        backward(model, scaler.scale)
+        own.step()
+        scaler.step(optimizer)
+        scaler.update()
+    found = [str(one.message) for one in noted_warnings]
+    assert len(found) == 1
+    assert "pass grad_scaler=scaler, and call scaler.unscale_(optimizer)" in found[0]
+    assert noted_warnings[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "case", ["told", "disabled", "stale", "scaled before", "of another optimizer", "dead"]
+)
+def test_no_false_alarm(case: str) -> None:
+    """Warnings are errors here."""
+    model, optimizer = build()
+    others, steps_others = build()
+    scaler = scaler_of(enabled=case != "disabled")
+
+    def train_others() -> None:
+        backward(others, scaler.scale)
+        scaler.unscale_(steps_others)
+        scaler.step(steps_others)
+        scaler.update()
+
+    if case == "scaled before":
+        train_others()
+    if case == "of another optimizer":  # before the first step, and never again
+        backward(others, scaler.scale)
+        scaler.unscale_(steps_others)
+    options: Any = {"grad_scaler": lambda: 1.0} if case == "told" else {}
+    own = precondition(model, optimizer=optimizer, **options)
+    if case == "dead":
+        train_others()
+        del scaler, train_others
+    for _ in range(3):
+        if case in ("told", "disabled"):
+            train_others()
+        optimizer.zero_grad()
+        backward(model)
+        own.step()
+        optimizer.step()
+
+
+def test_looking_for_scalers_ends() -> None:
+    model, _ = build()
+    own = precondition(model)
+    for _ in range(3):
+        backward(model)
+        own.step()
+    scaler = scaler_of()  # too late: it would take milliseconds at every step
+    for _ in range(2):
+        backward(model, scaler.scale)
+        own.step()
+        scaler.update(scaler.get_scale())
+    assert not own._loss_scale._others
+    compare(torch.tensor(own._loss_scale._looks), torch.tensor(2), "looks")
