@@ -1,16 +1,26 @@
-"""Sharded checkpoints: each rank writes what it owns and reads what it is to hold.
+"""Checkpoints: whole or not there, and sharded where each rank writes what it owns.
 
-With ``torch.distributed.checkpoint`` (DCP), at once or asynchronously::
+`save` writes a checkpoint beside those that are there and renames it when it is whole; `latest`
+finds the last that is, by the checksums of its files::
+
+    soframe.checkpoint.save(folder, {"model": model.state_dict(), ...})
+    ...
+    last = soframe.checkpoint.latest(folder)
+    if last is not None:
+        state = soframe.checkpoint.read(last)
+
+Sharded, by ``torch.distributed.checkpoint`` (DCP)::
 
     part = soframe.checkpoint.part(preconditioner)
-    dcp.save({"model": model.state_dict(), "preconditioner": part}, checkpoint_id=folder)
+    soframe.checkpoint.save(folder, {"preconditioner": part, ...}, sharded=True)
     ...
-    soframe.checkpoint.load(preconditioner, folder)
+    soframe.checkpoint.load(preconditioner, soframe.checkpoint.latest(folder))
 
-Nothing is gathered: a running factor is written by its owner, second-order data by one of the
-gradient workers, under names that say nothing about ranks. So the world size and the strategy may
-differ between the two. What all ranks know (the step, the weights of averages) is a header of
-text, which a load reads and checks first; then each rank asks for the tensors that its own
+What `part` returns may also be given to ``dcp.save`` or ``dcp.async_save``. Nothing is gathered but
+checksums: a running factor is written by its owner, second-order data by one of the gradient
+workers, under names that say nothing about ranks. So the world size and the strategy may differ
+between the two. What all ranks know (the step, the weights of averages, the checksums) is a header
+of text, which a load reads and checks first; then each rank asks for the tensors that its own
 placement gives it, and for no others.
 """
 
@@ -28,29 +38,40 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from soframe import state
+from soframe import checksums, state
+from soframe.agreement import gather_texts
 from soframe.blocks import Block
+from soframe.checksums import seal
 from soframe.comm.packing import packed_size
+from soframe.durable import latest, read, save
+from soframe.plain_metadata import PlainPlanner, PlainReader, reader_of
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.running import pack, settled
 from soframe.strategies.placement import BlockPlacement, Placement
 
+__all__ = ["PlainPlanner", "PlainReader", "latest", "load", "part", "read", "save", "seal"]
+
 HEADER = "header"
+TENSORS = "tensors"
+"""Where the header has the dtype and the checksum of each tensor."""
+_DTYPES = {
+    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 def part(preconditioner: Preconditioner) -> dict[str, Any]:
     """Return what this rank writes of the state, to be saved under a key of its own.
 
-    Call it on every rank: statistics whose reduction is deferred are brought to their owners,
-    in copies. What is solved in the background is put to use first. The tensors are this rank's
-    alone, so that saving may go on while training does.
+    Call it on every rank: the ranks exchange checksums, and statistics whose reduction is deferred
+    are brought to their owners, in copies. What is solved in the background is put to use first.
+    The tensors are this rank's alone, so that saving may go on while training does.
 
     Args:
         preconditioner: The preconditioner.
 
     Returns:
-        Name -> tensor, and ``"header"`` -> text, for ``dcp.save`` or ``dcp.async_save``.
+        Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
     own = preconditioner
     backend, blocks = own.backend, own._blocks
@@ -72,8 +93,12 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
                 if backend.rank == _writer(place, index):
                     for name, tensor in block.second_order[factor.name].items():
                         found[_second_order(block, factor.name, name)] = tensor
-    # All ranks have the same header; DCP keeps one.
-    return {HEADER: json.dumps(header), **found}
+    # All ranks have the same header; DCP keeps one. So it needs the checksums of all.
+    mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in found.items()}
+    header[TENSORS] = {}
+    for said in gather_texts(backend, json.dumps(mine)):
+        header[TENSORS].update(json.loads(said))
+    return {HEADER: json.dumps(seal(header)), **found}
 
 
 def load(
@@ -92,7 +117,8 @@ def load(
         preconditioner: The preconditioner.
         checkpoint_id: The folder, or what the reader takes for one.
         key: Under which key `part` was saved.
-        storage_reader: See ``dcp.load``.
+        storage_reader: See ``dcp.load``. By default the reader runs nothing of what it reads (see
+            `PlainReader`); one that is given is trusted: DCP's own unpickle ``.metadata``.
         process_group: The process group of the preconditioner's ranks, if it is not the default
             one.
 
@@ -102,14 +128,15 @@ def load(
     """
     own = preconditioner
 
-    def read(wanted: dict[str, Any]) -> None:
+    def read_into(wanted: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")
                 dcp_load(
                     {key: wanted},
+                    storage_reader=storage_reader or reader_of(checkpoint_id),
                     checkpoint_id=checkpoint_id,
-                    storage_reader=storage_reader,
+                    planner=PlainPlanner(),
                     process_group=process_group,
                     no_dist=not dist.is_initialized(),
                 )
@@ -119,20 +146,34 @@ def load(
                 f"key {key!r}: {error}"
             ) from error
 
-    # DCP's failures are those of all ranks together: the ranks stay together until `_load`.
+    saved: dict[str, Any] = {}
+
+    def check_header() -> None:
+        saved.update(_parse(first[HEADER]))
+        state.check_header(saved, own._blocks, own._scaling, own._lrs)
+        _check_tensors_named(saved, own._blocks)
+        state.verify(saved)
+
+    # DCP's failures are those of all ranks together; so are others, before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
-    read(first)
-    saved = _parse(first[HEADER])
-    state.check_header(saved, own._blocks, own._scaling)
+    read_into(first)
+    state.agree(own.backend, check_header, lambda: first[HEADER])
     wanted = _wanted(saved, own._blocks, own.placement, own.backend.rank)
-    read({**first, **wanted})
-    _arrange(saved, own._blocks, wanted)
+    read_into({**first, **wanted})
 
     def check() -> None:
         for name, tensor in wanted.items():
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"the checkpoint is damaged: {name} is not finite")
+            if name in saved.get(TENSORS, {}):
+                _, checksum = saved[TENSORS][name]
+                if checksums.of_tensor(tensor) != checksum:
+                    raise ValueError(
+                        f"the checkpoint is damaged: {name} is not what was saved, its checksum "
+                        f"differs"
+                    )
 
+    _arrange(saved, own._blocks, wanted)
     own._load(saved, check)
 
 
@@ -146,22 +187,59 @@ def _parse(text: Any) -> dict[str, Any]:
     return saved
 
 
+def _check_tensors_named(saved: dict[str, Any], blocks: list[Block]) -> None:
+    """Check that the header has dtypes and checksums of all tensors, if of any.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    if saved["version"] < state.VERSION:
+        return
+    entries = saved.get(TENSORS)
+    if not isinstance(entries, dict):
+        raise ValueError("the checkpoint is truncated: its header has no checksums of tensors")
+    for name in _names(saved, blocks):
+        entry = entries.get(name)
+        if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _DTYPES:
+            raise ValueError(f"the checkpoint is damaged: of {name} its header says {entry!r}")
+
+
+def _names(saved: dict[str, Any], blocks: list[Block]) -> list[str]:
+    """Return the names of all tensors that a rank may ask for."""
+    names = []
+    for block in blocks:
+        header = saved["blocks"][block.name]
+        if header["mass"] > 0:
+            names += [_factor(block, factor.name) for factor in block.factors]
+        if _usable(header, block):
+            names += [_second_order(block, factor, name) for factor, name, _ in block.flat_specs()]
+    return names
+
+
 def _wanted(
     saved: dict[str, Any], blocks: list[Block], placement: Placement, rank: int
 ) -> dict[str, Tensor]:
-    """Return room for what this rank is to hold of a saved state, by name."""
+    """Return room for what this rank is to hold of a saved state, by name.
+
+    It is as it was saved, on the CPU, until its checksums are compared.
+    """
+    known = saved.get(TENSORS, {})
+
+    def room(name: str, shape: tuple[int, ...], block: Block) -> Tensor:
+        return torch.empty(shape, dtype=_DTYPES[known[name][0]] if known else block.dtype)
+
     wanted = {}
     for block, place in zip(blocks, placement.blocks, strict=True):
         header = saved["blocks"][block.name]
-        options: dict[str, Any] = {"dtype": block.dtype, "device": block.device}
         for index, factor in enumerate(block.factors):
             if header["mass"] > 0 and place.holds(rank, index):
                 shape: tuple[int, ...] = (factor.groups, packed_size(factor.size))
-                wanted[_factor(block, factor.name)] = torch.empty(shape, **options)
+                name = _factor(block, factor.name)
+                wanted[name] = room(name, shape, block)
         if _usable(header, block) and rank in place.gradient_workers:
-            for factor_name, name, spec in block.flat_specs():
-                room = torch.empty(spec.shape, **options)
-                wanted[_second_order(block, factor_name, name)] = room
+            for factor_name, tensor_name, spec in block.flat_specs():
+                name = _second_order(block, factor_name, tensor_name)
+                wanted[name] = room(name, tuple(spec.shape), block)
     return wanted
 
 

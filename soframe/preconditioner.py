@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import averaging, building, gradients, state
+from soframe import averaging, building, checksums, gradients, state
 from soframe.agreement import (
     Poll,
     fingerprint,
@@ -418,7 +418,7 @@ class Preconditioner:
         self._land("Preconditioner.state_dict()")
         now = (self.counters, self._steps, self._refresh.owed, self._scaling)
         saved = state.save(self._blocks, self.placement, self.backend, *now)
-        return {**saved, "initial_lrs": self._lrs.state()}
+        return checksums.seal({**saved, "initial_lrs": self._lrs.state()})
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
@@ -431,10 +431,14 @@ class Preconditioner:
             saved: What `state_dict` returned.
 
         Raises:
-            ValueError: If the state is foreign, truncated or of another model, or another rank's
-                is, or the ranks' states differ; nothing has changed then, on any rank.
+            ValueError: If the state is foreign, truncated, damaged or of another model, or another
+                rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
-        self._load(saved, lambda: state.check(saved, self._blocks, self._scaling))
+        self._load(saved, lambda: self._check(saved))
+
+    def _check(self, saved: Any) -> None:
+        """Raise if a state cannot be loaded."""
+        state.check(saved, self._blocks, self._scaling, self._lrs)
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
         state.load(saved, self._blocks, self.placement, self.backend, check)

@@ -2,19 +2,22 @@
 
 Running factors are stored as packed triangles. Second-order data is stored too, since between
 solves it cannot be recomputed from the factors, which have moved on. Everything is tensors,
-numbers, strings, dicts and lists, so ``torch.load(weights_only=True)`` reads it. Loading checks
-everything before it changes anything.
+numbers, strings, dicts and lists, so ``torch.load(weights_only=True)`` reads it, and sealed with
+checksums. Loading checks everything before it changes anything.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from soframe import checksums
 from soframe.agreement import agree_on_state
 from soframe.blocks import Block
 from soframe.comm.base import Backend
@@ -22,14 +25,16 @@ from soframe.comm.fusion import Parcel, deliver
 from soframe.comm.packing import packed_size
 from soframe.factors import TensorSpec
 from soframe.follow import to_everyone
+from soframe.lr import LearningRates
 from soframe.registry import describe
 from soframe.running import settled, store
 from soframe.strategies.placement import BlockPlacement, Placement
 
 FORMAT = "soframe.Preconditioner"
 # 2: the features of a convolution are in the order kernel row, kernel column, channel; before, the
-# channel came first.
-VERSION = 2
+# channel came first. 3: with checksums; otherwise as 2.
+VERSION = 3
+READABLE = (2, VERSION)
 
 
 def save(
@@ -169,48 +174,74 @@ def _gather_second_order(
     return data
 
 
-def check(state: Any, blocks: Sequence[Block], scaling: str) -> None:
-    """Check that a state belongs to these blocks, and is whole.
+def check(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
+    """Check that a state belongs to these blocks, is whole, and is what was saved.
 
     Args:
         state: What `save` returned, perhaps in another run.
         blocks: The blocks.
         scaling: The scaling convention in force.
+        lrs: Where the learning rates of the blocks come from.
 
     Raises:
         ValueError: If it does not; the message says what differs.
     """
-    check_header(state, blocks, scaling)
+    check_header(state, blocks, scaling, lrs)
     for block in blocks:
         _check_tensors(block.name, state["blocks"][block.name], block)
+    verify(state)
 
 
-def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
-    """Check that a state belongs to these blocks, without a look at its tensors.
+def verify(state: Mapping[str, Any]) -> None:
+    """Check that a state is what was saved, as far as it has checksums.
+
+    Args:
+        state: What `check_header` has checked.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if state["version"] == VERSION:
+        checksums.verify(state)
+    else:
+        warn_unverified(f"the state has version {state['version']}")
+
+
+def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
+    """Check that a state belongs to these blocks, without a look at its tensors or checksums.
 
     Args:
         state: What `save` returned, perhaps in another run; its blocks may lack their tensors.
         blocks: The blocks.
         scaling: The scaling convention in force.
+        lrs: Where the learning rates of the blocks come from.
 
     Raises:
         ValueError: If it does not; the message says what differs.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
-    if state.get("version") != VERSION:
+    version = state.get("version")
+    if isinstance(version, bool) or version not in READABLE:
         raise ValueError(
-            f"the state has version {state.get('version')!r}; this soframe reads version "
-            f"{VERSION}: load it with the soframe that wrote it or newer"
+            f"the state has version {version!r}; this soframe reads versions "
+            f"{' and '.join(map(str, READABLE))}: load it with the soframe that wrote it or newer"
         )
-    keys = ("step", "owed_statistics", "scaling", "counters", "blocks")
+    keys: tuple[str, ...] = ("step", "owed_statistics", "scaling", "counters", "blocks")
+    if version == VERSION:
+        keys = (*keys, "initial_lrs", checksums.KEY)
+    elif checksums.KEY in state:
+        raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
     for key in ("step", "owed_statistics"):
         _check_count(key, state[key])
     for key, count in _mapping("counters", state["counters"]).items():
+        if not isinstance(key, str):
+            raise ValueError(f"the state is damaged: there is a counter {key!r}")
         _check_count(f"counter {key!r}", count)
+    lrs.check_state(state.get("initial_lrs", []))
     if state["scaling"] != scaling:
         raise ValueError(
             f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
@@ -225,6 +256,19 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
         )
     for name, block in expected.items():
         _check_block(name, _mapping(f"block {name!r}", saved[name]), block)
+
+
+def warn_unverified(what: str) -> None:
+    """Say that nothing tells whether a state is what was saved.
+
+    Args:
+        what: Why.
+    """
+    warnings.warn(
+        f"soframe: {what}, which has no checksums: bits that were flipped since would load. Save "
+        f"it anew.",
+        stacklevel=3,
+    )
 
 
 def _check_count(what: str, value: Any) -> None:
@@ -253,6 +297,9 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     if not isinstance(mass, float) or not 0 <= mass < math.inf:
         raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
     _check_count(f"number of rows of block {name!r}", saved.get("rows", 0))
+    for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
+        if not isinstance(saved.get(key, kind()), kind):
+            raise ValueError(f"the state is damaged: {key} of block {name!r} is {saved[key]!r}")
 
 
 def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
@@ -287,6 +334,11 @@ def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
         got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"the state is damaged: {what} is {got}, not a tensor of shape {shape}")
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        raise ValueError(
+            f"the state is damaged: {what} is no dense tensor of floating-point numbers, but "
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"the state is damaged: {what} is not finite")
 
@@ -310,19 +362,39 @@ def load(
     Raises:
         ValueError: If some rank cannot, or the ranks have different states.
     """
+
+    def common() -> str:
+        numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
+        numbers["initial_lrs"] = [float(rate) for rate in state.get("initial_lrs", ())]
+        known = {
+            name: [b["mass"], sorted(b["second_order"]), b.get("rows"), b.get("input_of")]
+            for name, b in state["blocks"].items()
+        }
+        return json.dumps([numbers, known], sort_keys=True)
+
+    agree(backend, check, common)
+    load_blocks(state, blocks, placement, backend.rank)
+
+
+def agree(backend: Backend, check: Callable[[], object], common: Callable[[], str]) -> None:
+    """Check something on every rank; what one rank cannot load is loaded by none.
+
+    Args:
+        backend: The backend.
+        check: Raises if this rank cannot load its state.
+        common: Returns, after that, what must be the same on every rank.
+
+    Raises:
+        ValueError: If some rank cannot, or the ranks have different states.
+    """
     backend.meet("loading the state of a preconditioner")
     try:
         check()
+        text = common()
     except Exception:  # whatever it is: the other ranks wait, and must be told
         agree_on_state(backend, None)
         raise
-    numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
-    known = {
-        name: [b["mass"], sorted(b["second_order"]), b.get("rows"), b.get("input_of")]
-        for name, b in state["blocks"].items()
-    }
-    agree_on_state(backend, json.dumps([numbers, known], sort_keys=True))
-    load_blocks(state, blocks, placement, backend.rank)
+    agree_on_state(backend, text)
 
 
 def load_blocks(

@@ -137,6 +137,32 @@ class AdaptiveDamping:
             "due": self._due,
         }
 
+    def check_state(self, state: Any) -> None:
+        """Check that `load` can take a state.
+
+        Args:
+            state: What `state` returned, perhaps in another run; that of a run whose dampings did
+                not move is empty.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state is damaged: preconditioner_damping is {state!r}")
+        now, ways = state.get("now", []), state.get("ways", [])
+        lists = isinstance(now, list | tuple) and isinstance(ways, list | tuple)
+        if not lists or len(now) != len(ways):
+            raise ValueError(f"the state is damaged: its dampings are {now!r}, their ways {ways!r}")
+        for damping in now:
+            if not isinstance(damping, int | float) or not 0 < damping < math.inf:
+                raise ValueError(f"the state is damaged: one of its dampings is {damping!r}")
+        if not all(way in (-1, 1) for way in ways):
+            raise ValueError(f"the state is damaged: its dampings move {ways!r}")
+        for key, least in (("wait", 1), ("due", 0)):
+            count = state.get(key, least)
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise ValueError(f"the state is damaged: {key} of its dampings is {count!r}")
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
 

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe import registration
+from soframe import checksums, registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
+from soframe.state import agree
 from soframe.trust_region import groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
@@ -339,10 +340,11 @@ class TrustRegion(torch.optim.Optimizer):
             For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
         """
         own = self._own_damping
-        return {
+        found = {
             **super().state_dict(),
             "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
+                "version": settings.VERSION,
                 "steps": self._steps,
                 "burn_in": self._burn_in,
                 "damping": self.damping.state(),
@@ -352,20 +354,38 @@ class TrustRegion(torch.optim.Optimizer):
                 "reduction": self._reduction.state(),
             },
         }
+        sealed = checksums.seal(settings.sealed_part(found))
+        found["trust_region"][checksums.KEY] = sealed[checksums.KEY]
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state.
+        """Continue from a state; call it on every rank.
 
         Args:
             state_dict: What `state_dict` returned. If it is without curvature, the preconditioner
                 stays as it is: see `soframe.checkpoint.load`.
 
         Raises:
-            ValueError: If it is not the state of a TrustRegion on such a model.
+            ValueError: If it is not the state of a TrustRegion on such a model, or truncated or
+                damaged, or another rank's is, or the ranks' states differ; nothing has changed
+                then, on any rank.
         """
-        own = settings.state_of(state_dict, self.damping, self.param_groups)
+
+        def check() -> None:
+            damping = self._own_damping
+            adaptive = damping if isinstance(damping, AdaptiveDamping) else None
+            settings.check_state(state_dict, self.damping, adaptive, self.param_groups)
+            if state_dict["curvature"] is not None:
+                self.preconditioner._check(state_dict["curvature"])
+
+        def common() -> str:
+            own = settings.sealed_part(state_dict)["trust_region"]
+            return checksums.text([state_dict["curvature"] is None, own])
+
+        agree(self.preconditioner.backend, check, common)
+        own = state_dict["trust_region"]
         if state_dict["curvature"] is not None:
-            self.preconditioner.load_state_dict(state_dict["curvature"])
+            self.preconditioner._load(state_dict["curvature"], lambda: None)
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in settings.KEYS})
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])

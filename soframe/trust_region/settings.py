@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from soframe import checksums, state
 from soframe.schedules import WarmInterval
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+from soframe.trust_region.watch import WINDOW
 
 KEYS = ("curvature", "trust_region")
 """What a trust region adds to the state of an optimizer."""
+
+VERSION = 2
+"""Of a trust region's own state. 2: with checksums; 1 did not say so, and is otherwise the same."""
+
+WAITING = {"moved", "before", "decay"}
+"""What is remembered of a parameter while a step waits for its verdict."""
 
 COUNTERS = ("rejected_steps", "skipped_steps")
 
@@ -80,27 +92,175 @@ def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
     return settings
 
 
-def state_of(
-    state_dict: Mapping[str, Any], damping: DampingPolicy, groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the trust region's own state.
+def check_state(
+    state_dict: Any,
+    damping: DampingPolicy,
+    adaptive: AdaptiveDamping | None,
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Check that an optimizer can go on from a state; nothing has been loaded yet.
 
     Args:
-        state_dict: That of the optimizer.
+        state_dict: That of the optimizer. What it has under ``"curvature"`` is the preconditioner's
+            to check.
         damping: The damping policy that goes on from it.
+        adaptive: The preconditioner's, if it has one of its own.
         groups: The param groups that do.
 
     Raises:
         ValueError: If it is not the state of a TrustRegion, or of one with another policy or other
-            groups; nothing has been loaded yet.
+            groups, or it is truncated or damaged.
     """
-    missing = set(KEYS) - set(state_dict)
-    if missing:
-        raise ValueError(f"not the state of a TrustRegion: it lacks {sorted(missing)}")
-    own: dict[str, Any] = state_dict["trust_region"]
-    if set(own["damping"]) != set(damping.state()):
-        raise ValueError(f"the state is that of another damping policy than {damping!r}")
-    sizes, now = ([len(g["params"]) for g in each] for each in (state_dict["param_groups"], groups))
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"not the state of a TrustRegion: it is {type(state_dict).__name__}")
+    if missing := sorted({*KEYS, "state", "param_groups"} - set(state_dict)):
+        raise ValueError(f"not the state of a TrustRegion: it lacks {missing}")
+    own = _mapping("trust_region", state_dict["trust_region"])
+    version = own.get("version", 1)
+    if version not in (1, VERSION) or isinstance(version, bool):
+        raise ValueError(
+            f"the state of the TrustRegion has version {version!r}; this soframe reads versions up "
+            f"to {VERSION}: load it with the soframe that wrote it or newer"
+        )
+    keys = ["burn_in", "counters", "damping", "preconditioner_damping", "steps"]
+    keys += ["losses", "reduction", checksums.KEY] if version == VERSION else []
+    if missing := sorted(set(keys) - set(own)):
+        raise ValueError(f"the state is truncated: trust_region lacks {missing}")
+    if version < VERSION and checksums.KEY in own:
+        raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
+    _check_groups(state_dict["param_groups"], groups)
+    waits = _check_parameters(state_dict["state"], groups)
+    for key in ("steps", "burn_in"):
+        _check_count(key, own[key])
+    counters = _mapping("counters", own["counters"])
+    for key in {*COUNTERS, *counters}:
+        _check_count(f"counter {key!r}", counters.get(key))
+    _check_damping(own["damping"], damping, own["steps"])
+    if adaptive is not None:
+        adaptive.check_state(own["preconditioner_damping"])
+    _check_losses(own.get("losses", []))
+    _check_reduction(own.get("reduction", {}), waits)
+    if version == VERSION:
+        checksums.verify({**sealed_part(state_dict), checksums.KEY: own[checksums.KEY]})
+    else:
+        state.warn_unverified("the state of the TrustRegion is of a version")
+
+
+def sealed_part(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the checksums of a trust region's state are of.
+
+    Args:
+        state_dict: The state; what it has under ``"curvature"`` has checksums of its own.
+    """
+    own = {k: v for k, v in state_dict["trust_region"].items() if k != checksums.KEY}
+    # What the optimizer's hooks add is not the trust region's.
+    return {**{key: state_dict[key] for key in ("state", "param_groups")}, "trust_region": own}
+
+
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the state is damaged: {what} is {type(value).__name__}, not a dict")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"the state is damaged: {what} is {value!r}")
+
+
+def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(saved, list):
+        raise ValueError(f"the state is damaged: param_groups is {type(saved).__name__}")
+    for number, group in enumerate(saved):
+        where = f"param group {number}"
+        if missing := sorted({"params", "lr", "weight_decay"} - set(_mapping(where, group))):
+            raise ValueError(f"the state is truncated: {where} lacks {missing}")
+        if not isinstance(group["params"], list):
+            raise ValueError(f"the state is damaged: params of {where} is {group['params']!r}")
+        for key in ("lr", "weight_decay", "initial_lr"):
+            value = group.get(key, 0.0)
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"the state is damaged: {key} of {where} is {value!r}")
+    sizes, now = ([len(group["params"]) for group in each] for each in (saved, groups))
     if sizes != now:
         raise ValueError(f"the state has param groups of {sizes} parameters, TrustRegion of {now}")
-    return own
+    numbers = [number for group in saved for number in group["params"]]
+    if numbers != list(range(len(numbers))):
+        raise ValueError(f"the state is damaged: its parameters are numbered {numbers}")
+
+
+def _check_parameters(saved: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Check what is remembered of each parameter; return whether a step waits for its verdict."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    waits = False
+    for number, own in _mapping("state", saved).items():
+        where = f"parameter {number}"
+        _check_count("the number of a parameter", number)
+        if number >= len(parameters):
+            raise ValueError(f"the state is damaged: there is no {where}")
+        shape = tuple(parameters[number].shape)
+        known = set(_mapping(where, own))
+        if known - {"update", *WAITING} or known & WAITING not in (set(), WAITING):
+            raise ValueError(f"the state is damaged: of {where} it has {sorted(map(str, known))}")
+        waits = waits or "moved" in own
+        for key, value in own.items():
+            if key == "decay":
+                good = _is_number(value) and 0 <= value < math.inf
+            else:
+                good = isinstance(value, Tensor) and tuple(value.shape) == shape
+                good = good and value.is_floating_point() and not value.is_meta
+                good = good and value.layout == torch.strided and bool(value.isfinite().all())
+            if not good:
+                raise ValueError(
+                    f"the state is damaged: {key} of {where} is not "
+                    f"{'a weight decay' if key == 'decay' else f'finite and of shape {shape}'}"
+                )
+    return waits
+
+
+def _check_damping(saved: Any, damping: DampingPolicy, steps: int) -> None:
+    before = damping.state()
+    if set(_mapping("damping", saved)) != set(before):
+        raise ValueError(f"the state is that of another damping policy than {damping!r}")
+    for key, value in saved.items():
+        if _is_number(before[key]) and not (_is_number(value) and math.isfinite(value)):
+            raise ValueError(f"the state is damaged: {key} of the damping is {value!r}")
+    if not saved:
+        return
+    # Only the policy knows what it makes of its state.
+    try:
+        damping.load(saved)
+        value = damping.at(steps)
+    except Exception as error:
+        raise ValueError(f"the state is damaged: {damping!r} cannot load it: {error}") from error
+    finally:
+        damping.load(before)
+    if not 0 < value < math.inf:
+        raise ValueError(f"the state is damaged: its damping is {value!r}")
+
+
+def _check_losses(saved: Any) -> None:
+    good = isinstance(saved, list) and len(saved) <= WINDOW
+    if not good or not all(_is_number(loss) and math.isfinite(loss) for loss in saved):
+        raise ValueError(f"the state is damaged: the last losses are {saved!r}")
+
+
+def _check_reduction(saved: Any, waits: bool) -> None:
+    waiting = _mapping("reduction", saved).get("waiting")
+    if waiting is not None:
+        good = isinstance(waiting, list | tuple) and len(waiting) == 2
+        if not good or not all(_is_number(value) and math.isfinite(value) for value in waiting):
+            raise ValueError(f"the state is damaged: the step that waits has {waiting!r}")
+    if waits != (waiting is not None):
+        raise ValueError(
+            "the state is damaged: a step waits for its verdict by one part of it, and does not by "
+            "another"
+        )
+    last = _mapping("the last verdict", saved.get("last", {}))
+    if not all(isinstance(key, str) and _is_number(value) for key, value in last.items()):
+        raise ValueError(f"the state is damaged: the last verdict is {dict(last)!r}")

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,42 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed.harness import run_ranks
-from tests.robustness.elastic import SAVE_EVERY, Death, train
+from tests.robustness.elastic import SAVE_EVERY, Death, Plan, train
+from tests.robustness.kill_trials import Trial, run_trial, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 200.0
-
-
-def torchrun(
-    ranks: int, restarts: int, folder: Path, strategy: str, death: Death | None
-) -> subprocess.CompletedProcess[str]:
-    told = "" if death is None else json.dumps(asdict(death))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    command += ["--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
-    command += ["-m", "tests.robustness.elastic", str(folder), strategy, told]
-    # NOTE: the agent's own store keeps the Gloo addresses of the workers that died, and those that
-    # come after may connect to them; without it, rank 0 makes a new store each time.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    agent = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = agent.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        agent.terminate()  # the agent ends its workers
-        output, _ = agent.communicate(timeout=30)
-        pytest.fail(f"not finished in {TIMEOUT:g} s\n{output}", pytrace=False)
-    return subprocess.CompletedProcess(command, agent.returncode, output)
 
 
 def ends(folder: Path, ranks: int) -> list[tuple[int, Tensor]]:
@@ -68,9 +31,10 @@ def ends(folder: Path, ranks: int) -> list[tuple[int, Tensor]]:
 )
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy, death):
     (whole := tmp_path / "whole").mkdir()
-    undisturbed = run_ranks(train, 2, whole, strategy, timeout=60)
+    plan = Plan(strategy)
+    undisturbed = run_ranks(train, 2, whole, plan, timeout=60)
     (folder := tmp_path / "killed").mkdir()
-    done = torchrun(2, 1, folder, strategy, death)
+    done = torchrun(2, 1, folder, plan, death)
     assert done.returncode == 0, done.stdout
     assert (folder / "died").exists()
     assert f"-{int(signal.SIGKILL)}" in done.stdout  # the agent says how its worker ended
@@ -80,17 +44,33 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, strat
 
 
 def test_fewer_ranks_go_on_from_the_checkpoint(tmp_path):
-    strategy = "sharded"
+    plan = Plan("sharded")
     (folder := tmp_path / "ranks").mkdir()
-    done = torchrun(4, 0, folder, strategy, Death(5, 2, "backward"))
+    done = torchrun(4, 0, folder, plan, Death(5, 2, "backward"))
     assert done.returncode != 0
     assert (folder / "died").exists()
     (alone := tmp_path / "alone").mkdir()
-    shutil.copy(folder / "last.pt", alone)
-    first, expected = train(0, 1, alone, strategy)
+    shutil.copytree(folder / "saved", alone / "saved")
+    first, expected = train(0, 1, alone, plan)
     assert first == SAVE_EVERY
-    done = torchrun(2, 0, folder, strategy, None)
+    done = torchrun(2, 0, folder, plan, None)
     assert done.returncode == 0, done.stdout
     for began, weights in ends(folder, 2):
         assert began == SAVE_EVERY
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(0, "comm-opt", False, Death(10, 0, "save", signal.SIGKILL, 0.5)),
+        Trial(1, "sharded", True, Death(10, 1, "save", signal.SIGKILL, 0.3)),
+        Trial(2, "mem-opt", True, Death(8, 0, "anywhere", signal.SIGSTOP, 0.4)),
+    ],
+    ids=["killed in a plain save", "killed in a sharded save", "stopped anywhere"],
+)
+def test_what_strikes_leaves_the_weights_of_the_undisturbed_run(tmp_path, trial):
+    outcome = run_trial(trial, tmp_path, undisturbed=None)
+    assert outcome.hit, outcome
+    assert outcome.equal, outcome
+    assert outcome.resumed_at in (0, 5, 10), outcome

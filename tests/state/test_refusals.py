@@ -67,7 +67,10 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
     "no data of a factor": (drop(*DATA, "A"), "truncated: second-order data of block 'head'"),
     "no tensor": (drop(*DATA, "A", "values"), "truncated: second-order data of block 'head'"),
     "other format": (change("format", to="torch"), "not the state of a soframe.Preconditioner"),
-    "other version": (change("version", to=1), "has version 1; this soframe reads version 2"),
+    "other version": (
+        change("version", to=1),
+        "has version 1; this soframe reads versions 2 and",
+    ),
     "other scaling": (change("scaling", to="kaisa"), "made with scaling='kaisa', not 'fisher'"),
     "other method": (change(*HEAD, "method", to="Other()"), "was made by Other()"),
     "other shape": (change(*HEAD, "shape", to=[1, 3, 7]), r"shape \[1, 3, 7\] in the state and"),

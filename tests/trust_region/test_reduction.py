@@ -222,10 +222,12 @@ def test_it_goes_on_from_the_state_of_a_version_that_never_waited() -> None:
     x, y = classes_of(0)
     own.step(lambda: F.cross_entropy(model(x), y))
     state = own.state_dict()
-    del state["trust_region"]["reduction"]
+    for key in ("reduction", "version", "checksums"):
+        del state["trust_region"][key]
     own.close()
     again = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1), full_batch=True)
-    again.load_state_dict(state)
+    with pytest.warns(UserWarning, match="the TrustRegion is of a version, which has no checksums"):
+        again.load_state_dict(state)
     again.step(lambda: F.cross_entropy(model(x), y))
     assert "ratio" not in again.last
     again.step(lambda: F.cross_entropy(model(x), y))
