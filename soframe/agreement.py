@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -22,22 +23,31 @@ from soframe.strategies.placement import Placement
 _SIZE = hashlib.sha256().digest_size
 
 
-def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None:
+STARTING = "building a Preconditioner"
+"""What ranks are about to do when they first meet."""
+
+
+def compare_ranks(
+    backend: Backend, placement: Placement, settings: str, *, first: bool = True
+) -> None:
     """Check that all ranks would execute the same placement under the same settings.
 
     Args:
         backend: The backend.
         placement: This rank's placement.
-        settings: Everything else that has to be the same, as text.
+        settings: Everything else that has to be the same, as text, a setting in each line.
+        first: Whether this is where the ranks first meet; otherwise they come from a step.
 
     Raises:
-        ValueError: On every rank, if they would not.
+        ValueError: On every rank, if they would not, or if one of them cannot start.
     """
     own = placement.digest + hashlib.sha256(settings.encode()).digest()
-    digests = _exchange(backend, own, "start")
+    digests = _exchange(backend, own, "start", first=first)
     failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
     if failed:
-        raise ValueError(f"rank(s) {failed} could not start; the reason is in their own error")
+        texts = gather_texts(backend, "", "start")
+        said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+        raise ValueError(f"rank(s) {failed} could not start. {said}")
     where = slice(_SIZE)
     if others := _differing(digests, where):
         raise ValueError(
@@ -46,19 +56,39 @@ def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None
             f"{placement}"
         )
     if others := _differing(digests, slice(_SIZE, None)):
+        everyones = [text.splitlines() for text in gather_texts(backend, settings, "start")]
+        first_other = everyones[others[0]]
+        differing = [
+            f"rank {others[0]} has {theirs}, rank 0 has {ours}"
+            for theirs, ours in zip_longest(first_other, everyones[0], fillvalue="nothing")
+            if theirs != ours
+        ]
         raise ValueError(
             f"the settings of rank(s) {others} differ from rank 0's; they must be the same on "
-            f"every rank. This rank's:\n{settings}"
+            f"every rank: {'; '.join(differing)}"
         )
 
 
-def say_failed(backend: Backend) -> None:
-    """Tell the ranks that wait in `compare_ranks` that this one cannot start.
+def say_failed(backend: Backend, error: BaseException, *, first: bool = True) -> None:
+    """Tell the ranks that wait in `compare_ranks` that this one cannot start, and why.
 
     Args:
         backend: The backend.
+        error: This rank's error.
+        first: See `compare_ranks`.
     """
-    _exchange(backend, bytes(2 * _SIZE), "start")
+    digests = _exchange(backend, bytes(2 * _SIZE), "start", first=first)
+    if not all(any(digest) for digest in digests):
+        gather_texts(backend, describe_error(error), "start")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error in one line.
+
+    Args:
+        error: The error.
+    """
+    return f"{type(error).__name__}: {error}"
 
 
 def agree_on_state(backend: Backend, state: str | None) -> None:
@@ -114,7 +144,7 @@ def add_over_ranks(backend: Backend, own: Sequence[float], phase: str = "agree")
     """
     vector = torch.tensor(own, dtype=torch.float64)
     vector = vector.to(backend.wire_device(vector.device))
-    backend.all_reduce(vector, phase).wait()
+    backend.all_reduce(vector, phase).watch()
     sums: list[float] = vector.tolist()
     return sums
 
@@ -227,7 +257,7 @@ def require_no_failure(backend: Backend, own: BaseException | None, failed: floa
     """
     if failed == 0:
         return
-    text = "" if own is None else f"{type(own).__name__}: {own}"
+    text = "" if own is None else describe_error(own)
     texts = gather_texts(backend, text)
     if own is not None:
         raise own
@@ -287,9 +317,11 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
         )
 
 
-def _exchange(backend: Backend, own: bytes, phase: str) -> list[bytes]:
+def _exchange(backend: Backend, own: bytes, phase: str, *, first: bool = False) -> list[bytes]:
     tensor = torch.tensor(list(own), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))
+    if first:
+        return [bytes(t.tolist()) for t in backend.assemble(tensor, phase, STARTING)]
     return [bytes(t.tolist()) for t in backend.all_gather(tensor, phase)]
 
 

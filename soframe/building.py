@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 
 from soframe import averaging
-from soframe.agreement import compare_ranks, say_failed
+from soframe.agreement import compare_ranks, describe_error, say_failed
 from soframe.background import Background, require_able
 from soframe.blocks import Block
 from soframe.comm.base import Backend
+from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.lr import LearningRates
@@ -32,12 +35,58 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
     Returns:
         The backend.
     """
+    notes = Board.of_world()
+    if notes is not None:
+        notes.begin()
+    try:
+        backend = _backend_of(choice)
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        if notes is not None:
+            notes.say_start(describe_error(error), failed=True)
+        raise
+    if notes is not None and (backend.world_size == 1 or backend.on_paper):
+        notes.say_start(describe(choice), failed=False)
+    return backend
+
+
+def _backend_of(choice: str | type[Backend] | Backend | None) -> Backend:
     if choice is None:
         distributed = dist.is_available() and dist.is_initialized()
         return TorchDistributed() if distributed else SingleProcess()
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
     return backend
+
+
+@contextmanager
+def starting(backend: Callable[[], Backend]) -> Iterator[None]:
+    """Let an error on this rank be one on all ranks, which wait for it in `build`.
+
+    Args:
+        backend: Returns the backend, where there is an error to tell.
+
+    Yields:
+        Nothing; what is done meanwhile starts no collective.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        say_failed(backend(), error)
+        raise
+
+
+def averaged_tensors(model: nn.Module, gradients: str) -> str:
+    """Return of which parameters, with a block or without, ranks average the gradients.
+
+    Args:
+        model: The model, unwrapped.
+        gradients: ``"local"`` where soframe does it.
+    """
+    if gradients != "local":
+        return "averaged gradients"
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    digest = hashlib.sha256(describe(shapes).encode()).hexdigest()[:16]
+    return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
 
 
 def choose_damping(choice: DampingChoice) -> DampingPolicy:
@@ -115,6 +164,8 @@ def build(
     backend: Backend,
     background: Background,
     settings: Sequence[object],
+    *,
+    first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
 
@@ -128,6 +179,7 @@ def build(
         backend: The backend.
         background: What is solved in the background, one of the settings.
         settings: The others that all ranks must have in common.
+        first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
         The registration, and the placement of its blocks.
@@ -140,11 +192,11 @@ def build(
         rates.check(registration.blocks)
         require_able(registration.blocks, background)
         placement = place(strategy, registration.blocks, backend.world_size)
-    except Exception:  # whatever it is: the other ranks wait, and must be told
-        say_failed(backend)
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        say_failed(backend, error, first=first)
         raise
     own = describe_settings(registration.blocks, *settings, background)
-    compare_ranks(backend, placement, own)
+    compare_ranks(backend, placement, own, first=first)
     backend.prepare(placement.groups())
     return registration, placement
 

@@ -80,8 +80,11 @@ class LearningRates:
         self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
 
     def __repr__(self) -> str:
-        given = f"lr={self._schedule.value!r}" if self._optimizer is None else "optimizer=..."
-        return f"LearningRates({given}, clip_lr={self.which!r})"
+        if self._optimizer is None:
+            given = f"optimizer=None, lr={self._schedule.value!r}"
+        else:
+            given = f"optimizer={type(self._optimizer).__name__}"
+        return f"{given}, clip_lr={self.which!r}"
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Check that the optimizer has every block.

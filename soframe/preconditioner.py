@@ -167,28 +167,29 @@ class Preconditioner:
         loss: str | type[Loss] | Loss | None = None,
         gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
-        building.check_words(scaling, loss_average, samples, clip_lr)
-        building.check_settings(gradients, grad_scaler is not None, skip, stagger, fisher, rows)
-        self._model = unwrap(model)
-        self._damping = building.choose_damping(damping)
-        self._decay = Scheduled("decay", decay, high=1.0)
-        self._bounds = Bounds.of(kl_clip, norm_clip)
-        self._refresh = Refresh.of(statistics_every, solve_every, stagger)
-        self._scaling, self._samples, self._loss_average = scaling, samples, loss_average
-        self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
-        self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
         self.backend = building.choose_backend(backend)
-        self._background = Background(background, overlap=self.backend.overlap)
-        self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
-        self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
-        self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
-        chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
-        self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
-        parts = (method, solver, dict(layers or {}), tuple(skip), dtype)
-        self._choices = Choices(*parts, fisher == "forward-only", self._damping)
-        self._capture = Capture(probing=self._fisher.probed)
-        self._closed = False
-        self._blocks: list[Block] = []
+        with building.starting(lambda: self.backend):
+            building.check_words(scaling, loss_average, samples, clip_lr)
+            building.check_settings(gradients, grad_scaler is not None, skip, stagger, fisher, rows)
+            self._model = unwrap(model)
+            self._damping = building.choose_damping(damping)
+            self._decay = Scheduled("decay", decay, high=1.0)
+            self._bounds = Bounds.of(kl_clip, norm_clip)
+            self._refresh = Refresh.of(statistics_every, solve_every, stagger)
+            self._scaling, self._samples, self._loss_average = scaling, samples, loss_average
+            self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
+            self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
+            self._background = Background(background, overlap=self.backend.overlap)
+            self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
+            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
+            self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+            chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
+            self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
+            parts = (method, solver, dict(layers or {}), tuple(skip), dtype)
+            self._choices = Choices(*parts, fisher == "forward-only", self._damping)
+            self._capture = Capture(probing=self._fisher.probed)
+            self._closed = False
+            self._blocks: list[Block] = []
         self._build()
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
@@ -336,9 +337,12 @@ class Preconditioner:
         """Register the model, place the work and hook the layers."""
         numbers = (self._damping, self._decay, self._bounds, self._refresh)
         words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs)
-        others = (*numbers, *words, self._gradients, self._sampler, self.backend.fused)
+        tensors = building.averaged_tensors(self._model, self._gradients)
+        others = (*numbers, *words, tensors, self._sampler, self.backend.fused)
         parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
-        registration, placement = building.build(*parts, self._background, others)
+        registration, placement = building.build(
+            *parts, self._background, others, first=not self._blocks
+        )
         if self._blocks:
             self._land("Preconditioner.step()")
         old, self._blocks = self._blocks, registration.blocks

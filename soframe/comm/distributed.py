@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from soframe.comm import board
 from soframe.comm.base import Backend, Handle, together
+from soframe.comm.board import Board
+from soframe.comm.ending import WORKS
 from soframe.registry import register
 
 
@@ -17,9 +23,12 @@ from soframe.registry import register
 class TorchDistributed(Backend):
     """The ranks of a process group.
 
+    The group is not held: while anything holds one, ``destroy_process_group`` cannot end its
+    threads.
+
     Args:
         group: The process group; None for the default one. Only its members may build this.
-        meet_timeout: How long ``meet`` waits for the other ranks, in seconds (Gloo).
+        meet_timeout: How long ``meet`` waits for the other ranks, in seconds.
         overlap: See `Backend`.
         fused: See `Backend`; None for what suits the engine: fused on NCCL alone.
 
@@ -46,10 +55,11 @@ class TorchDistributed(Backend):
             )
         default = group if group is not None else dist.group.WORLD
         assert default is not None
-        self._group = default
-        self.rank = dist.get_rank(self._group)
-        if self.rank < 0:
+        if dist.get_rank(default) < 0:
             raise ValueError("backend 'torch': this process is not a member of the given group")
+        self.rank = dist.get_rank(default)
+        self._everyone = tuple(range(dist.get_world_size(default)))
+        self._groups = {self._everyone: weakref.ref(default)}
         self.world_size = dist.get_world_size(self._group)
         self._engine = str(dist.get_backend(self._group))
         self.fused = self._engine == "nccl" if fused is None else fused
@@ -59,8 +69,6 @@ class TorchDistributed(Backend):
                 f"engine is {self._engine!r}; pass fused=False"
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self._everyone = tuple(range(self.world_size))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {self._everyone: self._group}
         self._made: set[tuple[int, ...]] = {self._everyone}
         self._meet_timeout = timedelta(seconds=meet_timeout)
 
@@ -80,7 +88,23 @@ class TorchDistributed(Backend):
             made = dist.new_group(members, backend=self._engine)
             if self.rank in ranks:
                 assert isinstance(made, dist.ProcessGroup)
-                self._groups[ranks] = made
+                self._groups[ranks] = weakref.ref(made)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._group_of(self._everyone)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the process group of some ranks, which torch.distributed holds."""
+        group = self._groups[ranks]()
+        try:
+            dist.get_backend(_existing(group))
+        except ValueError as error:  # torch's own, where something else holds what is destroyed
+            raise RuntimeError(
+                "the process group that this preconditioner was built for has been destroyed; "
+                "build the preconditioner anew, after torch.distributed.init_process_group"
+            ) from error
+        return _existing(group)
 
     def wire_device(self, device: torch.device) -> torch.device:
         """See `Backend.wire_device`."""
@@ -92,8 +116,32 @@ class TorchDistributed(Backend):
         """See `Backend.meet`.
 
         Raises:
-            RuntimeError: If a rank does not come (Gloo names it; NCCL leaves it to its watchdog).
+            RuntimeError: If a rank does not come.
         """
+        notes = Board.of(self._group)
+        if notes is None:
+            self._meet_at_a_barrier(what)
+            return
+        notes.arrive(what)
+        begin = time.monotonic()
+        clock = _Clock(notes.interval)
+        while not notes.complete():
+            if clock.look():
+                if refusals := notes.refusals():
+                    notes.leave(f"{what}, and has given it up")
+                    said = "; ".join(f"rank {note.rank}: {note.text}" for note in refusals)
+                    raise RuntimeError(f"{what} must be called by every rank. {said}")
+                if time.monotonic() - begin > self._meet_timeout.total_seconds():
+                    problem = (
+                        f"{what} must be called by every rank: rank(s) {notes.missing()} did not "
+                        f"come within {self._meet_timeout.total_seconds():g} s"
+                    )
+                    notes.leave(f"gave up waiting for the others. {problem}")
+                    raise RuntimeError(problem)
+            clock.sleep()
+
+    def _meet_at_a_barrier(self, what: str) -> None:
+        """Meet where there is no store; Gloo names the ranks that are missing."""
         if self._engine != "gloo":
             return
         try:
@@ -101,13 +149,110 @@ class TorchDistributed(Backend):
         except RuntimeError as error:
             raise RuntimeError(f"{what} must be called by every rank: {error}") from error
 
+    def _assemble(self, tensor: Tensor, what: str) -> list[Tensor]:
+        notes = Board.of(self._group)
+        if notes is None:
+            return self._all_gather(tensor)
+        notes.arrive(what)
+        gathered = [torch.empty_like(tensor) for _ in self._everyone]
+        work: dist.Work | None = None
+        begin = time.monotonic()
+        clock = _Clock(notes.interval)
+        while work is None or not work.is_completed():
+            # NOTE: A collective that a rank never enters cannot be given up: the process that
+            # started it ends no sooner than the group's time-out. So it is started when all are
+            # here; and after a while in any case, since the engine alone notices a process that
+            # has died.
+            waited_long = False
+            if clock.look():
+                waited_long = time.monotonic() - begin > board.ALONE
+                self._require_company(notes, what, waited_long)
+            if work is None and (waited_long or notes.complete()):
+                work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
+                assert work is not None
+                WORKS.begin(work)
+            clock.sleep()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what} takes every rank, and rank(s) {notes.missing()} did not come: {error}"
+            ) from error
+        WORKS.end(work)
+        return gathered
+
+    @staticmethod
+    def _require_company(notes: Board, what: str, waited_long: bool) -> None:
+        """Raise if a rank that is missing has said why it will not come."""
+        starts = notes.starts(notes.missing())
+        if failed := [one for one in starts if one.failed]:
+            said = "; ".join(f"rank {one.rank}: {one.text}" for one in failed)
+            notes.leave()
+            raise ValueError(f"rank(s) {[one.rank for one in failed]} could not start. {said}")
+        if starts and waited_long:
+            said = "; ".join(f"rank {one.rank}: backend={one.text}" for one in starts)
+            alone = [one.rank for one in starts]
+            problem = (
+                f"{what} takes every rank, and rank(s) {alone} built one for themselves instead, "
+                f"while the others waited for {board.ALONE:g} s: {said}. Pass the same backend on "
+                f"every rank; a rank that needs one of its own besides builds it after the one "
+                f"that all share"
+            )
+            notes.abandon(alone, problem)
+            notes.leave()
+            raise ValueError(problem)
+
     def _all_reduce(self, tensor: Tensor) -> Handle:
-        return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        if self._engine != "gloo" or work is None:
+            return _handle(work)
+        return Handle(_held(work), partial(self._watch, work))
+
+    def _watch(self, work: dist.Work) -> None:
+        """Wait for a collective, and look now and then whether a rank waits for this one."""
+        notes = Board.of(self._group)
+        patience = timedelta(seconds=board.LOOK if notes is None else notes.interval)
+        seen: list[board.Note] = []
+        while True:
+            try:
+                work.wait(patience)
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            else:
+                WORKS.end(work)
+                return
+            # Twice the same: it was not about to come.
+            told = [] if notes is None else notes.elsewhere()
+            if told and told == seen:
+                self._part(told)
+            seen = told
+        try:
+            work.wait()  # it may have ended just after the last look
+        except RuntimeError as error:
+            told = [] if notes is None else notes.elsewhere()
+            if told:
+                self._part(told, error)
+            raise
+        WORKS.end(work)
+
+    def _part(self, told: Sequence[board.Note], error: Exception | None = None) -> None:
+        """Tell the ranks that wait elsewhere that this one will not come, and raise."""
+        others = "; ".join(f"rank {note.rank}: {note.text}" for note in told)
+        own = f"rank {self.rank} takes a step"
+        notes = Board.of(self._group)
+        assert notes is not None
+        notes.refuse("takes a step, and has given it up")
+        raise RuntimeError(
+            f"the ranks do different things, which all of them have to do together. {others}; "
+            f"{own}. The process group cannot be used any more"
+        ) from error
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         target = self._global_ranks[destination]
         if group in self._groups:
-            return _handle(dist.reduce(tensor, target, group=self._groups[group], async_op=True))
+            among = self._group_of(group)
+            return _handle(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != destination]
@@ -127,7 +272,8 @@ class TorchDistributed(Backend):
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         origin = self._global_ranks[source]
         if group in self._groups:
-            return _handle(dist.broadcast(tensor, origin, self._groups[group], async_op=True))
+            among = self._group_of(group)
+            return _handle(dist.broadcast(tensor, origin, group=among, async_op=True))
         if self.rank != source:
             return _handle(dist.irecv(tensor, origin, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != source]
@@ -167,19 +313,58 @@ class TorchDistributed(Backend):
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self._everyone]
-        dist.all_gather(gathered, tensor, group=self._group)
+        _handle(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
         return gathered
 
 
+class _Clock:
+    """Says how long a rank that waits sleeps, and when it looks at what others say."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval, self._pause, self._patience = interval, 0.0005, 0.1
+        self._next = time.monotonic() + self._patience
+
+    def sleep(self) -> None:
+        """Sleep, longer each time, up to a twentieth of a second."""
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, 0.05)
+
+    def look(self) -> bool:
+        """Return whether it is time to look, more rarely each time."""
+        if time.monotonic() < self._next:
+            return False
+        self._patience = min(2 * self._patience, self._interval)
+        self._next = time.monotonic() + self._patience
+        return True
+
+
+def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        raise ValueError("nobody holds the process group any more")
+    return group
+
+
+def _held(work: dist.Work) -> Callable[[], object]:
+    """Hold a work that has begun; return what waits for it."""
+    WORKS.begin(work)
+
+    def wait() -> None:
+        work.wait()
+        WORKS.end(work)
+
+    return wait
+
+
 def _handle(work: dist.Work | None) -> Handle:
-    return Handle(work.wait if work is not None else None)
+    return Handle(_held(work) if work is not None else None)
 
 
 def _then(work: dist.Work | None, follow: Callable[[], object]) -> Handle:
     """Return the handle of a collective after which something is left to do."""
+    before = _handle(work)
 
     def wait() -> None:
-        _handle(work).wait()
+        before.wait()
         follow()
 
     return Handle(wait)

@@ -116,6 +116,12 @@ class Recording(Backend):
             return self._inner._all_gather(tensor)
         return [tensor.clone() for _ in range(self.world_size)]
 
+    def _assemble(self, tensor: Tensor, what: str) -> list[Tensor]:
+        if self._inner is None:
+            return self._all_gather(tensor)
+        self._record("all_gather", tensor)
+        return self._inner._assemble(tensor, what)
+
     def _record(
         self,
         operation: str,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe import checksums, registration
+from soframe import building, checksums, registration
 from soframe.agreement import mean_over_ranks
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
@@ -105,27 +105,32 @@ class TrustRegion(torch.optim.Optimizer):
         flush_denormals: bool = True,
         **preconditioner: Any,
     ) -> None:
-        own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-        settings.check(own, {"fisher": fisher, **preconditioner})
-        self._model = registration.unwrap(model)
-        every = self._model.parameters() if params is None else params
-        super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
-        groups.check_all(self._model, self.param_groups)
-        self.damping = settings.whole_model_damping(damping)
-        self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
-        self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
-        self._flush, self._reuse = flush_denormals, reuse_activations
-        self._steps = 0
-        self._checked = preconditioner.get("loss_average") == "global"  # a scale nobody declares
-        self._own_damping, self._watch = own, LossWatch(max_increase)
-        self._reduction = Reduction(self.damping, reject)
+        backend = preconditioner.get("backend")
+        with building.starting(lambda: building.choose_backend(backend)):
+            own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
+            settings.check(own, {"fisher": fisher, **preconditioner})
+            self._model = registration.unwrap(model)
+            every = self._model.parameters() if params is None else params
+            super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
+            groups.check_all(self._model, self.param_groups)
+            self.damping = settings.whole_model_damping(damping)
+            self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
+            self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
+            self._flush, self._reuse = flush_denormals, reuse_activations
+            self._steps = 0
+            self._checked = (
+                preconditioner.get("loss_average") == "global"
+            )  # a scale nobody declares
+            self._own_damping, self._watch = own, LossWatch(max_increase)
+            self._reduction = Reduction(self.damping, reject)
+            chosen = settings.of_preconditioner(preconditioner, burn_in)
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
             loss=loss,
             damping=self._preconditioner_damping,
             kl_clip=None,
-            **settings.of_preconditioner(preconditioner, burn_in),
+            **chosen,
         )
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)

@@ -1,0 +1,85 @@
+"""Ranks that do different things, or less: errors on every rank, or the same as zero gradients."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from soframe.comm import TorchDistributed, board
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import Case, Run, mean_over
+
+pytestmark = pytest.mark.distributed
+
+WHAT = {
+    "state_dict": "Preconditioner.state_dict()",
+    "load": "loading the state of a preconditioner",
+}
+
+
+def part_ways(rank: int, ranks: int, what: str, odd: int) -> str:
+    """One rank saves or loads, the others take a step."""
+    board.LOOK = 0.3
+    strategy = "mem-opt" if what == "state_dict" else "comm-opt"
+    run = Run(Case({"strategy": strategy}), rank, ranks, None, mean_over())
+    run.step(0)
+    state = run.preconditioner.state_dict()
+    try:
+        if rank != odd:
+            # Not by way of the run, whose own average of gradients would be in the way.
+            run.preconditioner.step()
+        elif what == "state_dict":
+            run.preconditioner.state_dict()
+        else:
+            run.preconditioner.load_state_dict(state)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("what", list(WHAT))
+def test_a_rank_that_does_something_else_is_named_on_every_rank(what, odd):
+    found = run_ranks(part_ways, 3, what, odd, timeout=30)
+    assert f"{WHAT[what]} must be called by every rank" in found.pop(odd)
+    for error in found:
+        assert f"rank {odd}: {WHAT[what]}" in error, error
+
+
+def come_late(rank: int, ranks: int) -> str:
+    """A step on a rank that is late is no reason to give up, nor is a state."""
+    board.LOOK = 0.1
+    run = Run(Case({"strategy": "mem-opt"}), rank, ranks, None, mean_over())
+    run.step(0)
+    if rank == 1:
+        time.sleep(1)
+    run.preconditioner.step()
+    if rank == 0:
+        time.sleep(1)
+    run.preconditioner.state_dict()
+    return "no error"
+
+
+def test_a_rank_that_is_late_is_waited_for():
+    assert run_ranks(come_late, 2, timeout=30) == ["no error"] * 2
+
+
+def come_too_late(rank: int, ranks: int) -> str:
+    board.LOOK = 0.1
+    backend = TorchDistributed(meet_timeout=0.5)
+    run = Run(Case({"strategy": "mem-opt"}), rank, ranks, backend, mean_over())
+    run.step(0)
+    if rank == 1:
+        time.sleep(2)
+    try:
+        run.preconditioner.state_dict()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_comes_once_the_others_have_gone_is_told_so():
+    first, late = run_ranks(come_too_late, 2, timeout=30)
+    assert "must be called by every rank: rank(s) [1] did not come within 0.5 s" in first
+    assert "rank 0: gave up waiting for the others" in late
