@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from soframe.counting import Batch
 from soframe.layers.base import LayerHelper
 from soframe.sharing import Together
 
@@ -40,10 +41,12 @@ class Probe:
     Attributes:
         weight: What its ``g g^T`` counts.
         first: Whether it is the first of its forward pass: only that one counts the inputs.
+        samples: What the loss is a mean of; None for what layers tell.
     """
 
     weight: float
     first: bool
+    samples: int | None = None
 
 
 class Sink(Protocol):
@@ -56,6 +59,7 @@ class Sink(Protocol):
         gradient: Tensor,
         number: int,
         probe: Probe | None = None,
+        said: Batch | None = None,
     ) -> None:
         """Take one call: its inputs, its output gradient, the number of the backward pass."""
 
@@ -153,6 +157,9 @@ class Capture:
         probing: Whether only probes are captured, and not the loss's own backward passes.
         counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
         together: Which layers have an input in common; None where nobody asks.
+        batch: What is known of the forward passes under way.
+        told: Whether anything was ever said of one by `Preconditioner.count`.
+        failure: What the step is to raise, on every rank.
     """
 
     sink: Sink | None = None
@@ -161,6 +168,9 @@ class Capture:
     probing: bool = False
     counting: frozenset[LayerHelper] = frozenset()
     together: Together | None = None
+    batch: Batch = field(default_factory=Batch)
+    told: bool = False
+    failure: Exception | None = None
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -193,11 +203,26 @@ class Capture:
         """Begin a new window."""
         self._passes = _Passes()
         self._edges = []
+        self.batch, self.failure = Batch(), None
+
+    def say(self, batch: Batch) -> None:
+        """Take what is said of the forward passes that follow.
+
+        Args:
+            batch: What is said.
+        """
+        if self._edges:  # an observation could not tell of which forward pass it is
+            self.failure = RuntimeError(
+                "count() was called while a forward pass still waits for observe(): observe the "
+                "outputs of each forward pass before the next one"
+            )
+        self.batch, self.told = batch, True
 
     def probe(
         self,
         outputs: Sequence[Tensor],
         vectors: Iterable[tuple[Sequence[Tensor | None], float]],
+        samples: int | None = None,
     ) -> None:
         """Send vectors backward from the model's outputs, to the layers and no further.
 
@@ -206,6 +231,7 @@ class Capture:
         Args:
             outputs: The outputs of the forward pass just run.
             vectors: A gradient for each output (None for zeros), with their weights.
+            samples: What the loss is a mean of; None for what layers tell.
 
         Raises:
             RuntimeError: If no layer was seen since the last probe.
@@ -219,7 +245,7 @@ class Capture:
         self._passes.begin()
         try:
             for index, (vector, weight) in enumerate(vectors):
-                self._probe = Probe(weight, index == 0)
+                self._probe = Probe(weight, index == 0, samples)
                 # The first one has to reach every layer, since it counts the inputs.
                 starts = [
                     (output, torch.zeros_like(output) if own is None else own)
@@ -257,9 +283,12 @@ class Capture:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
             self._passes.enter()
-        elif self._passes.current is not None:
-            # A backward pass that raised never closed itself.
-            self._passes.leave()
+        else:
+            if self._passes.current is not None:
+                # A backward pass that raised never closed itself.
+                self._passes.leave()
+            if self.batch.closed:
+                self.batch = Batch()
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{self.names.get(helper, type(helper.module).__name__)}: "
@@ -286,7 +315,7 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(output))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting)
+        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting, self.batch)
         output.register_hook(hook)
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
@@ -302,6 +331,7 @@ class Capture:
         kept: Tensor | None,
         gradient: Tensor,
         counting: frozenset[LayerHelper],
+        batch: Batch,
     ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
@@ -309,6 +339,7 @@ class Capture:
         if counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
+        batch.closed = True  # the next forward pass is of another
         device = gradient.device.type
         ours = torch.autocast(device, enabled=False)  # entering it takes a while
         with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
@@ -317,13 +348,13 @@ class Capture:
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
-            self.sink(helper, inputs, gradient, number, self._probe)
+            self.sink(helper, inputs, gradient, number, self._probe, batch)
 
 
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_counting", "_edges", "_helper", "_kept")
+    __slots__ = ("_batch", "_capture", "_counting", "_edges", "_helper", "_kept")
 
     def __init__(
         self,
@@ -332,9 +363,10 @@ class _GradientHook:
         kept: Any,
         edges: tuple[Any, ...],
         counting: frozenset[LayerHelper],
+        batch: Batch,
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
-        self._counting = counting
+        self._counting, self._batch = counting, batch
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -345,7 +377,7 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, kept, gradient, self._counting)
+            capture._on_gradient(self._helper, kept, gradient, self._counting, self._batch)
 
 
 def _accumulates(edge: Any) -> bool:
