@@ -17,6 +17,7 @@ from soframe.comm.base import Backend
 from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
+from soframe.counting import Samples
 from soframe.lr import LearningRates
 from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
@@ -263,6 +264,36 @@ def check_words(scaling: object, loss_average: object, samples: object, clip_lr:
     if not callable(samples):
         require("samples", samples, ("batch", "positions"))
     require("clip_lr", clip_lr, ("live", "initial"))
+
+
+def describe_samples(samples: Samples) -> str:
+    """Return what ranks must have in common of the setting ``samples``.
+
+    What a callable returns need not be the same: every rank counts its own.
+
+    Args:
+        samples: The setting.
+    """
+    return f"samples={'a callable' if callable(samples) else repr(samples)}"
+
+
+def check_count(terms: bool, samples: Samples, scaling: str) -> None:
+    """Check that something may be said of a batch.
+
+    Args:
+        terms: Whether the number of terms is said.
+        samples: What is said of all batches.
+        scaling: The scaling convention.
+
+    Raises:
+        ValueError: If it contradicts a setting.
+    """
+    if scaling == "kaisa":
+        raise ValueError("count() needs scaling='fisher': with 'kaisa' every call is its own mean")
+    if terms and callable(samples):
+        raise ValueError(
+            "count(terms) and samples= a callable both say what the loss is a mean over; use one"
+        )
 
 
 def check_turns(stagger: object, fisher: str) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from soframe.counting import Batch
 from soframe.layers.base import LayerHelper
 from soframe.sharing import Together
 
@@ -42,10 +43,12 @@ class Probe:
     Attributes:
         weight: What its ``g g^T`` counts.
         first: Whether it is the first of its forward pass: only that one counts the inputs.
+        samples: What the loss is a mean of; None for what layers tell.
     """
 
     weight: float
     first: bool
+    samples: int | None = None
 
 
 class Sink(Protocol):
@@ -58,6 +61,7 @@ class Sink(Protocol):
         gradient: Tensor,
         number: int,
         probe: Probe | None = None,
+        said: Batch | None = None,
     ) -> None:
         """Take one call: its inputs, its output gradient, the number of the backward pass."""
 
@@ -157,6 +161,9 @@ class Capture:
         together: Which layers have an input in common; None where nobody asks.
         called: The helpers whose modules were called in this window with outputs to differentiate,
             with the version of a parameter then: an optimizer that steps changes it.
+        batch: What is known of the forward passes under way.
+        told: Whether anything was ever said of one by `Preconditioner.count`.
+        failure: What the step is to raise, on every rank.
     """
 
     sink: Sink | None = None
@@ -166,6 +173,9 @@ class Capture:
     counting: frozenset[LayerHelper] = frozenset()
     together: Together | None = None
     called: dict[LayerHelper, int] = field(default_factory=dict)
+    batch: Batch = field(default_factory=Batch)
+    told: bool = False
+    failure: Exception | None = None
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -199,11 +209,26 @@ class Capture:
         self.called = {}
         self._passes = _Passes()
         self._edges = []
+        self.batch, self.failure = Batch(), None
+
+    def say(self, batch: Batch) -> None:
+        """Take what is said of the forward passes that follow.
+
+        Args:
+            batch: What is said.
+        """
+        if self._edges:  # an observation could not tell of which forward pass it is
+            self.failure = RuntimeError(
+                "count() was called while a forward pass still waits for observe(): observe the "
+                "outputs of each forward pass before the next one"
+            )
+        self.batch, self.told = batch, True
 
     def probe(
         self,
         outputs: Sequence[Tensor],
         vectors: Iterable[tuple[Sequence[Tensor | None], float]],
+        samples: int | None = None,
     ) -> None:
         """Send vectors backward from the model's outputs, to the layers and no further.
 
@@ -212,6 +237,7 @@ class Capture:
         Args:
             outputs: The outputs of the forward pass just run.
             vectors: A gradient for each output (None for zeros), with their weights.
+            samples: What the loss is a mean of; None for what layers tell.
 
         Raises:
             RuntimeError: If no layer was seen since the last probe.
@@ -225,7 +251,7 @@ class Capture:
         self._passes.begin()
         try:
             for index, (vector, weight) in enumerate(vectors):
-                self._probe = Probe(weight, index == 0)
+                self._probe = Probe(weight, index == 0, samples)
                 # The first one has to reach every layer, since it counts the inputs.
                 starts = [
                     (output, torch.zeros_like(output) if own is None else own)
@@ -263,9 +289,12 @@ class Capture:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
             self._passes.enter()
-        elif self._passes.current is not None:
-            # A backward pass that raised never closed itself.
-            self._passes.leave()
+        else:
+            if self._passes.current is not None:
+                # A backward pass that raised never closed itself.
+                self._passes.leave()
+            if self.batch.closed:
+                self.batch = Batch()
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{self.names.get(helper, type(helper.module).__name__)}: "
@@ -294,7 +323,15 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append(get_gradient_edge(where))
         edges = tuple(get_gradient_edge(p).node for p in trained)
-        hook = _GradientHook(weakref.ref(self), helper, kept, edges, self.counting, view)
+        hook = _GradientHook(
+            capture=weakref.ref(self),
+            helper=helper,
+            kept=kept,
+            edges=edges,
+            counting=self.counting,
+            view=view,
+            batch=self.batch,
+        )
         where.register_hook(hook)
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
@@ -311,6 +348,7 @@ class Capture:
         gradient: Tensor,
         view: _View | None,
         counting: frozenset[LayerHelper],
+        batch: Batch,
     ) -> None:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
@@ -318,6 +356,7 @@ class Capture:
         if counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
+        batch.closed = True  # the next forward pass is of another
         device = gradient.device.type
         ours = torch.autocast(device, enabled=False)  # entering it takes a while
         with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
@@ -327,13 +366,13 @@ class Capture:
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
             own = gradient if view is None else view.of(gradient)
-            self.sink(helper, inputs, own, number, self._probe)
+            self.sink(helper, inputs, own, number, self._probe, batch)
 
 
 class _GradientHook:
     """The tensor hook of one call."""
 
-    __slots__ = ("_capture", "_counting", "_edges", "_helper", "_kept", "_view")
+    __slots__ = ("_batch", "_capture", "_counting", "_edges", "_helper", "_kept", "_view")
 
     def __init__(
         self,
@@ -343,9 +382,10 @@ class _GradientHook:
         edges: tuple[Any, ...],
         counting: frozenset[LayerHelper],
         view: _View | None,
+        batch: Batch,
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
-        self._counting, self._view = counting, view
+        self._counting, self._view, self._batch = counting, view, batch
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -356,7 +396,9 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(self._helper, kept, gradient, self._view, self._counting)
+            capture._on_gradient(
+                self._helper, kept, gradient, self._view, self._counting, self._batch
+            )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from soframe.capture import Capture
+from soframe.counting import Samples, observed
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
 
@@ -57,12 +58,17 @@ class Fisher:
         """Whether it needs output gradients besides those of the loss's own backward pass."""
         return self.kind in ("monte-carlo", "type-2")
 
-    def observe(self, outputs: Tensor | Sequence[Tensor], capture: Capture) -> None:
+    def observe(
+        self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"
+    ) -> None:
         """Send vectors backward from a model's outputs to the layers', where a capture asks.
+
+        The outputs tell how many samples the loss is a mean over.
 
         Args:
             outputs: The outputs, with their graph.
             capture: Sees what reaches the layers.
+            samples: What the loss averages over, see `soframe.Preconditioner`.
 
         Raises:
             RuntimeError: If the Fisher is empirical, which needs no observation.
@@ -70,8 +76,20 @@ class Fisher:
         if self.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
         heads = heads_of(outputs)
-        if capture.enabled and self.probed:
-            capture.probe(heads, self.vectors(outputs))
+        if not capture.enabled:
+            return
+        if self.probed:
+            assert self.loss is not None
+            try:
+                counted = observed(heads, self.loss.means, capture.batch, samples)
+            except ValueError as error:  # perhaps on this rank alone: all raise it at the step
+                capture.failure = error
+                return
+            vectors = counted.of(self.vectors(outputs))
+            capture.probe(heads, vectors, counted.terms)
+        elif capture.batch.terms is None:
+            capture.batch.terms = observed(heads, False, capture.batch, samples).terms
+            capture.batch.closed = True  # the next forward pass is of another
 
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]

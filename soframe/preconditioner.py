@@ -32,6 +32,7 @@ from soframe.blocks import Block
 from soframe.capture import Capture
 from soframe.clipping import Bounds, Limits, clip
 from soframe.comm.base import Backend
+from soframe.counting import Samples, declare
 from soframe.fisher import Fisher
 from soframe.follow import Watch, hand_over
 from soframe.layers.base import LayerHelper
@@ -45,7 +46,7 @@ from soframe.registry import KINDS
 from soframe.report import Report
 from soframe.sampling import Rows, Sampler
 from soframe.schedules import Interval, Schedule, Scheduled
-from soframe.statistics import Samples, Statistics
+from soframe.statistics import Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.trust_region.damping import DampingChoice
@@ -105,7 +106,8 @@ class Preconditioner:
             `soframe.methods.scaling`.
         samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
             own term, as in language models), or a callable that returns the number of samples of
-            the backward pass under way.
+            the backward pass under way. `observe` knows it from the outputs; where layers tell
+            different numbers, or the loss ignores terms, use `count`.
         rows: The fraction (float) of the rows of every call that statistics are made of, or their
             number (int), drawn at random and scaled. See `soframe.sampling` for the error.
         layers: Helper classes by patterns on module names, asked before the registry.
@@ -208,7 +210,33 @@ class Preconditioner:
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
-        self._fisher.observe(outputs, self._capture)
+        self._fisher.observe(outputs, self._capture, self._samples)
+
+    def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
+        """Say of the forward passes that follow what the layers cannot tell.
+
+        Call it before the model's forward pass, once for each backward pass: where layers see some
+        of the samples only, where the loss ignores some of its terms, and where inputs are padded.
+        Once it has been called, every forward pass that gives statistics needs it. Between
+        statistics steps it does nothing.
+
+        Args:
+            terms: How many terms the loss of this rank's backward pass is a mean over; or which,
+                ``[N, ...]``, bool, such as ``labels != -100``. The Fishers that `observe` takes
+                need the mask where some are ignored. None for what `samples` says.
+            rows: Which positions are data and not padding, ``[N, ...]``, bool or of 0 and 1, such
+                as an attention mask. The others are left out of the factors of layers that are
+                called with as many samples and positions; nothing that the loss sees may depend on
+                them. None for all.
+
+        Raises:
+            TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
+            ValueError: If the ``samples`` of the constructor count already, or the scaling is
+                ``"kaisa"``, which does not count; or see `soframe.counting.declare`.
+        """
+        building.check_count(terms is not None, self._samples, self._scaling)
+        if self._capture.enabled:
+            self._capture.say(declare(terms, rows))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -219,7 +247,8 @@ class Preconditioner:
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
                 gradients, or was not given.
-            ValueError: If a setting that may change, such as a schedule, is out of range.
+            ValueError: If a setting that may change, such as a schedule, is out of range; if layers
+                tell different numbers of samples, and `count` none.
         """
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
@@ -310,6 +339,7 @@ class Preconditioner:
         step = self._steps
         try:
             self._loss_scale.check(self._optimizer)
+            self._statistics.require_counted()
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -338,7 +368,8 @@ class Preconditioner:
         numbers = (self._damping, self._decay, self._bounds, self._refresh)
         words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs)
         tensors = building.averaged_tensors(self._model, self._gradients)
-        others = (*numbers, *words, tensors, self._sampler, self.backend.fused)
+        counted = building.describe_samples(self._samples)
+        others = (*numbers, *words, tensors, counted, self._sampler, self.backend.fused)
         parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
         registration, placement = building.build(
             *parts, self._background, others, first=not self._blocks

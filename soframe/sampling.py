@@ -89,7 +89,12 @@ class Sampler:
         self._step, self._indices, self._last = step, {}, None
 
     def take(
-        self, helper: LayerHelper, call: tuple[tuple[Tensor, ...], Tensor], number: int, whole: bool
+        self,
+        helper: LayerHelper,
+        call: tuple[tuple[Tensor, ...], Tensor],
+        number: int,
+        whole: bool,
+        data: tuple[Tensor, Unit] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor, float]:
         """Take some of the rows of a call.
 
@@ -98,6 +103,8 @@ class Sampler:
             call: Its inputs, or none, and the rows of its output's gradient.
             number: The number of the backward pass in the window.
             whole: Whether the rows of a sample must stay together.
+            data: Which rows or samples are data, and which of the two; None for all. The others
+                are never taken.
 
         Returns:
             Inputs and rows of a smaller call, and what its moments are to be multiplied by.
@@ -106,19 +113,35 @@ class Sampler:
         unit: Unit | None = "sample" if whole and helper.unit == "row" else helper.unit
         _, batch, shared, _ = rows.shape
         total, size = (batch * shared, 1) if unit == "row" else (batch, shared)
+        if data is not None:
+            total, unit = len(data[0]), data[1]
+            size = shared if unit == "sample" else 1
         wanted = self._wanted(total, size)
-        if unit is None or wanted >= total:
+        if unit is None or (wanted >= total and data is None):
             return inputs, rows, 1.0
-        key = (number, total, rows.device)
+        key = (number, total, rows.device, data is None, unit)
         if key not in self._indices:
-            index = chosen(self._step, self._rank, number, total, wanted)
-            self._indices[key] = index.to(rows.device, non_blocking=True)
+            self._indices[key] = self._index(number, total, wanted, rows.device, data)
         index = self._indices[key]
         return (
             self._inputs(helper, inputs, index, unit, key),
             helper.take_rows(rows, index, unit),
             total / wanted,
         )
+
+    def _index(
+        self,
+        number: int,
+        total: int,
+        wanted: int,
+        device: torch.device,
+        data: tuple[Tensor, Unit] | None,
+    ) -> Tensor:
+        if data is not None and wanted >= total:
+            return data[0]
+        index = chosen(self._step, self._rank, number, total, wanted)
+        index = index.to(device, non_blocking=True)
+        return index if data is None else data[0][index]
 
     def _wanted(self, total: int, size: int) -> int:
         if isinstance(self._rows, int):

@@ -13,8 +13,6 @@ those that do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,16 +20,15 @@ from torch import Tensor
 from soframe.blocks import Block
 from soframe.capture import Capture, Probe
 from soframe.comm.base import Backend
+from soframe.counting import Batch, Passes, Samples
 from soframe.factors import FactorSpec
-from soframe.layers.base import LayerHelper
+from soframe.layers.base import LayerHelper, Unit
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
 from soframe.running import enter
 from soframe.sampling import Sampler
 from soframe.sharing import SharedInputs, Together
 from soframe.strategies.placement import Placement
-
-Samples = Literal["batch", "positions"] | Callable[[], int]
 
 
 class Statistics:
@@ -45,9 +42,9 @@ class Statistics:
         placement: Who contributes to which factor.
         backend: The backend.
         scale: The scaling convention.
-        samples: What the loss averages over: ``"batch"`` (the leading dimension), ``"positions"``
-            (every position has a loss of its own), or a callable that returns the number of
-            samples of the backward pass under way.
+        samples: What the loss averages over where nobody says it of the batch: ``"batch"`` (the
+            leading dimension), ``"positions"`` (every position has a loss of its own), or a
+            callable that returns the number of samples of the backward pass under way.
         grad_scale: Returns what the loss of the backward pass under way is multiplied by.
         capture: Sees the calls.
         sampler: Takes some of their rows.
@@ -81,7 +78,7 @@ class Statistics:
         self._scale = scale
         self._samples = samples
         self._grad_scale = grad_scale
-        self._passes: dict[int, int] = {}
+        self._passes = Passes(samples, compares=scale.scaling == "fisher")
         self._loss_scales: dict[int, float] = {}
         self._shared = SharedInputs()
 
@@ -119,6 +116,7 @@ class Statistics:
         gradient: Tensor,
         number: int,
         probe: Probe | None = None,
+        said: Batch | None = None,
     ) -> None:
         """Add one call.
 
@@ -128,29 +126,32 @@ class Statistics:
             gradient: The gradient of its output.
             number: The number of the backward pass within the window.
             probe: The probe that the gradient comes from, if it is not the loss's.
+            said: What is known of the forward pass.
         """
         block = self._block_of[helper]
         rows = helper.output_rows(gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             return
-        samples = self._count_samples(batch, shared)
+        data = self._data(block, helper, rows, said)
+        own = _left(data, batch, shared)
+        told = None if said is None else said.terms
+        told = told if probe is None else probe.samples
+        samples = self._passes.enter(number, block.name, own, told, said)
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         if not again:
-            block.counts.add(number, samples, batch * shared)
-        samples = block.counts.samples[number]
-        self._passes[number] = max(samples, self._passes.get(number, 0))
+            block.counts.add(number, samples, _left(data, batch, shared)[1])
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
         mine = self._mine[block] if block in self.due else []
-        if not mine:
+        if not mine or own[1] == 0:
             return
         loss_scale = self._loss_scales[number]
         scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
         counted = again or not self._wants_inputs(helper)
         taken = (() if counted else inputs, rows)
-        inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces)
+        inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces, data)
         call = Call(helper, None if counted else inputs, rows.to(block.dtype), self._shared)
         added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight
@@ -167,15 +168,43 @@ class Statistics:
             else:
                 total.add_(moment, alpha=multiplier)
 
-    def _count_samples(self, batch: int, shared: int) -> int:
-        if self._samples == "batch":
-            return batch
-        if self._samples == "positions":
-            return batch * shared
-        samples: object = self._samples()
-        if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 1:
-            raise ValueError(f"samples() must return a positive integer, not {samples!r}")
-        return int(samples)
+    def _data(
+        self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None
+    ) -> tuple[Tensor, Unit] | None:
+        """Return which rows or samples of a call are data; None for all."""
+        if self._capture.told and said is not None and not said.declared:
+            self._passes.fail(
+                RuntimeError(
+                    f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
+                    f"it is used, call it before the forward pass of every micro-batch"
+                )
+            )
+        if said is None or said.rows is None:
+            return None
+        found = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
+        if found is None:
+            return None
+        if found[1] == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+            found = (found[0], "sample")
+        if helper.unit is None or (
+            found[1] == "row" and (helper.unit != "row" or block.method.reduces)
+        ):
+            self._passes.fail(
+                ValueError(
+                    f"count(rows=...) cannot leave single rows out of {block.name!r}: "
+                    f"{type(helper).__name__} under {block.method!r} takes "
+                    f"{'whole calls' if helper.unit is None else 'whole samples'}; skip the layer, "
+                    f"or let its method be 'kfac' on a linear layer"
+                )
+            )
+            return None
+        return found
+
+    def require_counted(self) -> None:
+        """Check that the samples of the window could be counted; see `Passes.require_counted`."""
+        if self._capture.failure is not None:
+            self._passes.fail(self._capture.failure)
+        self._passes.require_counted()
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
@@ -249,7 +278,7 @@ class Statistics:
         enter(self._backend, used, contributions, decay, self._scale.scaling == "kaisa")
 
     def _contribution(self, block: Block) -> Contribution:
-        return self._scale.contribution(block.counts, self._passes)
+        return self._scale.contribution(block.counts, self._passes.samples)
 
     def resume(self, before: Statistics) -> None:
         """Go on with the window of other statistics, whose sums the blocks have taken over.
@@ -275,11 +304,19 @@ class Statistics:
         """
         self._sampler.begin(step)
         self._expect(due)
-        self._passes = {}
+        self._passes = self._passes.anew()
         self._loss_scales = {}
         self._shared.forget()
         for block in self._blocks:
             block.forget_window()
+
+
+def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:
+    """Return how many samples, and how many rows, a call has without those that are no data."""
+    if data is None:
+        return batch, batch * shared
+    index, unit = data
+    return (len(index), len(index) * shared) if unit == "sample" else (batch, len(index))
 
 
 def _weight(own: Contribution, factor: FactorSpec) -> float:

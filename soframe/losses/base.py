@@ -26,6 +26,15 @@ class Loss(ABC):
 
     isotropic: ClassVar[bool] = False
 
+    @property
+    def means(self) -> bool | None:
+        """Whether a sample's loss is a mean over its positions, the dimensions behind the second.
+
+        False, the default, for a sum; None if it is neither. `Preconditioner.count` has to know it
+        where positions are ignored.
+        """
+        return False
+
     @abstractmethod
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """Return ``H_n v_n`` for every sample.

@@ -35,6 +35,11 @@ class CrossEntropy(Loss):
     def __post_init__(self) -> None:
         _check("CrossEntropy", "positions", self.positions)
 
+    @property
+    def means(self) -> bool:
+        """See `Loss.means`."""
+        return self.positions == "mean"
+
     def _scale(self, outputs: Tensor) -> float:
         positions = outputs[0, 0].numel() if len(outputs) else 1
         return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
@@ -82,6 +87,11 @@ class BinaryCrossEntropy(Loss):
 
     def __post_init__(self) -> None:
         _check("BinaryCrossEntropy", "features", self.features)
+
+    @property
+    def means(self) -> bool:
+        """See `Loss.means`."""
+        return self.features == "mean"
 
     def _variance(self, outputs: Tensor) -> Tensor:
         p = outputs.sigmoid()

@@ -63,5 +63,10 @@ class SquaredError(_Gaussian):
 class MeanSquaredError(_Gaussian):
     """``l_n = mean over features of (output_n - target_n)^2``: what ``nn.MSELoss()`` averages."""
 
+    @property
+    def means(self) -> bool:
+        """See `Loss.means`."""
+        return True
+
     def _precision(self, outputs: Tensor) -> float:
         return 2.0 / max(1, outputs[:1].numel())

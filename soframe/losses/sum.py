@@ -113,6 +113,12 @@ class SumLoss(Loss):
             if not isinstance(term, Term):
                 raise TypeError(f"SumLoss: a term is a soframe.losses.Term, not {term!r}")
 
+    @property
+    def means(self) -> bool | None:
+        """See `Loss.means`: what all terms are."""
+        found = {term.own.means for term in self.terms}
+        return found.pop() if len(found) == 1 else None
+
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """See `Loss.hessian_product`."""
         return self.hessian_products([outputs], [vectors])[0]

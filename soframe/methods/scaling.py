@@ -16,6 +16,10 @@ loss made of it: ``g`` with a weight. Three declarations say which weight (``los
   N samples of all passes and ranks. So ``g = (N / W) g0``, and every sample counts alike.
 - ``"sum"``: the loss is a sum over samples. So ``g = g0``; the factors are still those of the mean.
 
+N is the same for all layers, whether they see all samples or some: a layer that 2 of 6 samples are
+routed to has an A of two rows, over 6, and a G that is the mean of two. What is a sample follows
+from what the loss is a mean of (`soframe.counting`); padding is neither in the sums nor in T.
+
 For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch:
 every call's own mean of ``g0 g0^T``, with rows divided by the number of locations for convolutions.
 
@@ -47,7 +51,8 @@ class Counts:
     """What was counted of one block in one window on one rank.
 
     Attributes:
-        samples: Samples per backward pass, by the pass's number.
+        samples: Samples per backward pass, by the pass's number: those of the loss, not those that
+            reached the block.
         rows: Rows (samples times positions) per backward pass, by the pass's number.
         calls: Calls of the block's modules.
     """
@@ -61,7 +66,7 @@ class Counts:
 
         Args:
             backward: The number of the backward pass.
-            samples: Its samples; calls of the same pass share the first one's.
+            samples: Its samples, the same for all calls.
             rows: The call's rows.
         """
         self.samples.setdefault(backward, samples)
@@ -110,7 +115,7 @@ class Scale:
 
         Args:
             module: The module that was called.
-            samples: N_c, the samples of the backward pass.
+            samples: N_c, the samples of the backward pass; 0 where all terms are ignored.
             batch: The call's batch.
             shared: The call's positions.
             grad_scale: What the loss was multiplied by (``GradScaler``).
@@ -125,7 +130,7 @@ class Scale:
                 per_row /= shared**2
             return CallScale(per_row, per_row * unscale)
         if self.loss_average == "local":
-            weight = 1.0 / samples
+            weight = 1.0 / max(1, samples)
             return CallScale(weight, weight if self.own_gradients else samples * unscale)
         return CallScale(1.0, 1.0 if self.own_gradients else unscale)
 
@@ -146,7 +151,7 @@ class Scale:
             return Contribution(1.0, 1.0, counts.calls, counts.calls)
         if self.loss_average == "local":
             k = len(passes)
-            positions = sum(rows / counts.samples[c] for c, rows in counts.rows.items())
+            positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
             return Contribution(1.0 / k, 1.0 / k if self.own_gradients else k, 1.0, positions / k)
         samples = sum(counts.samples.get(c, own) for c, own in passes.items())
         return Contribution(1.0, 1.0, samples, sum(counts.rows.values()))

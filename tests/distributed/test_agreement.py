@@ -47,6 +47,8 @@ DIFFERENCES = {
     "damping": ({"damping": 0.5}, "settings of rank", "settings of rank"),
     "loss": ({"loss_average": "sum"}, "settings of rank", "settings of rank"),
     "optimizer": ({"optimizer": True}, "settings of rank", "settings of rank"),
+    "samples": ({"samples": "positions"}, "samples='positions'", "samples='batch'"),
+    "callable samples": ({"samples": len}, "samples=a callable", "samples='batch'"),
     "nothing": ({"skip": ["."]}, "nothing to precondition", "could not start"),
     "raises": ({"strategy": Broken("raises")}, "no placement today", "could not start"),
     "unknown": ({"method": "nope"}, "no method 'nope'", "could not start"),

@@ -1,0 +1,795 @@
+"""What the loss is a mean of, where layers see some of the samples and losses some of the terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import soframe
+from soframe.fisher import Fisher
+from soframe.losses import CrossEntropy, SquaredError, SumLoss, Term
+from soframe.sampling import chosen
+from soframe.testing import compare, kron, layer_fisher
+from tests.curvature import (
+    LossAverage,
+    blocks,
+    closing,
+    factors,
+    fill,
+    half_square,
+    log_cosh,
+    preconditioner,
+    randn,
+)
+from tests.distributed.harness import run_ranks
+
+AVERAGES: list[LossAverage] = ["local", "global", "sum"]
+
+
+class Experts(nn.Module):
+    """Each sample goes through one expert, or none, and all through the head; all linear.
+
+    Args:
+        outputs: Features of the outputs.
+    """
+
+    def __init__(self, outputs: int = 2) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.clone()
+        for number, expert in enumerate(self.experts):
+            chosen = x[:, 0] == number
+            hidden[chosen] = expert(x[chosen])
+        return self.head(hidden)
+
+
+def routed(routes: Sequence[int], seed: int = 0) -> Tensor:
+    """A batch whose samples go to these experts (2: to none)."""
+    x = randn(len(routes), 3, seed=seed)
+    x[:, 0] = torch.tensor(routes, dtype=x.dtype)
+    return x
+
+
+def scaled(loss: Tensor, size: int, total: int, parts: int, average: str) -> Tensor:
+    """A mean over ``size`` samples, as part of the loss of a step of ``total``."""
+    return loss * {"local": 1 / parts, "global": size / total, "sum": size}[average]
+
+
+def run(
+    model: nn.Module,
+    own: soframe.Preconditioner,
+    data: Sequence[tuple[Tensor, Tensor]],
+    average: str = "local",
+    *,
+    loss: Any = half_square,
+    counted: bool = False,
+    observed: bool = True,
+) -> None:
+    """A step over micro-batches."""
+    total = sum(len(x) for x, _ in data)
+    for x, y in data:
+        if counted:
+            own.count(len(x))
+        output = model(x)
+        if observed:
+            own.observe(output)
+        scaled(loss(output, y), len(x), total, len(data), average).backward()
+    own.step()
+
+
+def check_dense(
+    model: nn.Module,
+    own: soframe.Preconditioner,
+    data: Sequence[tuple[Tensor, Tensor]],
+    average: str = "local",
+    kind: Any = "type-2",
+    loss: Any = half_square,
+    layers: Sequence[str] | None = None,
+) -> None:
+    """Hold blocks with statistics against the dense Fisher of the micro-batches."""
+    if average != "local":
+        data = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+    for name, block in blocks(own).items():
+        if block.mass == 0 or (layers is not None and name not in layers):
+            continue
+        exact = [layer_fisher(model, name, x, loss, y, kind=kind)[0] for x, y in data]
+        a = block.running["A"][0]
+        g = block.running["G"][0] if "G" in block.running else torch.eye(len(a)).to(a)
+        compare(kron(g, a), torch.stack(exact).mean(0), f"{name}: kron(G, A)")
+
+
+ROUTES = {
+    "2 of 6": [0, 2, 2, 0, 2, 2],
+    "both halves": [0, 1, 0, 1, 1, 0],
+    "an expert without samples": [1] * 5 + [2],
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_routing_under_type_2(name: str, average: str, parts: int) -> None:
+    """The outputs tell N; nothing has to be said."""
+    model, x, y = fill(Experts()), routed(ROUTES[name]), randn(6, 2, seed=1)
+    sizes = [6] if parts == 1 else [2, 4]
+    data = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    own = preconditioner(model, fisher="type-2", loss=SquaredError(), loss_average=average)
+    with closing(own):
+        run(model, own, data, average)
+        check_dense(model, own, data, average)
+        unused = "experts.0" if 0 not in ROUTES[name] else "experts.1"
+        assert (blocks(own)[unused].mass == 0) == (len({*ROUTES[name]} - {2}) < 2)
+
+
+def test_routing_under_monte_carlo() -> None:
+    """Of one output the random sign has no variance: Monte-Carlo is exact."""
+    model, data = fill(Experts(1)), [(routed(ROUTES["2 of 6"]), randn(6, 1, seed=1))]
+    with closing(preconditioner(model, fisher="monte-carlo", loss=SquaredError())) as own:
+        run(model, own, data)
+        check_dense(model, own, data)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("how", ["observe", "count", "callable"])
+def test_routing_forward_only(how: str, parts: int) -> None:
+    model, x = fill(Experts()), routed(ROUTES["2 of 6"])
+    sizes = [6] if parts == 1 else [1, 3, 2]
+    now: list[int] = [0]
+    options: dict[str, Any] = {"samples": lambda: now[0]} if how == "callable" else {}
+    own = preconditioner(model, fisher="forward-only", loss_average="global", **options)
+    with closing(own):
+        outputs = []
+        for part in x.split(sizes):  # all forward passes first, where that can be told
+            now[0] = len(part)
+            if how == "count":
+                own.count(len(part))
+            outputs.append(model(part))
+            if how == "observe":
+                own.observe(outputs[-1])
+            if how == "callable":
+                outputs.pop().sum().backward()
+        for output in outputs:
+            output.sum().backward()
+        own.step()
+        rows = torch.cat([x[x[:, 0] == 0], torch.ones(2, 1).double()], 1)
+        compare(blocks(own)["experts.0"].running["A"][0], rows.T @ rows / 6, "A")
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("parts", [[6], [2, 4], [4, 2]], ids=str)
+def test_routing_under_the_empirical_fisher(average: str, parts: list[int]) -> None:
+    """One of six samples reaches the expert: exact, whatever the loss."""
+    model, x, y = fill(Experts()), routed([2, 2, 2, 0, 2, 2]), randn(6, 2, seed=1)
+    data = list(zip(x.split(parts), y.split(parts), strict=True))
+    with closing(preconditioner(model, loss_average=average)) as own:
+        run(model, own, data, average, loss=log_cosh, counted=True, observed=False)
+        check_dense(model, own, data, average, "empirical", log_cosh, ["experts.0"])
+
+
+def test_layers_that_tell_different_numbers_are_an_error_by_name() -> None:
+    model, data = fill(Experts()), [(routed(ROUTES["2 of 6"]), randn(6, 2, seed=1))]
+    with closing(preconditioner(model)) as own:
+        with pytest.raises(ValueError, match=r"'head' was called with 6 samples.*'experts.0' with"):
+            run(model, own, data, observed=False)
+        own.reset_batch()
+        run(model, own, data, counted=True, observed=False)
+    for fine in ({"samples": lambda: 6}, {"scaling": "kaisa"}):
+        with closing(preconditioner(model, **fine)) as own:
+            run(model, own, data, observed=False)
+
+
+class Windows(nn.Module):
+    """A layer over windows is called with twice as many samples, which are half as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.inner(x.reshape(2 * len(x), 2, 3)).reshape(x.shape)
+        return self.head(windows.mean(1))
+
+
+def test_layers_with_more_samples_than_the_loss() -> None:
+    model, x = fill(Windows()), randn(3, 4, 3)
+    with closing(preconditioner(model)) as own:
+        model(x).sum().backward()
+        with pytest.raises(ValueError, match=r"'head' was called with 3.*'inner' with 6"):
+            own.step()
+        own.reset_batch()
+        own.count(3)
+        model(x).sum().backward()
+        own.step()
+        rows = torch.cat([x.reshape(-1, 3), torch.ones(12, 1).double()], 1)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 3, "A")
+
+
+def test_a_call_with_fewer_samples_than_another_of_the_layer_is_no_error() -> None:
+    model = fill(Reused())
+    with closing(preconditioner(model)) as own:
+        model(randn(4, 3)).sum().backward()
+        own.step()
+
+
+class Reused(nn.Module):
+    """A layer that is called with all samples, and, before or after that, with two of them."""
+
+    def __init__(self, few_first: bool = False) -> None:
+        super().__init__()
+        self.layer, self.head, self.few_first = nn.Linear(3, 3), nn.Linear(3, 2), few_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.few_first:
+            x = torch.cat([self.layer(x[:2]), x[2:]])
+            return self.head(self.layer(x))
+        x = self.layer(x)
+        return self.head(torch.cat([self.layer(x[:2]), x[2:]]))
+
+
+@pytest.mark.parametrize("few_first", [True, False])
+@pytest.mark.parametrize("how", ["type-2", "count", "nothing"])
+def test_calls_of_one_layer_are_positions_of_the_samples_of_the_loss(
+    how: str, few_first: bool
+) -> None:
+    model, x, y = fill(Reused(few_first)), randn(4, 3), randn(4, 2, seed=1)
+    settings = {"fisher": "type-2", "loss": SquaredError()} if how == "type-2" else {}
+    with closing(preconditioner(model, **settings)) as own:
+        run(model, own, [(x, y)], counted=how == "count", observed=how == "type-2")
+        with torch.no_grad():
+            inner = model.layer(x[:2] if few_first else x)
+        second = torch.cat([inner, x[2:]]) if few_first else inner[:2]
+        rows = torch.cat([x[:2] if few_first else x, second])
+        rows = torch.cat([rows, torch.ones(6, 1).double()], 1)
+        compare(factors(own, "layer")[0][0], rows.T @ rows / 4, "A")
+
+
+# -- terms that are ignored, rows that are padding -----------------------------------------------
+
+KEEP = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).bool()
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("layout", ["positions", "flat", "terms alone"])
+def test_ignored_terms_under_type_2_are_exact(layout: str, parts: int, average: str) -> None:
+    """A deep linear net whose kept positions enter the loss, against the dense Fisher of these."""
+    model, x, y = fill(chain()), randn(3, 4, 3), randn(3, 4, 2, seed=1)
+    own = preconditioner(model, fisher="type-2", loss=SquaredError(), loss_average=average)
+    data = [(x[keep], y[keep]) for keep in _masks(parts)]
+    total = int(KEEP.sum())
+    with closing(own):
+        for keep, a, b in zip(KEEP.chunk(parts), x.chunk(parts), y.chunk(parts), strict=True):
+            own.count(keep, rows=keep)
+            output = model(a)
+            seen = {
+                "positions": output.transpose(1, 2),
+                "flat": output.flatten(0, 1),
+                "terms alone": output[keep],
+            }
+            own.observe(seen[layout])
+            loss = half_square(output[keep], b[keep])
+            scaled(loss, int(keep.sum()), total, parts, average).backward()
+        own.step()
+        check_dense(model, own, data, average)
+
+
+def _masks(parts: int) -> list[Tensor]:
+    masks = []
+    for number, part in enumerate(KEEP.chunk(parts)):
+        mask = torch.zeros_like(KEEP)
+        mask[number * len(part) : (number + 1) * len(part)] = part
+        masks.append(mask)
+    return masks
+
+
+FISHERS: dict[str, dict[str, Any]] = {
+    "empirical": {},
+    "type-2": {"fisher": "type-2", "loss": CrossEntropy()},
+    "type-2, sums": {"fisher": "type-2", "loss": CrossEntropy(positions="sum")},
+    "forward-only": {"fisher": "forward-only"},
+}
+
+
+@pytest.mark.parametrize("samples", ["batch", "positions"])
+@pytest.mark.parametrize("method", ["kfac", {"^0$": "kfac", ".*": "foof"}], ids=["kfac", "foof"])
+@pytest.mark.parametrize("name", FISHERS)
+def test_terms_that_count_are_a_batch_of_their_own(name: str, method: Any, samples: str) -> None:
+    """Positions do not mix here: the padded batch is that of the positions that count."""
+    x, labels = randn(3, 4, 3), torch.arange(12).reshape(3, 4) % 2
+    x[~KEEP] = 1e6
+    found = []
+    for padded in (True, False):
+        model = fill(deep())
+        own = preconditioner(model, method=method, samples=samples, **FISHERS[name])
+        with closing(own):
+            if padded:
+                own.count(KEEP, rows=KEEP.long())
+            output = model(x if padded else x[KEEP])
+            if padded:
+                output = output.transpose(1, 2)
+            if name != "empirical":
+                own.observe(output)
+            target = labels.masked_fill(~KEEP, -100) if padded else labels[KEEP]
+            F.cross_entropy(output, target).backward()
+            own.step()
+            found.append({(n, k): f for n, b in blocks(own).items() for k, f in b.running.items()})
+            found[-1] |= {(n, ""): p.grad for n, p in model.named_parameters()}
+    assert found[0].keys() == found[1].keys()
+    for key, one in found[0].items():
+        compare(one, found[1][key], str(key))
+
+
+def test_ignored_terms_under_monte_carlo() -> None:
+    """The mean over draws tends to type-2's."""
+    model, x, labels = fill(deep()), randn(3, 4, 3), torch.arange(12).reshape(3, 4) % 2
+    found = []
+    for fisher in (
+        Fisher("type-2", CrossEntropy()),
+        Fisher("monte-carlo", CrossEntropy(), 2000, torch.Generator().manual_seed(0)),
+    ):
+        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+            own._fisher = fisher
+            own.count(KEEP, rows=KEEP)
+            output = model(x).transpose(1, 2)
+            own.observe(output)
+            F.cross_entropy(output, labels.masked_fill(~KEEP, -100)).backward()
+            own.step()
+            found.append([factors(own, name) for name in "02"])
+    for (a, g), (drawn_a, drawn_g) in zip(*found, strict=True):
+        compare(drawn_a, a, "A")
+        compare(drawn_g, g, "G", rtol=0.05, atol=0.01)
+
+
+class Attention(nn.Module):
+    """Causal attention whose keys may be padding, and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, data: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT
+        later = torch.ones(x.shape[1], x.shape[1]).bool().triu(1)
+        scores = scores.masked_fill(later | ~data[:, None], -1e9)
+        return self.head(x + self.out((scores.softmax(-1) @ v).tanh()))
+
+
+LENGTHS = [4, 2, 3]
+
+
+@pytest.mark.parametrize("name", FISHERS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_padded_batch_is_the_unpadded_one(name: str, side: str) -> None:
+    """Sequences that mix their positions; the first position of each has no term."""
+    tokens = [randn(n, 4, seed=n) for n in LENGTHS]
+    labels = [torch.tensor([-100, *range(1, n)]) % 3 for n in LENGTHS]
+    labels = [own.index_fill(0, torch.tensor([0]), -100) for own in labels]
+    x, target = 1e3 * randn(3, 5, 4, seed=9), torch.full((3, 5), -100)
+    data = torch.zeros(3, 5).bool()
+    for row, (own, its) in enumerate(zip(tokens, labels, strict=True)):
+        where = slice(len(own)) if side == "right" else slice(5 - len(own), None)
+        x[row, where], target[row, where], data[row, where] = own, its, True
+    total = int((target != -100).sum())
+    found = []
+    for padded in (True, False):
+        model = fill(Attention())
+        own = preconditioner(model, loss_average="global", **FISHERS[name])
+        with closing(own):
+            batches = [(x, target, data)] if padded else []
+            for t, its in zip(tokens, labels, strict=True):
+                if not padded:
+                    batches.append((t[None], its[None], torch.ones(1, len(t)).bool()))
+            for inputs, wanted, mask in batches:
+                own.count(wanted != -100, rows=mask)
+                output = model(inputs, mask).transpose(1, 2)
+                if name != "empirical":
+                    own.observe(output)
+                (F.cross_entropy(output, wanted, reduction="sum") / total).backward()
+            own.step()
+            found.append({(n, k): f for n, b in blocks(own).items() for k, f in b.running.items()})
+            found[-1] |= {(n, ""): p.grad for n, p in model.named_parameters()}
+    assert found[0].keys() == found[1].keys()
+    for key, one in found[0].items():
+        compare(one, found[1][key], str(key), rtol=1e-8)
+
+
+@pytest.mark.parametrize("average", ["local", "global"])
+def test_micro_batches_with_different_numbers_of_tokens(average: str) -> None:
+    """The empirical Fisher: one token of one micro-batch counts, of another three."""
+    model, x, y = fill(chain()), randn(2, 4, 3), randn(2, 4, 2, seed=1)
+    keep = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1]]).bool()
+    with closing(preconditioner(model, loss_average=average)) as own:
+        for mask, a, b in zip(keep.split(1), x.split(1), y.split(1), strict=True):
+            own.count(mask, rows=mask)
+            loss = log_cosh(model(a)[mask], b[mask])
+            scaled(loss, int(mask.sum()), 4, 2, average).backward()
+        own.step()
+        # By loops: a token's weight is the gradient's, 1/2 and 1/6, or 1/4 each.
+        weights = [1 / 2, *[1 / 6] * 3] if average == "local" else [1 / 4] * 4
+        a, b = x[keep], y[keep]
+        for layer, name in enumerate("01"):
+            a_sum, g_sum = 0.0, 0.0
+            for weight, one, wanted in zip(weights, a, b, strict=True):
+                inputs = one if layer == 0 else model[0](one)
+                output = model[layer](inputs).detach().requires_grad_()
+                last = model[1](output) if layer == 0 else output
+                log_cosh(last[None], wanted[None]).backward()
+                row = torch.cat([inputs.detach(), torch.ones(1).double()])
+                a_sum = a_sum + weight * torch.outer(row, row)
+                g_sum = g_sum + weight * torch.outer(output.grad, output.grad)
+            compare(factors(own, name)[0][0], a_sum, f"A of {name}")
+            compare(factors(own, name)[1][0], g_sum, f"G of {name}")
+
+
+def test_a_micro_batch_without_terms() -> None:
+    """Of all ignored tokens a loss over all micro-batches' tokens is zero, and nothing is lost."""
+    results = []
+    for empty in (True, False):
+        model, x = fill(chain()), randn(2, 4, 3)
+        with closing(preconditioner(model, loss_average="global")) as own:
+            for number, part in enumerate(x.split(1)):
+                if number == 1 and not empty:
+                    continue
+                mask = torch.full((1, 4), number == 0)
+                own.count(mask, rows=mask)
+                (model(part).square().sum(-1)[mask].sum() / 4).backward()
+            own.step()
+            results.append([f for name in "01" for f in factors(own, name)])
+    for one, other in zip(*results, strict=True):
+        compare(one, other, "factor")
+
+
+def test_padding_alone_under_a_loss_of_sequences() -> None:
+    """A mean over samples of pooled sequences: N is the batch, A has the data."""
+    model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), randn(3, 4, 3)
+    found = []
+    with closing(preconditioner(model)) as own:
+        own.count(rows=KEEP)
+        hidden = model(x) * KEEP.unsqueeze(-1)
+        hidden.sum(1).square().sum().div(3).backward()
+        own.step()
+        found = factors(own, "0")
+    rows = torch.cat([x[KEEP], torch.ones(int(KEEP.sum()), 1).double()], 1)
+    compare(found[0][0], rows.T @ rows / 3, "A")
+    # Of G the rows that are left: those of padding are zero here, and no positions.
+    with closing(preconditioner(model)) as own:
+        hidden = model(x) * KEEP.unsqueeze(-1)
+        hidden.sum(1).square().sum().div(3).backward()
+        own.step()
+        compare(found[1][0], factors(own, "0")[1][0] * 12 / 7, "G")
+
+
+@pytest.mark.parametrize("method", ["kfac", "kfac-reduce"])
+def test_samples_that_are_padding(method: str) -> None:
+    """A mask of samples serves layers of any kind."""
+    keep = torch.tensor([1, 0, 1, 1]).bool()
+    found = []
+    for padded in (True, False):
+        model = fill(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(2), nn.Linear(4, 2)))
+        with closing(preconditioner(model, method=method)) as own:
+            x = randn(4, 2, 3, 3)
+            if padded:
+                own.count(keep, rows=keep)
+            output = model(x if padded else x[keep])
+            output = output[keep] if padded else output
+            output.square().sum().div(3).backward()
+            own.step()
+            found.append([f for name in "02" for f in factors(own, name)])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "factor")
+
+
+@pytest.mark.parametrize("rows", [0.5, 3])
+def test_some_of_the_rows_are_some_of_the_data(rows: float) -> None:
+    x = randn(3, 4, 3)
+    model = fill(nn.Linear(3, 2))
+    options: dict[str, Any] = {"loss_average": "sum"}
+    with closing(preconditioner(model, rows=rows, **options)) as own:
+        own.count(rows=KEEP, terms=int(KEEP.sum()))
+        model(x).square().sum(-1)[KEEP].sum().backward()
+        own.step()
+        found = factors(own, "Linear")
+    wanted = 3 if rows == 3 else round(0.5 * 7)
+    index = chosen(0, 0, 0, 7, wanted)
+    with closing(preconditioner(model, **options)) as own:
+        model(x[KEEP][index]).square().sum().backward()
+        own.step()
+        for one, other in zip(found, factors(own, "Linear"), strict=True):
+            compare(one, other, "factor")
+
+
+# -- what is said, and what is not ---------------------------------------------------------------
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def test_what_is_said_is_used_up_by_a_backward_pass() -> None:
+    model, x = fill(chain()), randn(4, 3)
+    with closing(preconditioner(model)) as own:
+        own.count(4)
+        with torch.no_grad():
+            model(x[:2])
+        backward(model, x)
+        with torch.no_grad():
+            model(x[:2])
+        backward(model, x)
+        with pytest.raises(RuntimeError, match=r"of which count\(\) was told nothing"):
+            own.step()
+        own.reset_batch()
+        backward(model, x)
+        with pytest.raises(RuntimeError, match="call it before the forward pass of every micro"):
+            own.step()
+
+
+def test_one_graph_may_be_differentiated_twice() -> None:
+    model, x = fill(chain()), randn(4, 3)
+    with closing(preconditioner(model)) as own:
+        own.count(4)
+        loss = model(x).square().mean() / 2
+        loss.backward(retain_graph=True)
+        loss.backward()
+        own.step()
+
+
+def test_forward_passes_may_all_come_first() -> None:
+    found = []
+    for first in (True, False):
+        model, x = fill(chain()), randn(2, 4, 3)
+        with closing(preconditioner(model)) as own:
+            losses = []
+            for part, keep in zip(x.split(1), KEEP.split(1), strict=False):
+                own.count(keep, rows=keep)
+                losses.append(model(part).square().sum(-1)[keep].mean() / 2)
+                if not first:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+            own.step()
+            found.append([f for name in "01" for f in factors(own, name)])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "factor")
+
+
+def test_a_pass_of_several_batches_is_an_error() -> None:
+    model, x = fill(chain()), randn(4, 3)
+    with closing(preconditioner(model)) as own:
+        total = 0.0
+        for part in x.split(2):
+            own.count(2)
+            total = total + model(part).square().mean() / 2
+        total.backward()
+        with pytest.raises(ValueError, match="forward passes of several count"):
+            own.step()
+
+
+def test_nothing_is_asked_between_statistics() -> None:
+    model, x = fill(chain()), randn(4, 3)
+    with closing(preconditioner(model, statistics_every=2)) as own:
+        for step in range(4):
+            if own.takes_statistics:
+                own.count(4)
+            else:
+                own.count("nonsense")  # type: ignore[arg-type]
+            backward(model, x)
+            own.step()
+            assert own._steps == step + 1
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 3, 1), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv(x).flatten(2).mT)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "said", "message"),
+    [
+        (Images, {}, {"rows": torch.ones(2, 3, 3).bool()}, "single rows out of 'conv': Conv2dHel"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 2)),
+            {"method": "kfac-reduce"},
+            {"rows": torch.ones(2, 2, 3).bool()},
+            "single rows out of '0': LinearHelper under KFACReduce",
+        ),
+        (Images, {}, {"rows": torch.ones(2, 5).bool()}, r"no layer was called with so many"),
+    ],
+    ids=["convolution", "reduce", "fits nothing"],
+)
+def test_rows_that_cannot_be_left_out(
+    make: Any, settings: dict[str, Any], said: dict[str, Any], message: str
+) -> None:
+    model = fill(make())
+    with closing(preconditioner(model, **settings)) as own:
+        own.count(**said)
+        backward(model, randn(2, 2, 3, 3))
+        with pytest.raises(ValueError, match=message):
+            own.step()
+
+
+@pytest.mark.parametrize(
+    ("loss", "terms", "message"),
+    [
+        ("mse", 5, r"count.. was given 5, which does not say which terms of the outputs \(3, 2, 4"),
+        ("mse", torch.ones(3, 5).bool(), r"given a mask \(3, 5\), which does not say which"),
+        (SumLoss([Term("mse"), Term(SquaredError())]), KEEP, "all take means over positions, or"),
+    ],
+)
+def test_terms_that_the_outputs_do_not_have(loss: Any, terms: Any, message: str) -> None:
+    model = fill(chain())
+    with closing(preconditioner(model, fisher="type-2", loss=loss)) as own:
+        own.count(terms)
+        output = model(randn(3, 4, 3)).transpose(1, 2)
+        own.observe(output)
+        output.square().mean().backward()
+        with pytest.raises(ValueError, match=message):
+            own.step()
+
+
+def test_each_forward_pass_is_observed_before_the_next_is_counted() -> None:
+    model = fill(chain())
+    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
+        for size in (1, 2):
+            own.count(size)
+            model(randn(size, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match="still waits for observe"):
+            own.step()
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ({}, ValueError, "says terms=, rows= or both"),
+        ({"terms": -1}, ValueError, "must not be negative"),
+        ({"terms": True}, TypeError, "a number of terms or a bool mask"),
+        ({"terms": 2.0}, TypeError, "a number of terms or a bool mask"),
+        ({"terms": torch.zeros(2, 3).long()}, TypeError, "such as labels != -100"),
+        ({"rows": torch.zeros(2, 3)}, TypeError, "rows is a mask"),
+        ({"rows": [True]}, TypeError, "rows is a mask, .* not list"),
+        ({"rows": torch.tensor([[5, 0]])}, ValueError, "True or 1 for data"),
+        ({"rows": torch.tensor(True)}, ValueError, "not a single number"),
+    ],
+)
+def test_what_cannot_be_said(said: dict[str, Any], error: type[Exception], message: str) -> None:
+    with closing(preconditioner(fill(chain()))) as own, pytest.raises(error, match=message):
+        own.count(**said)
+
+
+def test_what_contradicts_a_setting() -> None:
+    with (
+        closing(preconditioner(fill(chain()), scaling="kaisa")) as own,
+        pytest.raises(ValueError, match="needs scaling='fisher'"),
+    ):
+        own.count(3)
+    with closing(preconditioner(fill(chain()), samples=lambda: 3)) as own:
+        with pytest.raises(ValueError, match="both say what the loss is a mean over"):
+            own.count(3)
+        own.count(rows=torch.ones(2, 3).bool())
+
+
+def test_a_number_may_be_a_tensor() -> None:
+    model, x = fill(chain()), randn(4, 3)
+    with closing(preconditioner(model)) as own:
+        own.count(torch.tensor(8))
+        backward(model, x)
+        own.step()
+        rows = torch.cat([x, torch.ones(4, 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / 8, "A")
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+SHARES: dict[int, list[list[int]]] = {  # by ranks: the routes of each rank's samples
+    1: [[0, 2, 1, 2, 2, 2]],
+    2: [[0, 2, 1, 2], [2, 2]],
+    3: [[0, 2], [1, 2, 2], [2]],
+}
+
+
+def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
+    """A step on a share of six samples, of which some ranks' reach no expert."""
+    import torch.distributed as dist
+
+    model = fill(Experts())
+    sizes = [len(own) for own in SHARES[ranks]]
+    x, y = routed(SHARES[1][0]), randn(6, 2, seed=1)
+    order = torch.tensor([x[:, 0].tolist().index(0), 1, 2, 3, 4, 5])
+    x, y = x[order].split(sizes)[rank], y[order].split(sizes)[rank]
+    settings: dict[str, Any] = {"loss_average": "global", "strategy": strategy, "decay": 0.5}
+    if name == "type-2":
+        settings |= {"fisher": "type-2", "loss": SquaredError()}
+    with closing(preconditioner(model, **settings)) as own:
+        for _ in range(2):
+            model.zero_grad()
+            if name == "empirical":
+                own.count(len(x))
+            output = model(x)
+            if name == "type-2":
+                own.observe(output)
+            (log_cosh(output, y) * len(x) / 6 * ranks).backward()
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if ranks > 1:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= ranks
+            own.step()
+        return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["type-2", "empirical"])
+@pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
+def test_ranks_with_uneven_routing_are_one_process(name: str, ranks: int, strategy: str) -> None:
+    alone = train(0, 1, name, "comm-opt")
+    for own in run_ranks(train, ranks, name, strategy, timeout=60):
+        for one, other in zip(own, alone, strict=True):
+            compare(one, other, "preconditioned gradients")
+
+
+def route_on_one_rank(rank: int, ranks: int) -> str:
+    model = fill(Experts())
+    with closing(preconditioner(model)) as own:
+        model(routed([0, 2] if rank == 1 else [2, 2])).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            own.step()
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_a_rank_whose_layers_disagree_stops_all() -> None:
+    one, other = run_ranks(route_on_one_rank, 2, timeout=30)
+    assert other.startswith("ValueError: in one backward pass 'head' was called with 2 samples")
+    assert one.startswith("RuntimeError: another rank cannot take this step")
+    assert "rank 1: ValueError: in one backward pass 'head'" in one
+
+
+def count_for_oneself(rank: int, ranks: int) -> list[Tensor]:
+    """Each rank's callable returns the number of its own tokens."""
+    model, x = fill(chain()), randn(3, 4, 3)
+    keep = KEEP
+    if ranks > 1:
+        keep, x = ((KEEP[:1], x[:1]), (KEEP[1:], x[1:]))[rank]
+    own = preconditioner(model, samples=lambda: int(keep.sum()), loss_average="global")
+    with closing(own):
+        (model(x).square().sum(-1)[keep].sum() / 7 * ranks).backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        own.step()
+        return [f.clone() for name in "01" for f in factors(own, name)]
+
+
+@pytest.mark.distributed
+def test_numbers_that_callables_return_need_not_agree() -> None:
+    """Every rank counts its own: added up they are those of one process."""
+    alone = count_for_oneself(0, 1)
+    for own in run_ranks(count_for_oneself, 2, timeout=30):
+        for one, other in zip(own, alone, strict=True):
+            compare(one, other, "factor")
