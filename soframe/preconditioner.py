@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import averaging, building, gradients, state
+from soframe import arguments, averaging, building, gradients, state
 from soframe.agreement import (
     Poll,
     fingerprint,
@@ -168,7 +168,16 @@ class Preconditioner:
         gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
         building.check_words(scaling, loss_average, samples, clip_lr)
-        building.check_settings(gradients, grad_scaler is not None, skip, stagger, fisher, rows)
+        mappings = {"layers": {} if layers is None else layers, "method": method, "solver": solver}
+        building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
+        arguments.check(
+            model=model,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            dtype=dtype,
+            skip=skip,
+            mappings=mappings,
+        )
         self._model = unwrap(model)
         self._damping = building.choose_damping(damping)
         self._decay = Scheduled("decay", decay, high=1.0)
