@@ -19,6 +19,7 @@ from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.counting import Samples
 from soframe.lr import LearningRates
+from soframe.refresh import require_followable
 from soframe.registration import Choices, Registration
 from soframe.registry import KINDS, describe
 from soframe.sampling import check_rows
@@ -186,13 +187,15 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_able` and `compare_ranks`.
+        ValueError: See `register`, `place`, `require_able`, `require_followable` and
+            `compare_ranks`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
         require_able(registration.blocks, background)
         placement = place(strategy, registration.blocks, backend.world_size)
+        require_followable(registration.blocks, placement)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
@@ -227,25 +230,23 @@ def require(name: str, value: object, allowed: Sequence[str]) -> None:
     Raises:
         ValueError: If it is none of them.
     """
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
 def check_settings(
-    gradients: str, scaled: bool, skip: object, stagger: object, fisher: str, rows: object
+    gradients: str, scaled: bool, stagger: object, fisher: str, rows: object
 ) -> None:
     """Check settings that are neither components nor words.
 
     Args:
         gradients: What a step is given.
         scaled: Whether a ``GradScaler`` is in use.
-        skip: Patterns.
         stagger: What is spread over the steps of an interval.
         fisher: Whose output gradients make the statistics.
         rows: How many rows are taken of a call.
     """
     check_gradients(gradients, scaled=scaled)
-    check_patterns(skip)
     check_turns(stagger, fisher)
     check_rows(rows)
 
@@ -311,19 +312,6 @@ def check_turns(stagger: object, fisher: str) -> None:
             f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
             f"vectors backward at each of them; pass stagger='solves'"
         )
-
-
-def check_patterns(skip: object) -> None:
-    """Check that patterns are several.
-
-    Args:
-        skip: The patterns.
-
-    Raises:
-        TypeError: If they are one string.
-    """
-    if isinstance(skip, str):
-        raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
 
 
 def check_gradients(gradients: str, *, scaled: bool) -> None:

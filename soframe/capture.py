@@ -299,7 +299,7 @@ class Capture:
             raise TypeError(
                 f"{self.names.get(helper, type(helper.module).__name__)}: "
                 f"{type(helper).__name__} serves modules that return one tensor, not "
-                f"{type(output).__name__}; skip the module or register a helper for its type"
+                f"{type(output).__name__}; skip the module (skip=[...])"
             )
         if not output.requires_grad:
             return

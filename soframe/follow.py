@@ -60,7 +60,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
     for block in new:
         before = by_name.get(block.name)
         columns = None
-        if before is not None and _is_continued(before, block):
+        if before is not None and _is_continued(before, block) and _is_cut(before, block):
             columns = _remaining_columns(before.helper, block.helper)
         if before is None or columns is None:
             anew.append(block)
@@ -208,6 +208,24 @@ def _is_continued(before: Block, after: Block) -> bool:
     return before.helper.module is after.helper.module and describe(before.method) == describe(
         after.method
     )
+
+
+def _is_cut(before: Block, after: Block) -> bool:
+    """Return whether factors are as they were, or lose the rows and columns that inputs lose."""
+    if before.shape == after.shape:
+        return True
+    if len(before.factors) != len(after.factors):
+        return False
+    for one, other in zip(before.factors, after.factors, strict=True):
+        sizes = (one.size, other.size)
+        as_inputs = one.side == "right" and sizes == (
+            before.shape.in_features,
+            after.shape.in_features,
+        )
+        as_ever = one.side == "left" and sizes[0] == sizes[1]
+        if one.groups != other.groups or not (as_inputs or as_ever):
+            return False
+    return True
 
 
 def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import averaging, building, checksums, gradients, state
+from soframe import arguments, averaging, building, checksums, gradients, state
 from soframe.agreement import (
     Poll,
     fingerprint,
@@ -172,7 +172,16 @@ class Preconditioner:
         self.backend = building.choose_backend(backend)
         with building.starting(lambda: self.backend):
             building.check_words(scaling, loss_average, samples, clip_lr)
-            building.check_settings(gradients, grad_scaler is not None, skip, stagger, fisher, rows)
+            building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
+            mappings = {"layers": {} if layers is None else layers, "method": method, "solver": solver}
+            arguments.check(
+                model=model,
+                optimizer=optimizer,
+                grad_scaler=grad_scaler,
+                dtype=dtype,
+                skip=skip,
+                mappings=mappings,
+            )
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", decay, high=1.0)

@@ -7,6 +7,8 @@ those of all blocks, and the ranks add up their rows. They are part of the state
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +42,7 @@ class Refresh:
     owed: int = field(default=0, repr=False)
     _known: dict[tuple[object, ...], Turns] = field(default_factory=dict, repr=False)
     _of: object = field(default=None, repr=False)
+    _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stagger, bool) and self.stagger != "solves":
@@ -59,7 +62,23 @@ class Refresh:
             TypeError: If ``stagger`` is nothing that is known.
         """
         every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
-        return cls(*every, stagger)
+        refresh = cls(*every, stagger)
+        if not callable(statistics_every) and not callable(solve_every):
+            refresh.warn_of_intervals(0, stacklevel=4)
+        return refresh
+
+    def warn_of_intervals(self, step: int, stacklevel: int = 3) -> None:
+        """Warn of intervals under which solves lack new statistics, once of each pair.
+
+        Args:
+            step: Completed steps.
+            stacklevel: How far up the code is that chose the intervals.
+        """
+        pair = (self.statistics_every.at(step), self.solve_every.at(step))
+        if pair not in self._told:
+            self._told.add(pair)
+            if (what := mismatch(*pair)) is not None:
+                warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
 
     def observed(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
         """Return the blocks that take statistics.
@@ -90,6 +109,7 @@ class Refresh:
             Of the blocks that have statistics those whose turn it is, and those that have never
             been solved.
         """
+        self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
         own = self._turns(blocks, placement, step).solves
         return [
@@ -144,13 +164,79 @@ class Refresh:
         return self._known[key]
 
 
+def mismatch(statistics_every: int, solve_every: int) -> str | None:
+    """Return what two intervals have against each other, or None if they go together.
+
+    Args:
+        statistics_every: That of statistics.
+        solve_every: That of solves.
+
+    Returns:
+        What the solves lack, and the nearest intervals under which they do not.
+    """
+    if solve_every % statistics_every == 0:
+        return None
+    if solve_every < statistics_every:
+        return (
+            f"solve_every={solve_every} is less than statistics_every={statistics_every}, so that "
+            f"most solves find no new statistics; pass solve_every={statistics_every}, or "
+            f"statistics_every={solve_every}"
+        )
+    below = solve_every // statistics_every * statistics_every
+    age = statistics_every - math.gcd(solve_every, statistics_every)
+    return (
+        f"solve_every={solve_every} is no multiple of statistics_every={statistics_every}, so that "
+        f"solves use statistics which are up to {age} step(s) old; pass solve_every={below} or "
+        f"solve_every={below + statistics_every}"
+    )
+
+
+def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
+    """Check that second-order data which follow factors do so under this placement.
+
+    Args:
+        blocks: The blocks, in the placement's order.
+        placement: Who holds what.
+
+    Raises:
+        ValueError: If a gradient worker lacks what the data are to follow: results would depend on
+            the strategy.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solver.follows:
+            continue
+        if place.deferred:
+            why = (
+                "the strategy reduces statistics at the solves only: pass one that reduces them at "
+                "once (deferred=False)"
+            )
+            raise ValueError(_cannot_follow(block, placement, why))
+        for index, factor in enumerate(block.factors):
+            lacking = [w for w in place.gradient_workers if not place.holds(w, index)]
+            if lacking:
+                why = (
+                    f"rank(s) {lacking} precondition the block, and do not hold its factor "
+                    f"{factor.name}: pass a strategy that holds factors where gradients are "
+                    f"preconditioned, such as Sharded(colocate=True) or 'mem-opt'"
+                )
+                raise ValueError(_cannot_follow(block, placement, why))
+
+
+def _cannot_follow(block: Block, placement: Placement, why: str) -> str:
+    return (
+        f"{block.name}: the data of {block.solver!r} follow the factors between solves, which they "
+        f"cannot do under the strategy {placement.strategy!r}, since {why}; or a solver that does "
+        f"not follow"
+    )
+
+
 def follow(
     blocks: Sequence[Block], changed: Collection[Block], placement: Placement, rank: int
 ) -> None:
     """Let second-order data follow running factors that have changed, where solvers can do that.
 
-    A factor's data follow where all gradient workers hold the factor, so that they stay the same
-    on all of them; statistics that are not reduced yet are not waited for.
+    All gradient workers hold the factor then (`require_followable`), so that its data stay the same
+    on all of them.
 
     Args:
         blocks: All blocks, in the placement's order.
@@ -163,8 +249,8 @@ def follow(
         if not follows or not block.solved or block.pending > 0:
             continue
         workers = place.gradient_workers
-        for index, factor in enumerate(block.factors):
-            if rank not in workers or not all(place.holds(w, index) for w in workers):
+        for factor in block.factors:
+            if rank not in workers:
                 continue
             data = block.second_order[factor.name]
             new = block.solver.follow(block.matrix(factor), data)

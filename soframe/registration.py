@@ -120,6 +120,7 @@ class Registration:
                 continue
             weight = module._parameters.get("weight")
             tied = sharers[id(weight)] if weight is not None else [(name, module)]
+            tied = list({id(m): (n, m) for n, m in tied}.values())  # one has it by two names
             done.update(id(m) for _, m in tied)
             reasons = [(n, m, self._reason(n, m, attention)) for n, m in tied]
             refused = [(n, m, r) for n, m, r in reasons if r is not None]
@@ -140,6 +141,9 @@ class Registration:
         if helper is None:
             kind = type(module).__name__
             return f"no layer helper; register one with @soframe.register('layer', {kind})"
+        empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
+        if empty:
+            return f"it has parameters without elements: {', '.join(empty)}"
         if name.rpartition(".")[0] in attention and name.endswith("out_proj"):
             return "nn.MultiheadAttention uses its weight without calling it"
         return helper.unsupported(module)
@@ -163,6 +167,8 @@ class Registration:
 
     def _add_block(self, tied: Sequence[tuple[str, nn.Module]]) -> None:
         name, module = tied[0]
+        for other_name, other in tied:
+            self._require_known_names(other_name, other)
         weight = module._parameters["weight"]
         biases = [m._parameters.get("bias") for _, m in tied]
         # A bias belongs to the block only if the block has all of its gradient.
@@ -187,6 +193,7 @@ class Registration:
             helper_class = self._helper_class(other_name, other)
             assert helper_class is not None
             helpers.append(helper_class(other, weight=use_weight, bias=use_bias))
+            _require_own_parameters(other_name, helpers[-1])
         shapes = {helper.shape for helper in helpers}
         if len(shapes) > 1:
             for _, other in tied:
@@ -198,15 +205,32 @@ class Registration:
         damping = self._choices.damping
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
-        self.blocks.append(
-            Block(
-                name or type(module).__name__,
-                tuple(helpers),
-                method.forward_only() if self._choices.forward_only else method,
-                solver if damping is None else damping.solver(solver),
-                factor_dtype(parameters, self._choices.dtype),
-            )
+        block = Block(
+            name or type(module).__name__,
+            tuple(helpers),
+            method.forward_only() if self._choices.forward_only else method,
+            solver if damping is None else damping.solver(solver),
+            factor_dtype(parameters, self._choices.dtype),
         )
+        if (why := block.solver.unsupported(block.factors)) is not None:
+            raise ValueError(
+                f"{block.name}: {block.solver!r} cannot solve the factors of {block.method!r}: "
+                f"{why}"
+            )
+        self.blocks.append(block)
+
+    def _require_known_names(self, name: str, module: nn.Module) -> None:
+        """Check that a module which a helper says it serves has what blocks are made of."""
+        if module._parameters.get("weight") is None:
+            own = ", ".join(n for n, p in module._parameters.items() if p is not None)
+            helper = self._helper_class(name, module)
+            assert helper is not None
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) has no parameter 'weight' but {own}, "
+                f"while {helper.__name__}.unsupported() accepts it: blocks are made of parameters "
+                f"named 'weight' and 'bias'. Let unsupported() return a reason, skip the module "
+                f"(skip=[{name!r}]), or give the parameters these names"
+            )
 
     def _explain(self, module: nn.Module, reason: str, name: str = "") -> None:
         for parameter in module._parameters.values():
@@ -273,6 +297,18 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
             f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: run one "
             f"forward pass before building the Preconditioner, or skip the module"
         )
+
+
+def _require_own_parameters(name: str, helper: LayerHelper) -> None:
+    """Check that a helper names parameters as the module does: it finds their tensors by that."""
+    own = helper.module._parameters
+    for key, parameter in helper.parameters.items():
+        if key not in ("weight", "bias") or own.get(key) is not parameter:
+            raise ValueError(
+                f"module {name!r}: {type(helper).__name__}.parameters has {key!r}, which is no "
+                f"'weight' or 'bias' of the module's own ({', '.join(own)}): use the module's "
+                f"names, or skip the module (skip=[{name!r}])"
+            )
 
 
 def _name(component: object) -> str:

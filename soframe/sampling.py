@@ -13,7 +13,6 @@ rows have the same ones, so that layers of one input share its moment still.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 
 import torch
@@ -145,7 +144,7 @@ class Sampler:
 
     def _wanted(self, total: int, size: int) -> int:
         if isinstance(self._rows, int):
-            return min(total, math.ceil(self._rows / size))
+            return min(total, -(-self._rows // size))
         return min(total, max(1, round(self._rows * total)))
 
     def _inputs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -38,8 +39,10 @@ class Scheduled:
             self._check(self.value)
 
     def _check(self, value: object) -> float:
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        number = float(value) if real else math.nan  # type: ignore[arg-type]
+        number = math.nan
+        if not isinstance(value, bool) and isinstance(value, Real):
+            with suppress(OverflowError):  # an integer that no float can hold
+                number = float(value)
         if not self.low <= number < self.high or (self.open_low and number == self.low):
             bracket = "(" if self.open_low else "["
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,3 +152,59 @@ def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
 def test_what_stagger_cannot_be(value: Any) -> None:
     with pytest.raises(TypeError, match="stagger must be True, 'solves' or False"):
         preconditioner(fill(nn.Linear(2, 2)), stagger=value)
+
+
+@pytest.mark.parametrize(
+    ("statistics_every", "solve_every", "message"),
+    [
+        (2, 3, r"no multiple of statistics_every=2, .* up to 1 step\(s\) old; .* =2 or .*=4"),
+        (10, 25, r"up to 5 step\(s\) old; pass solve_every=20 or solve_every=30"),
+        (10, 1, "most solves find no new statistics; pass solve_every=10, or statistics_every=1"),
+    ],
+)
+def test_intervals_that_do_not_go_together(
+    statistics_every: int, solve_every: int, message: str
+) -> None:
+    options = {"statistics_every": statistics_every, "solve_every": solve_every}
+    message = f"solve_every={solve_every} is .*{message.replace(' =', ' solve_every=')}"
+    with pytest.warns(UserWarning, match=message) as told:
+        preconditioner(fill(nn.Linear(2, 2)), **options)
+    assert told[0].filename.endswith("curvature.py")  # where the preconditioner is built
+    schedules = {name: (lambda step, n=n: n) for name, n in options.items()}
+    model = fill(nn.Linear(2, 2))
+    with closing(preconditioner(model, **schedules)) as own:
+        with pytest.warns(UserWarning, match=message):
+            step_once(own, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step_once(own, model)  # they were told
+
+
+@pytest.mark.parametrize("pair", [(1, 7), (5, 5), (3, 12)])
+def test_intervals_that_go_together(pair: tuple[int, int]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        preconditioner(fill(nn.Linear(2, 2)), statistics_every=pair[0], solve_every=pair[1])
+        schedule = GrowingInterval(64, age=0.5)
+        model = fill(nn.Linear(2, 2))
+        options = {"statistics_every": schedule, "solve_every": schedule}
+        with closing(preconditioner(model, **options)) as own:
+            for _ in range(6):
+                step_once(own, model)
+
+
+def step_once(own: Any, model: nn.Module) -> None:
+    model.zero_grad()
+    model(randn(3, 2)).square().mean().backward()
+    own.step()
+
+
+@pytest.mark.parametrize("stagger", [True, "solves"])
+def test_turns_of_an_endless_interval(stagger: Any) -> None:
+    """There are no more turns than blocks, however many steps there are."""
+    options = {"statistics_every": 10**9, "solve_every": 10**9, "stagger": stagger}
+    model = fill(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with closing(preconditioner(model, **options)) as own:
+        for _ in range(2):
+            step_once(own, model)
+        assert own._refresh._turns(own._blocks, own.placement, 2).solves == (0, 1)

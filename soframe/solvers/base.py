@@ -39,6 +39,18 @@ class Solver(ABC):
     follows: bool = False
     alone: ClassVar[bool] = False
 
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        """Return why this solver cannot serve the factors of a block, or None if it can.
+
+        Args:
+            factors: The factors.
+
+        Returns:
+            The reason and a remedy, for the error when the block is built. By default None.
+        """
+        del factors
+        return None
+
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """Return what ``solve`` makes of a factor.

@@ -59,8 +59,8 @@ class Eigen(Solver):
                 divided by them would be zero.
         """
         dtype = mean_traces[0].dtype
-        product = torch.stack([trace.double() for trace in mean_traces]).prod(0)
-        if len(mean_traces) > 1 and float(product.amax()) > torch.finfo(dtype).max / _SIZES:
+        largest = torch.stack([trace.double().amax() for trace in mean_traces])
+        if len(mean_traces) > 1 and float(largest.prod()) > torch.finfo(dtype).max / _SIZES:
             raise SolveFailedError(
                 f"its eigenvalues times those of the other factor are beyond {dtype}: scale the "
                 f"loss, or pass dtype=torch.float64"

@@ -48,6 +48,19 @@ class Inverse(Solver):
         if self.split not in ("pi", "sqrt", "full"):
             raise ValueError(f"Inverse: split must be 'pi', 'sqrt' or 'full', not {self.split!r}")
 
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        """See `Solver.unsupported`: it shares the damping between two factors of as many groups."""
+        if self.split == "full" or len(factors) == 1:
+            return None
+        if len(factors) == 2 and factors[0].groups == factors[1].groups:
+            return None
+        found = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
+        return (
+            f"split={self.split!r} shares the damping between two factors of as many groups, and "
+            f"these are {found}; pass split='full', or a solver such as 'eigen' that damps their "
+            f"product"
+        )
+
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`."""
         return {"inverse": TensorSpec(factor.shape, symmetric=True)}

@@ -45,6 +45,10 @@ class Lazy(Solver):
         object.__setattr__(self, "follows", self.solver.follows)
         object.__setattr__(self, "alone", self.solver.alone)
 
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        """See `Solver.unsupported`."""
+        return self.solver.unsupported(factors)
+
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the inner solver's, the sketch, and the share of the damping."""
         return {

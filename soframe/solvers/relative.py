@@ -40,6 +40,13 @@ class Relative(Solver):
         object.__setattr__(self, "follows", self.solver.follows)
         object.__setattr__(self, "alone", self.solver.alone)
 
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        """See `Solver.unsupported`: the mean eigenvalue is that of factors of as many groups."""
+        if len({factor.groups for factor in factors}) > 1:
+            found = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
+            return f"relative damping needs factors of as many groups, not {found}"
+        return self.solver.unsupported(factors)
+
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the inner solver's, and the mean trace."""
         return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}

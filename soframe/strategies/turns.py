@@ -25,7 +25,13 @@ def turns(placement: Placement, interval: int) -> tuple[int, ...]:
     Returns:
         For each block a number in ``[0, interval)``.
     """
-    return tuple(assign(list(map(_solve_cost, placement.work)), [0.0] * interval))
+    costs = list(map(_solve_cost, placement.work))
+    return tuple(assign(costs, _empty(interval, len(costs))))
+
+
+def _empty(turns: int, jobs: int) -> list[float]:
+    """Return the loads of turns before they have any; of those beyond the jobs none is needed."""
+    return [0.0] * min(turns, max(jobs, 1))
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,16 @@ def all_turns(
         for members in together.values()
     ]
     own = [0] * len(inputs)
-    chosen = assign(costs, [0.0] * statistics_every)
+    chosen = assign(costs, _empty(statistics_every, len(costs)))
     for members, turn in zip(together.values(), chosen, strict=True):
         for index in members:
             own[index] = turn
     if not follow:
         return Turns(tuple(own), turns(placement, solve_every))
     solved = [0] * len(inputs)
-    for turn in range(statistics_every):
+    for turn in sorted(set(own)):
         mine = [index for index, its in enumerate(own) if its == turn]
-        visits = [0.0] * (solve_every // statistics_every)
+        visits = _empty(solve_every // statistics_every, len(mine))
         for index, visit in zip(mine, assign([solves[i] for i in mine], visits), strict=True):
             solved[index] = turn + visit * statistics_every
     return Turns(tuple(own), tuple(solved))

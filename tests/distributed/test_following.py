@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from soframe import Placement
-from soframe.solvers import Eigen, NewtonSchulz, OrthogonalIteration
+from soframe import Placement, Preconditioner
+from soframe.comm import Recording
+from soframe.solvers import Eigen, Lazy, NewtonSchulz, OrthogonalIteration, Solver
 from soframe.strategies import BlockPlacement, MemOpt, Sharded, Strategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_accounting import Apart
@@ -70,21 +72,29 @@ def test_ranks_are_one_process(solver: str, ranks: int) -> None:
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9, msg=name)
 
 
-@pytest.mark.slow
-def test_what_cannot_follow_everywhere_follows_nowhere() -> None:
-    """All gradient workers keep the same data, and the weights of ranks stay the same."""
-    own = {"solver": Eigen(follows=True), "strategy": Halves(), **EVERY}
-    (weights, data), (others, theirs) = (
-        results[0] for results in run_ranks(train, 2, [Case(own, steps=3)], timeout=60)
-    )
-    assert torch.equal(weights, others)
-    assert all(torch.equal(data[key], theirs[key]) for key in data if key.count(".") == 2)
-    vectors, values = (data[f"head.{'A'}.{name}"] for name in ("vectors", "values"))
-    diagonal = (vectors.mT @ data["head.A"] @ vectors).diagonal(dim1=-2, dim2=-1)
-    assert not torch.allclose(values, diagonal, rtol=1e-6)  # of the last solve
-    vectors, values = (data[f"head.G.{name}"] for name in ("vectors", "values"))
-    diagonal = (vectors.mT @ data["head.G"] @ vectors).diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(values, diagonal, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        (Halves(), r"strategy 'halves', since rank\(s\) \[1\] precondition the block, and do not"),
+        (Sharded(deferred=True, colocate=True), "reduces statistics at the solves only"),
+        (Sharded(group=None), r"do not hold its factor A: pass .* Sharded\(colocate=True\)"),
+    ],
+    ids=["halves", "deferred", "apart"],
+)
+@pytest.mark.parametrize("solver", [Eigen(follows=True), Lazy(Eigen(follows=True))], ids=repr)
+def test_what_cannot_follow_everywhere_is_refused(
+    strategy: Strategy, why: str, solver: Solver
+) -> None:
+    """Results would depend on the strategy; every rank finds it before the first collective."""
+    sizes = [40, 56, 48, 40]  # the factors of some block lie elsewhere than its second-order data
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    for rank in range(2):
+        backend = Recording(rank=rank, world_size=2)
+        options = {"strategy": strategy, "backend": backend, "kl_clip": None}
+        model = nn.Sequential(*layers)
+        with pytest.raises(ValueError, match=f"follow the factors between solves.*{why}"):
+            Preconditioner(model, solver=solver, **options)
+        Preconditioner(model, solver="eigen", **options)
 
 
 @pytest.mark.slow
