@@ -165,6 +165,7 @@ class Poll:
         weights: What this rank's statistics weigh.
         present: Which gradients this rank has, where gradients are local.
         waits: Whether this rank still solves in the background, where that matters.
+        reached: Which blocks its backward passes have reached, see `soframe.effect`.
     """
 
     failed: float
@@ -175,6 +176,7 @@ class Poll:
     weights: Sequence[float] = ()
     present: Sequence[float] = ()
     waits: Sequence[float] = ()
+    reached: Sequence[float] = ()
 
     def over_ranks(self, backend: Backend) -> Poll:
         """Return the sums over all ranks, which are the same on every rank.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
-from soframe import averaging
+from soframe import averaging, claims, stacks
 from soframe.agreement import compare_ranks, describe_error, say_failed
 from soframe.background import Background, require_able
 from soframe.blocks import Block
@@ -123,13 +123,18 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         The registration, with at least one block.
 
     Raises:
-        ValueError: If there is nothing to precondition.
+        ValueError: If there is nothing to precondition, or parameters are shared out or without
+            values.
     """
+    stacks.require_whole(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks:
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
         )
+    for block in registration.blocks:
+        own = block.parameters.items()
+        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in own)
     return registration
 
 
@@ -167,6 +172,7 @@ def build(
     background: Background,
     settings: Sequence[object],
     *,
+    owner: object,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -181,14 +187,15 @@ def build(
         backend: The backend.
         background: What is solved in the background, one of the settings.
         settings: The others that all ranks must have in common.
+        owner: Whose the modules are to be; they may be nobody else's.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_able`, `require_followable` and
-            `compare_ranks`.
+        ValueError: See `register`, `place`, `require_able`, `require_followable`, `compare_ranks`
+            and `soframe.claims.require_free`.
     """
     try:
         registration = register(model, choices)
@@ -196,11 +203,14 @@ def build(
         require_able(registration.blocks, background)
         placement = place(strategy, registration.blocks, backend.world_size)
         require_followable(registration.blocks, placement)
+        modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
+        claims.require_free(owner, modules)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
     own = describe_settings(registration.blocks, *settings, background)
     compare_ranks(backend, placement, own, first=first)
+    claims.claim(owner, modules)
     backend.prepare(placement.groups())
     return registration, placement
 

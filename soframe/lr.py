@@ -101,10 +101,22 @@ class LearningRates:
         for block in blocks:
             for name, parameter in block.parameters.items():
                 if id(parameter) not in self._group_of:
+                    # One that shares parameters out has others in their place, and reads its
+                    # gradients from elsewhere.
+                    others = self._group_of.keys().isdisjoint(
+                        id(p) for each in blocks for p in each.parameters.values()
+                    )
                     raise ValueError(
                         f"{block.name}.{name} is not in the given optimizer: add it to a "
-                        f"parameter group, skip the module (skip=[{block.name!r}]), or pass lr= "
-                        f"instead of optimizer="
+                        f"parameter group, or skip the module (skip=[{block.name!r}])"
+                        + (
+                            ". It has no parameter of any block: it is another model's, or one "
+                            "that shares parameters out over ranks (DeepSpeed's ZeRO) and does not "
+                            "read what a Preconditioner writes into .grad; lr= would not change "
+                            "that"
+                            if others
+                            else "; where another optimizer has it, pass lr= instead of optimizer="
+                        )
                     )
 
     def of(self, blocks: Sequence[Block], step: int) -> list[float | Tensor]:

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import arguments, averaging, building, checksums, gradients, state
+from soframe import arguments, averaging, building, checksums, claims, gradients, state
+from soframe.accumulation import Accumulation
 from soframe.agreement import (
     Poll,
     fingerprint,
@@ -33,6 +34,7 @@ from soframe.capture import Capture
 from soframe.clipping import Bounds, Limits, clip
 from soframe.comm.base import Backend
 from soframe.counting import Samples, declare
+from soframe.effect import Effect
 from soframe.fisher import Fisher
 from soframe.follow import Watch, hand_over
 from soframe.layers.base import LayerHelper
@@ -137,6 +139,8 @@ class Preconditioner:
     placement: Placement
     counters: dict[str, int]
     _statistics: Statistics
+    _effect: Effect
+    _accumulation: Accumulation
 
     def __init__(
         self,
@@ -255,7 +259,8 @@ class Preconditioner:
 
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
-                gradients, or was not given.
+                gradients, or was not given; if a backward pass has added to what the last step
+                wrote, or the step would have no effect (`soframe.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
@@ -276,9 +281,10 @@ class Preconditioner:
                 block.write(result)
         else:
             gradients.discard(self._model)
+        self._accumulation.wrote(results if finite else ())
         self._steps += 1
         self._refresh.owed = max(0, self._refresh.owed - 1)
-        self.reset_batch()
+        self._begin()
 
     @torch.no_grad()
     def precondition_again(self, damping: float) -> None:
@@ -322,6 +328,7 @@ class Preconditioner:
             weights=self._statistics.weights(),
             present=self._raw.present(),
             waits=self._background.waits(),
+            reached=self._effect.said(self._statistics.due),
         ).over_ranks(self.backend)
         require_no_failure(self.backend, error, said.failed)
         require_common(self.backend, common, said.common)
@@ -331,6 +338,8 @@ class Preconditioner:
             require_all_ranks(self.backend, said.changed)
             self._build()
             return self._agree()
+        if not said.bad_gradient and not said.bad_statistics:
+            self._effect.require(self._statistics.due, said.reached)
         self.counters["skipped_updates"] += said.bad_gradient > 0
         self.counters["skipped_statistics"] += said.bad_statistics > 0
         if said.bad_statistics and not any(block.mass > 0 for block in self._blocks):
@@ -349,6 +358,8 @@ class Preconditioner:
         try:
             self._loss_scale.check(self._optimizer)
             self._statistics.require_counted()
+            self._effect.check(self._statistics.due)
+            self._accumulation.check()
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -381,7 +392,7 @@ class Preconditioner:
         others = (*numbers, *words, tensors, counted, self._sampler, self.backend.fused)
         parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
         registration, placement = building.build(
-            *parts, self._background, others, first=not self._blocks
+            *parts, self._background, others, owner=self._capture, first=not self._blocks
         )
         if self._blocks:
             self._land("Preconditioner.step()")
@@ -392,6 +403,11 @@ class Preconditioner:
         self.placement = placement
         self._report = registration.report
         self._watch = Watch(self._model)
+        if old:
+            self._accumulation.close()
+        self._accumulation = Accumulation(self._blocks)
+        seen = (self._capture, self._accumulation)
+        self._effect = Effect(self._model, self._blocks, *seen, rebuilt=bool(old))
         averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
         scale = Scale(self._scaling, *averages)
         how = (scale, self._samples, self._loss_scale.now, self._capture, self._sampler)
@@ -403,7 +419,7 @@ class Preconditioner:
         self._raw = kind(self._model, self._blocks, placement, self.backend)
         statistics.listen()
         if not old:
-            self.reset_batch()
+            self._begin()
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -490,7 +506,12 @@ class Preconditioner:
         self._steps, self._refresh.owed = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a window, in which nothing has happened."""
         self.reset_batch()
+        self._effect.begin(self._statistics.due)
 
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
@@ -508,6 +529,8 @@ class Preconditioner:
         What is solved in the background is given up, once what has begun has ended.
         """
         self._capture.close()
+        self._accumulation.close()
+        claims.release(self._capture)
         self._background.close()
         self._statistics.arrive()
         self._closed = True

@@ -60,6 +60,7 @@ def test_no_work_between_statistics_steps() -> None:
     ) as own:
         asked, changed, before = [], [], None
         for step in range(7):
+            model.zero_grad()
             observe(model, own, [(randn(2, 3, seed=step), randn(2, 2))], half_square)
             own.step()
             asked.append(CountedError.asked)

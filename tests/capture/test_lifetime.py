@@ -113,28 +113,44 @@ def test_two_preconditioners_share_a_model_by_parts() -> None:
 
 
 def test_two_preconditioners_on_the_same_layers() -> None:
-    """Both observe the same passes; each rewrites whatever gradient it finds."""
+    """The second is refused while the first lives, in whichever wrapper it is built."""
     model = CASE.build()
-    one, other = precondition(model), precondition(model, decay=0.0)
+    one = precondition(model)
+    for build in (precondition, lambda m: precondition(m, skip=["first"])):
+        with pytest.raises(ValueError, match=r"module '(first|last)' belongs to another .*close"):
+            build(model)
+    with pytest.raises(ValueError, match="belongs to another"):
+        soframe.TrustRegion(model, "mse")
+    one.close()
+    other = precondition(model)
     softplus(model(vectors(0))).backward()
-    raw = {name: p.grad.clone() for name, p in model.named_parameters()}
-    one.step()
-    after_one = snapshot(model, one)
-    assert_same(after_one, expected(CASE)[0])
-    for name, parameter in model.named_parameters():
-        parameter.grad.copy_(raw[name])
     other.step()
     assert_same(snapshot(model, other), expected(CASE)[0])
-    one.close()
-    model.zero_grad()
-    softplus(model(vectors(1))).backward()
-    other.step()
-    alone = CASE.build()
-    single = precondition(alone)
-    softplus(alone(vectors(1))).backward()
-    single.step()
-    # Without a memory, the second step of the survivor is the first of a new one.
-    assert_same(snapshot(model, other), snapshot(alone, single))
+    del other
+    own = soframe.TrustRegion(model, "mse")
+    with pytest.raises(ValueError, match="belongs to another"):
+        precondition(model)
+    own.close()
+    precondition(model).close()
+
+
+def test_a_preconditioner_that_could_not_be_built_has_nothing() -> None:
+    model = CASE.build()
+    with pytest.raises(ValueError, match="is not in the given optimizer"):
+        precondition(model, optimizer=torch.optim.SGD(model.first.parameters(), lr=0.1))
+    precondition(model).close()
+
+
+def test_a_module_that_left_belongs_to_nobody() -> None:
+    """Where a model has changed, what it had before may be preconditioned by another."""
+    model = CASE.build()
+    one, left = precondition(model), model.last
+    model.last = nn.Linear(3, 2).double()
+    softplus(model(vectors(0))).backward()
+    one.step()
+    precondition(left).close()
+    with pytest.raises(ValueError, match="belongs to another"):
+        precondition(model.last)
 
 
 # -- the end -----------------------------------------------------------------------------------
@@ -172,6 +188,7 @@ def test_rebuilding_does_not_add_hooks() -> None:
     model = CASE.build()
     preconditioner = precondition(model)
     for trainable in (False, True, False):
+        model.zero_grad()
         softplus(model(vectors(0))).backward()
         model.first.bias.requires_grad_(trainable)
         preconditioner.step()
@@ -215,6 +232,7 @@ def test_steps_leave_nothing_to_the_garbage_collector(settings: dict[str, Any]) 
     preconditioner = precondition(model, **settings)
 
     def step(number: int) -> None:
+        model.zero_grad()
         softplus(model(vectors(number))).backward()
         preconditioner.step()
 

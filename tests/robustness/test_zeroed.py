@@ -1,0 +1,247 @@
+"""What a step is given: gradients zeroed since the last one, of whole parameters with values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import soframe
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.robustness.test_no_effect import Network, backward, build
+
+ADDED = r"has added to the gradient that the last step\(\) preconditioned.*sync_gradients"
+
+
+def in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def to_none(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def together(model: nn.Module) -> None:
+    if there := [p.grad for p in model.parameters() if p.grad is not None]:
+        torch._foreach_zero_(there)
+
+
+ZEROES = (in_place, to_none, together)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_in_every_micro_batch(micro_batches: int) -> None:
+    """As in a loop of Accelerate's without its gate; no gradient is changed."""
+    model = Network()
+    own = build(model)
+    backward(model)
+    own.step()
+    for number in range(micro_batches):
+        backward(model, number)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(RuntimeError, match=ADDED):
+        own.step()
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after))
+    model.zero_grad()
+    own.reset_batch()
+    backward(model)
+    own.step()
+
+
+@pytest.mark.parametrize("zero", ZEROES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_zeroed(zero: Callable[[nn.Module], None], fused: bool) -> None:
+    """Whichever way, with clipping, several passes, unused layers and penalties afterwards."""
+    model = Network()
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    own = build(model, statistics_every=2, solve_every=2)
+    for step in range(8):
+        zero(model)
+        for number in range(1 + step % 3):
+            backward(model, number, head=step > 4)
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        own.step()
+        if step % 4 == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if step % 4 == 3:  # added on purpose to what was preconditioned
+            sum(p.square().sum() for p in model.parameters()).backward()
+        optimizer.step()
+    own.close()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_pass_between_the_step_and_the_zeroing() -> None:
+    """A measurement leaves its gradients; they are zeroed before the batch, that does without."""
+    model = Network()
+    own = build(model)
+    for zero in (in_place, to_none, in_place):
+        backward(model)
+        own.step()
+        backward(model)
+        zero(model)
+        if zero is to_none:
+            backward(model)
+        own.step()
+        zero(model)
+
+
+def test_copies_have_no_hooks() -> None:
+    model = Network()
+    own = build(model)
+    backward(model)
+    own.step()
+    twin = copy.deepcopy(model)
+    backward(twin)
+    twin.first.weight.grad.zero_()
+    assert not any(p._post_accumulate_grad_hooks for p in twin.parameters())
+
+
+@pytest.mark.slow
+def test_one_graph_under_the_compiler() -> None:
+    """Hooks on parameters are none of the compiler's business."""
+    torch._dynamo.reset()
+    model = Network()
+    own = build(model, statistics_every=2)
+    backward(model)
+    own.step()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    backward(compiled)
+    own.step()
+    torch._dynamo.reset()
+
+
+def on_ranks(rank: int, world_size: int, gate: bool, ddp: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Network()
+    model.head.requires_grad_(False)
+    wrapped = DistributedDataParallel(model, **ddp)
+    own = build(wrapped)
+    for step in range(6):
+        if gate or step == 0:
+            wrapped.zero_grad(set_to_none=step < 2)
+        backward(wrapped, step)
+        own.step()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("gate", "ddp"),
+    [
+        (False, {}),
+        (False, {"static_graph": True}),
+        (True, {}),
+        (True, {"static_graph": True}),
+        (True, {"gradient_as_bucket_view": True}),  # without the gate this one is not noticed
+    ],
+)
+def test_ranks(gate: bool, ddp: dict[str, Any]) -> None:
+    for result in run_ranks(on_ranks, 2, gate, ddp, check=False):
+        assert isinstance(result, RankFailure) != gate
+        assert gate or "has added to the gradient" in result.summary
+
+
+# -- parameters without values, and parameters that are shared out -------------------------------
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Network()
+    with pytest.raises(ValueError, match=r"first\.weight is on the meta device.*to_empty"):
+        build(model)
+    with pytest.raises(ValueError, match="meta device"):
+        soframe.TrustRegion(model, "mse")
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    own = build(model)
+    backward(model)
+    own.step()
+
+
+def test_a_part_on_the_meta_device() -> None:
+    model = Network()
+    model.head = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ValueError, match=r"head\.weight is on the meta device"):
+        build(model)
+    build(model, skip=["head"]).close()
+
+
+@pytest.mark.parametrize("mark", ["_fsdp_flattened", "ds_id", "_hp_mapping"])
+def test_marks_of_stacks(mark: str) -> None:
+    """What stacks leave on parameters they share out, without the stacks: before, and after."""
+    model = Network()
+    own = build(model)
+    for parameter in model.parameters():
+        setattr(parameter, mark, 1)
+    backward(model)
+    with pytest.raises(ValueError, match=r"first\.weight belongs to .*DistributedDataParallel"):
+        own.step()
+    own.close()
+    with pytest.raises(ValueError, match=r"parameter scale belongs to .*DistributedDataParallel"):
+        build(model)
+
+
+def shard(model: nn.Module, kind: str) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if kind == "fully_shard":
+        return fully_shard(model)
+    return FullyShardedDataParallel(
+        model, use_orig_params=kind == "original", device_id=torch.device("cpu")
+    )
+
+
+def sharded(rank: int, world_size: int, kind: str, before: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    own = build(model) if before else None
+    wrapped = shard(model, kind)
+    own = own or build(wrapped)
+    wrapped(torch.randn(3, 4)).square().mean().backward()
+    own.step()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["fully_shard", "original", "flat"])
+def test_sharded_models(kind: str, before: bool) -> None:
+    """Refused at construction; by the step, where the model was sharded after it."""
+    for failure in run_ranks(sharded, 2, kind, before, check=False):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None
+        assert "use DistributedDataParallel, with strategy='sharded'" in str(failure.exception)
+
+
+def tensor_parallel(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    parallelize_module(model, init_device_mesh("cpu", (world_size,)), {"0": ColwiseParallel()})
+    build(model)
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_models() -> None:
+    for failure in run_ranks(tensor_parallel, 2, check=False):
+        assert isinstance(failure, RankFailure)
+        assert "tensor-parallel plan" in str(failure.exception)
+
+
+def test_an_optimizer_that_shares_parameters_out() -> None:
+    """The remedy is not lr=: nothing would read what the step writes."""
+    model = Network()
+    flat = torch.optim.SGD([nn.Parameter(torch.zeros(9))], lr=0.1)
+    with pytest.raises(ValueError, match=r"no parameter of any block.*lr= would not change that"):
+        build(model, optimizer=flat)
+    part = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"last\.weight .*another optimizer has it, pass lr="):
+        build(model, optimizer=part)
