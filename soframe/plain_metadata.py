@@ -132,13 +132,15 @@ def parse(data: bytes) -> Metadata:
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise NotPlainError("the .metadata of the checkpoint is damaged: it describes none")
     for where in found.storage_data.values():
-        if not isinstance(where, dcp_files._StorageInfo) or not _within(where.relative_path):
+        path = getattr(where, "relative_path", None)
+        if not isinstance(where, dcp_files._StorageInfo) or not _within(path):
             raise NotPlainError("the .metadata of the checkpoint names files outside its folder")
     return found
 
 
 def _within(path: Any) -> bool:
-    return isinstance(path, str) and PurePosixPath(path).name == path and path != ".."
+    own = isinstance(path, str) and path not in ("", "..")
+    return own and PurePosixPath(path).name == path
 
 
 class _PlainMetadata(FileSystemReader):
