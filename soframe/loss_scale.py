@@ -19,6 +19,11 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
         self._scaler = scaler
 
+    @property
+    def used(self) -> bool:
+        """Whether the loss may be multiplied by anything."""
+        return self._scaler is not None
+
     def now(self) -> float:
         """Return what the loss of the backward pass under way is multiplied by."""
         scaler = self._scaler
