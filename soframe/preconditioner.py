@@ -229,7 +229,6 @@ class Preconditioner(Joinable):
         self._take_step()
 
     def _take_step(self) -> None:
-        self._loss_scale.require_unscaled(self._optimizer)
         self._statistics.arrive()
         finite, weights, now = self._agree()
         work = (self.placement, self.backend, now.damping, self.counters)
@@ -316,6 +315,8 @@ class Preconditioner(Joinable):
         """
         step = self._steps
         try:
+            self._loss_scale.require_unscaled(self._optimizer)
+            self._raw.check()
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
