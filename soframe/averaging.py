@@ -43,6 +43,9 @@ class AveragedGradients:
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
 
+    def check(self) -> None:
+        """Raise if this rank's gradients are none that can be averaged."""
+
     def present(self) -> list[float]:
         """Return what the ranks have to add up, and pass to `agree`, before they call `raw`."""
         return []
@@ -92,16 +95,18 @@ class LocalGradients(AveragedGradients):
     def _parameters(self) -> list[nn.Parameter]:
         return [*(p for own in self._of_block.values() for p in own), *self._rest]
 
-    def present(self) -> list[float]:
-        """Return for every parameter whether this rank has its gradient.
+    def check(self) -> None:
+        """See `AveragedGradients.check`.
 
         Raises:
             TypeError: If a gradient is sparse.
         """
-        own = self._parameters
-        if any(p.grad is not None and p.grad.is_sparse for p in own):
+        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
-        return [float(p.grad is not None) for p in own]
+
+    def present(self) -> list[float]:
+        """Return for every parameter whether this rank has its gradient."""
+        return [float(p.grad is not None) for p in self._parameters]
 
     def raw(self) -> dict[Block, Tensor | None]:
         """Average every gradient that any rank has; on ranks without it counts as zero.

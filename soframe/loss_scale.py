@@ -57,6 +57,11 @@ class LossScale:
         """Begin a window: everything until the next step, or until a batch is given up."""
         self._of_window, self._problem = None, None
 
+    @property
+    def used(self) -> bool:
+        """Whether the loss may be multiplied by anything."""
+        return self._scaler is not None
+
     def now(self) -> float:
         """Return what the loss of the backward pass under way is multiplied by.
 

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 
-from soframe import arguments, averaging, building, checksums, claims, gradients, state
+from soframe import arguments, averaging, building, checksums, claims, gradients, joining, state
 from soframe.accumulation import Accumulation
 from soframe.agreement import (
     Poll,
@@ -71,7 +72,7 @@ class Now:
     limits: Limits
 
 
-class Preconditioner:
+class Preconditioner(Joinable):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -173,11 +174,13 @@ class Preconditioner:
         loss: str | type[Loss] | Loss | None = None,
         gradients: Literal["averaged", "local"] = "averaged",
     ) -> None:
+        super().__init__()
         self.backend = building.choose_backend(backend)
         with building.starting(lambda: self.backend):
             building.check_words(scaling, loss_average, samples, clip_lr)
             building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
-            mappings = {"layers": {} if layers is None else layers, "method": method, "solver": solver}
+            layers = {} if layers is None else layers
+            mappings = {"layers": layers, "method": method, "solver": solver}
             arguments.check(
                 model=model,
                 optimizer=optimizer,
@@ -266,6 +269,10 @@ class Preconditioner:
         """
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
+        joining.notify(self)
+        self._take_step()
+
+    def _take_step(self) -> None:
         self._statistics.arrive()
         finite, weights, now = self._agree()
         work = (self.placement, self.backend, now.damping, self.counters)
@@ -360,6 +367,7 @@ class Preconditioner:
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
             self._accumulation.check()
+            self._raw.check()
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -458,6 +466,42 @@ class Preconditioner:
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
+
+    # -- inputs that end on some ranks first --------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> joining.Shadow:
+        """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.joining`.
+
+        Args:
+            **kwargs: What ``Join`` was given; ``divide_by_initial_world_size`` counts.
+
+        Returns:
+            What this rank does once it has no more data.
+
+        Raises:
+            ValueError: If ranks cannot run out of data apart under these settings.
+        """
+        local = self._gradients == "local"
+        words = {"scaled": self._loss_scale.used, "everybody": self._loss_average == "global"}
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        joining.check(
+            self.backend,
+            self.placement,
+            local=local,
+            divide_by_initial_world_size=divide,
+            **words,
+        )
+        return joining.Shadow(self, sync=local)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` is to keep what it sends."""
+        return self.backend.wire_device(self._blocks[0].device)
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of this preconditioner's ranks."""
+        return self.backend.process_group
 
     @property
     def loss(self) -> Loss | None:

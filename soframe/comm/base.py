@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,11 @@ class Backend(ABC):
 
     def __init__(self) -> None:
         self._traffic: dict[str, dict[str, int]] = {}
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of torch.distributed; None if there is none."""
+        return None
 
     # -- what an implementation provides ------------------------------------------------------
 

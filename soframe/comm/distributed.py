@@ -91,6 +91,11 @@ class TorchDistributed(Backend):
                 self._groups[ranks] = weakref.ref(made)
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """See `Backend.process_group`."""
+        return self._group
+
+    @property
     def _group(self) -> dist.ProcessGroup:
         return self._group_of(self._everyone)
 

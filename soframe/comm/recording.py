@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class Recording(Backend):
         self.fused = fused if inner is None else inner.fused
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
+
+    @property
+    def process_group(self) -> Any:
+        """See `Backend.process_group`."""
+        return None if self._inner is None else self._inner.process_group
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """See `Backend.prepare`."""

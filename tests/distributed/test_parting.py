@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from soframe.comm import TorchDistributed, board
 from tests.distributed.harness import run_ranks
@@ -83,3 +84,45 @@ def test_a_rank_that_comes_once_the_others_have_gone_is_told_so():
     first, late = run_ranks(come_too_late, 2, timeout=30)
     assert "must be called by every rank: rank(s) [1] did not come within 0.5 s" in first
     assert "rank 0: gave up waiting for the others" in late
+
+
+def differ(run: Run, what: str) -> None:
+    conv = run.model.conv
+    if what == "frozen":
+        conv.requires_grad_(False)
+    elif what == "replaced":
+        conv.weight = torch.nn.Parameter(conv.weight.detach().clone())
+    elif what == "a module more":
+        run.model.more = torch.nn.Linear(2, 2)
+    elif what == "sparse":
+        run.model.unused.weight.grad = torch.zeros(3, 3).double().to_sparse()
+    else:
+        run.preconditioner._loss_scale._scaler = torch.amp.GradScaler("cpu")  # not unscaled
+
+
+CHANGES = {
+    "frozen": "frozen, thawed or replaced on 1 of 3 ranks",
+    "replaced": "frozen, thawed or replaced on 1 of 3 ranks",
+    "a module more": "frozen, thawed or replaced on 1 of 3 ranks",
+    "sparse": "needs dense gradients",
+    "scaled": "the gradients are still scaled",
+}
+
+
+def differ_in_a_step(rank: int, ranks: int, what: str, gradients: str) -> list[str]:
+    """The ranks reach soframe first: nobody else averages gradients."""
+    options = {"gradients": gradients, "statistics_every": 2}
+    run = Run(Case(options), rank, ranks)
+    run.step(0)
+    try:
+        run.step(1, lambda run: differ(run, what) if rank == 1 else None)
+    except (RuntimeError, TypeError) as error:
+        return [str(error)]
+    return ["no error"]
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_what_one_rank_alone_does_to_its_model_is_an_error_on_all(what):
+    for kind in ("local",) if what == "sparse" else ("local", "averaged"):
+        for (error,) in run_ranks(differ_in_a_step, 3, what, kind, timeout=30):
+            assert CHANGES[what] in error, (kind, error)

@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.robustness.ending import TRAVELLING
+from soframe.comm import TorchDistributed, ending
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import Case, Run, mean_over
+from tests.robustness.ending import PLAIN, TRAVELLING, count, run_script
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 90.0
-ATTEMPTS = 3
-
-
-def end(folder: Path, strategy: str, how: str, ranks: int) -> list[tuple[int, str, str]]:
-    """The exit status, output and errors of each rank.
-
-    Rarely (once in hundreds of scripts) a thread of Gloo's lets go of a tensor while the
-    interpreter ends, and aborts it: https://github.com/pytorch/pytorch/issues/190489. So that is
-    tried again, and an error if it happens every time.
-    """
-    for attempt in range(ATTEMPTS):
-        (folder / str(attempt)).mkdir()
-        found = end_once(folder / str(attempt), strategy, how, ranks)
-        if not any(aborted_by_gloo(code, errors) for code, _, errors in found):
-            break
-    return found
+pytestmark = pytest.mark.distributed
 
 
-def aborted_by_gloo(code: int, errors: str) -> bool:
-    """Whether a rank ended as torch's issue says."""
-    message = "terminate called without an active exception"
-    return code == -signal.SIGABRT and message in errors
-
-
-def end_once(folder: Path, strategy: str, how: str, ranks: int) -> list[tuple[int, str, str]]:
-    """Do the same in one attempt."""
-    words = [sys.executable, "-m", "tests.robustness.ending", str(folder / "store"), strategy, how]
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    found = []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=TIMEOUT)
-            found.append((process.returncode, output, errors))
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"a rank did not end within {TIMEOUT:g} s", pytrace=False)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return found
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "how", "ranks", "status"),
     [
@@ -79,16 +29,131 @@ def end_once(folder: Path, strategy: str, how: str, ranks: int) -> list[tuple[in
     ],
 )
 def test_ranks_end_with_the_scripts_own_status(tmp_path, strategy, how, ranks, status):
-    for code, output, errors in end(tmp_path, strategy, how, ranks):
-        assert TRAVELLING in output
-        assert code == status, errors
-        assert ("ValueError: the script's own" in errors) == (how == "raises")
-        assert errors.count("Traceback") == (how == "raises"), errors
+    for end in run_script(tmp_path, strategy, how, ranks):
+        assert TRAVELLING in end.output
+        assert end.status == status, end.errors
+        assert ("ValueError: the script's own" in end.errors) == (how == "raises")
+        assert end.errors.count("Traceback") == (how == "raises"), end.errors
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_has_gone_ends_with_an_error(tmp_path):
-    (left, _, told), (gone, _, own) = end(tmp_path, "comm-opt", "one raises", 2)
-    assert gone == 1
-    assert "ValueError: the script's own" in own
-    assert left == 1
-    assert "RuntimeError" in told
+    left, gone = run_script(tmp_path, "comm-opt", "one raises", 2)
+    assert gone.status == 1
+    assert "ValueError: the script's own" in gone.errors
+    assert left.status == 1
+    assert "RuntimeError" in left.errors
+
+
+@pytest.mark.slow
+def test_scripts_with_soframe_are_aborted_no_more_often_than_others():
+    aborted = count(2)
+    plain = aborted.pop(PLAIN)
+    assert all(times <= plain for times in aborted.values()), (plain, aborted)
+
+
+def threads_of_gloo() -> int:
+    """How many threads of this process run collectives."""
+    tasks = Path("/proc/self/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    return names.count("pt_gloo_runloop")
+
+
+def destroy(rank: int, ranks: int, strategy: str) -> tuple[int, int, str]:
+    run = Run(Case({"strategy": strategy, "statistics_every": 1}), rank, ranks, average=mean_over())
+    for step in range(3):
+        run.step(step)
+    before = threads_of_gloo()
+    dist.destroy_process_group()
+    after = threads_of_gloo()
+    try:
+        run.preconditioner.step()
+    except RuntimeError as error:
+        run.preconditioner.close()
+        return before, after, str(error)
+    return before, after, "no error"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="names of threads are in /proc")
+@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt"])
+def test_a_group_that_is_destroyed_ends_its_threads_and_says_so(strategy):
+    """Whoever holds a process group keeps them; hybrid-opt makes groups of its own."""
+    for before, after, error in run_ranks(destroy, 4, strategy, timeout=60):
+        assert before > 0
+        assert after == 0
+        assert (
+            "the process group that this preconditioner was built for has been destroyed" in error
+        )
+
+
+def destroy_but_hold(rank: int, ranks: int) -> str:
+    run = Run(Case(), rank, ranks, average=mean_over())
+    held = dist.group.WORLD  # as a script may
+    dist.destroy_process_group()
+    try:
+        run.preconditioner.step()
+    except RuntimeError as error:
+        return f"{held is not None} {error}"
+    return "no error"
+
+
+def test_a_group_that_the_script_still_holds_is_not_used_once_it_is_destroyed():
+    for error in run_ranks(destroy_but_hold, 2, timeout=30):
+        assert "has been destroyed" in error
+
+
+def look_at_works(rank: int, ranks: int) -> list[tuple[int, int]]:
+    """How many works are held, under way and ended, along a run; and after many."""
+    works = ending.WORKS
+    backend = TorchDistributed()
+    found = []
+    handle = backend.all_reduce(torch.ones(3), "reduce")
+    found.append((len(works._under_way), len(works._ended)))
+    handle.wait()
+    found.append((len(works._under_way), len(works._ended)))
+    for _ in range(3 * ending.LAST):
+        backend.all_reduce(torch.ones(3), "reduce").wait()
+        backend.all_gather(torch.ones(3), "reduce")
+    found.append((len(works._under_way), len(works._ended)))
+    for _ in range(100):
+        backend.all_reduce(torch.ones(3), "reduce")  # nobody waits
+    while not all(work.is_completed() for work in works.held()):
+        time.sleep(0.01)
+    backend.all_gather(torch.ones(3), "reduce")
+    found.append((len(works._under_way), len(works._ended)))
+    return found
+
+
+def test_the_last_works_are_held_and_no_more():
+    for one, ended, many, lost in run_ranks(look_at_works, 2, timeout=30):
+        assert one == (1, 0)
+        assert ended == (0, 1)
+        assert many == (0, ending.LAST)
+        assert lost == (0, ending.LAST)
+
+
+FREED = """
+import atexit
+
+@atexit.register  # before soframe's: so it is called after that
+def drop():
+    globals().update(travelling=None, ended=None, other=None)
+    ending.WORKS.__init__()
+
+from soframe.comm import ending
+
+class Work:
+    def __init__(self, name): self.name = name
+    def is_completed(self): return True
+    def __del__(self): print(self.name, "is freed")
+
+travelling, ended, other = Work("travelling"), Work("ended"), Work("another")
+ending.WORKS.begin(travelling)
+ending.WORKS.begin(ended)
+ending.WORKS.end(ended)
+"""
+
+
+def test_no_work_is_freed_while_the_interpreter_ends():
+    run = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert run.stdout == "another is freed\n"
