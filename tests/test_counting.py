@@ -454,6 +454,29 @@ def test_a_padded_batch_is_the_unpadded_one(name: str, side: str) -> None:
         compare(one, found[1][key], str(key), rtol=1e-8)
 
 
+@pytest.mark.parametrize("kept", [[2], [1, 3]], ids=str)
+@pytest.mark.parametrize("said", ["mask", "number"])
+def test_what_is_ignored_may_be_attended_to(kept: list[int], said: str) -> None:
+    """The vectors of terms that count go back to all rows, and no others do."""
+    x, every = randn(1, 4, 4), torch.ones(1, 4).bool()
+    keep = torch.zeros(1, 4).bool().index_fill(1, torch.tensor(kept), True)
+    found = []
+    for counted in (True, False):
+        model = fill(Attention())
+        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+            if counted:
+                own.count(keep if said == "mask" else len(kept))
+            output = model(x, every).transpose(1, 2)
+            own.observe(output if counted and said == "mask" else output[:, :, kept])
+            output.sum().backward()
+            own.step()
+            found.append(
+                [kron(g[0], a[0]) for a, g in (factors(own, name) for name in blocks(own))]
+            )
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "kron(G, A)")
+
+
 @pytest.mark.parametrize("average", ["local", "global"])
 def test_micro_batches_with_different_numbers_of_tokens(average: str) -> None:
     """The empirical Fisher: one token of one micro-batch counts, of another three."""
