@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.fisher import Fisher
@@ -161,6 +162,29 @@ def test_routing_forward_only(how: str, parts: int) -> None:
         own.step()
         rows = torch.cat([x[x[:, 0] == 0], torch.ones(2, 1).double()], 1)
         compare(blocks(own)["experts.0"].running["A"][0], rows.T @ rows / 6, "A")
+
+
+class Parted(nn.Module):
+    """Half of the samples go through the first layer, for any differentiation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = len(x) // 2
+        return self.head(torch.cat([self.first(x[:half]), x[half:]]))
+
+
+@pytest.mark.parametrize("fisher", ["forward-only", "monte-carlo", "type-2"])
+def test_a_trust_region_knows_its_samples(fisher: str) -> None:
+    model, x, y = fill(Parted()), randn(6, 3), randn(6, 2, seed=1)
+    optimizer = soframe.TrustRegion(model, SquaredError(), fisher=fisher)
+    optimizer.step(lambda: half_square(model(x), y))
+    rows = torch.cat([x[:3], torch.ones(3, 1).double()], 1)
+    (block,) = (b for b in optimizer.preconditioner.blocks if b.name == "first")
+    compare(block.running["A"][0], rows.T @ rows / 6, "A")
+    optimizer.close()
 
 
 @pytest.mark.parametrize("average", AVERAGES)
@@ -356,6 +380,25 @@ def test_ignored_terms_under_monte_carlo() -> None:
         compare(drawn_g, g, "G", rtol=0.05, atol=0.01)
 
 
+@pytest.mark.parametrize("positions", ["mean", "sum"])
+def test_a_mean_over_positions_is_one_however_it_is_said(positions: Any) -> None:
+    """With `samples="positions"` outputs with positions are what terms in a row are."""
+    found = []
+    for flat in (True, False):
+        model = fill(deep())
+        loss = CrossEntropy(positions=positions)
+        with closing(preconditioner(model, fisher="type-2", loss=loss, samples="positions")) as own:
+            output = model(randn(3, 4, 3).flatten(0, 1) if flat else randn(3, 4, 3))
+            output = output if flat else output.transpose(1, 2)
+            own.observe(output)
+            output.square().mean().backward()
+            own.step()
+            pairs = [factors(own, name) for name in "02"]
+            found.append([kron(g[0], a[0]) for a, g in pairs])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "kron(G, A)")
+
+
 class Attention(nn.Module):
     """Causal attention whose keys may be padding, and a perceptron."""
 
@@ -409,6 +452,29 @@ def test_a_padded_batch_is_the_unpadded_one(name: str, side: str) -> None:
     assert found[0].keys() == found[1].keys()
     for key, one in found[0].items():
         compare(one, found[1][key], str(key), rtol=1e-8)
+
+
+@pytest.mark.parametrize("kept", [[2], [1, 3]], ids=str)
+@pytest.mark.parametrize("said", ["mask", "number"])
+def test_what_is_ignored_may_be_attended_to(kept: list[int], said: str) -> None:
+    """The vectors of terms that count go back to all rows, and no others do."""
+    x, every = randn(1, 4, 4), torch.ones(1, 4).bool()
+    keep = torch.zeros(1, 4).bool().index_fill(1, torch.tensor(kept), True)
+    found = []
+    for counted in (True, False):
+        model = fill(Attention())
+        with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
+            if counted:
+                own.count(keep if said == "mask" else len(kept))
+            output = model(x, every).transpose(1, 2)
+            own.observe(output if counted and said == "mask" else output[:, :, kept])
+            output.sum().backward()
+            own.step()
+            found.append(
+                [kron(g[0], a[0]) for a, g in (factors(own, name) for name in blocks(own))]
+            )
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "kron(G, A)")
 
 
 @pytest.mark.parametrize("average", ["local", "global"])
@@ -687,6 +753,35 @@ def test_what_contradicts_a_setting() -> None:
         with pytest.raises(ValueError, match="both say what the loss is a mean over"):
             own.count(3)
         own.count(rows=torch.ones(2, 3).bool())
+
+
+def test_a_callable_is_asked_once_for_a_pass() -> None:
+    numbers = iter([2, 4])
+    model, x = fill(chain()), randn(6, 3)
+    own = preconditioner(model, samples=lambda: next(numbers), loss_average="sum")
+    with closing(own):
+        for part in x.split([2, 4]):
+            model(part).sum().backward()
+        own.step()
+        rows = torch.cat([x, torch.ones(6, 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / 6, "A")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_said_holds_for_what_a_checkpoint_runs_again(reentrant: bool) -> None:
+    found = []
+    for again in (True, False):
+        model, x = fill(deep()), randn(2, 4, 3).requires_grad_()
+        with closing(preconditioner(model)) as own:
+            for part, keep in zip(x.split(1), KEEP.split(1), strict=False):
+                own.count(keep, rows=keep)
+                hidden = checkpoint(model[:2], part, use_reentrant=reentrant) if again else None
+                output = model[2](model[:2](part) if hidden is None else hidden)
+                (output.square().sum(-1)[keep].mean() / 2).backward()
+            own.step()
+            found.append([f for name in "02" for f in factors(own, name)])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "factor")
 
 
 def test_a_number_may_be_a_tensor() -> None:
