@@ -36,6 +36,8 @@ class Statistics:
 
     Attributes:
         due: The blocks that take statistics in the window under way, the same on every rank.
+        share: What the backward passes from now on count besides, until the window ends: of
+            micro-batches of unequal sizes, that of each over their mean.
 
     Args:
         blocks: The blocks, in the placement's order.
@@ -80,6 +82,7 @@ class Statistics:
         self._grad_scale = grad_scale
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
         self._loss_scales: dict[int, float] = {}
+        self.share = 1.0
         self._shared = SharedInputs()
 
     def listen(self) -> None:
@@ -159,7 +162,7 @@ class Statistics:
             if factor.name not in added:
                 continue
             multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
-            multiplier *= part
+            multiplier *= part * self.share
             moment, total = added[factor.name], block.sums.get(factor.name)
             if not isinstance(moment, Tensor):
                 block.sums[factor.name] = moment(total, multiplier)
@@ -306,6 +309,7 @@ class Statistics:
         self._expect(due)
         self._passes = self._passes.anew()
         self._loss_scales = {}
+        self.share = 1.0
         self._shared.forget()
         for block in self._blocks:
             block.forget_window()

@@ -77,6 +77,33 @@ class Loss(ABC):
             total += column * random_signs(each, generator)
         return total
 
+    def term_sums(self, values: Tensor) -> Tensor:
+        """Return sums over what the Hessian couples: one number for each term of a sample's loss.
+
+        Terms may have weights of their own in a user's loss; see
+        `soframe.trust_region.declared`. By default a sample is one term.
+
+        Args:
+            values: ``[N, ...]``.
+
+        Returns:
+            The sums, of a shape that can be multiplied with ``values``.
+        """
+        return self.each_sample(values)
+
+    @staticmethod
+    def each_sample(values: Tensor) -> Tensor:
+        """Return the sum over each sample.
+
+        Args:
+            values: ``[N, ...]``.
+
+        Returns:
+            ``[N, 1, ...]``.
+        """
+        sums = values.reshape(len(values), -1).sum(1)
+        return sums.view(-1, *(1 for _ in values.shape[1:]))
+
 
 def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return 1 or -1 for each number of a tensor, with equal probabilities.

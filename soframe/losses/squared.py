@@ -26,6 +26,10 @@ class _Gaussian(Loss):
         """See `Loss.hessian_product`."""
         return vectors * self._precision(outputs)
 
+    def term_sums(self, values: Tensor) -> Tensor:
+        """See `Loss.term_sums`: every feature is one."""
+        return values
+
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: one column per feature."""
         features = outputs[:1].numel()

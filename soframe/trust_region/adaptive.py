@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from soframe.trust_region.checks import require_integer, require_numbers
+
 
 @dataclass
 class AdaptiveDamping:
@@ -43,17 +45,19 @@ class AdaptiveDamping:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not self.ratio > 1:
+        numbers = {each: getattr(self, each) for each in ("ratio", "spread", "low", "high")}
+        require_numbers(name, **numbers)
+        require_integer(f"{name}: interval", self.interval, 1)
+        require_integer(f"{name}: longest", self.longest, 1)
+        if not 1 < self.ratio < math.inf:
             raise ValueError(f"{name}: ratio must be above 1, not {self.ratio}")
-        if self.interval < 1:
-            raise ValueError(f"{name}: interval must be at least 1, not {self.interval}")
         if self.longest < self.interval:
             raise ValueError(
                 f"{name}: longest must be at least interval ({self.interval}), not {self.longest}"
             )
-        if not self.spread >= 1:
+        if not 1 <= self.spread < math.inf:
             raise ValueError(f"{name}: spread must be at least 1, not {self.spread}")
-        if not 0 < self.low < self.high:
+        if not 0 < self.low < self.high < math.inf:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
         self._now: list[float] = []
         self._ways: list[int] = []  # up or down, where each goes next

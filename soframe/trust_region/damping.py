@@ -17,6 +17,7 @@ from soframe.registry import KINDS, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
+from soframe.trust_region.checks import require_integer, require_numbers
 
 
 class DampingPolicy(ABC):
@@ -145,6 +146,9 @@ class LevenbergMarquardt(DampingPolicy):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        numbers = {each: getattr(self, each) for each in ("initial", "omega", "low", "high")}
+        require_numbers(name, **numbers)
+        require_integer(f"{name}: interval", self.interval, 1)
         if not 0 < self.low <= self.initial <= self.high < math.inf:
             raise ValueError(
                 f"{name}: needs 0 < low <= initial <= high, not {self.low}, {self.initial}, "
@@ -152,8 +156,6 @@ class LevenbergMarquardt(DampingPolicy):
             )
         if not 0 < self.omega < 1:
             raise ValueError(f"{name}: omega must be in (0, 1), not {self.omega}")
-        if self.interval < 1:
-            raise ValueError(f"{name}: interval must be at least 1, not {self.interval}")
         self._now = float(self.initial)
 
     def at(self, step: int) -> float:

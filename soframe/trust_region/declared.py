@@ -1,9 +1,16 @@
-"""Holding the declared loss against the closure's: most mistakes here are ones of scale."""
+"""Holding the declared loss against the closure's: most mistakes here are ones of scale.
+
+The curvature of the closure's loss in the outputs, which is exact, is divided by that of the
+declared one. A constant says how the closure weighs its batch, and must be the mean's, or the
+shares of unequal batches that add up to a mean. Where it is not constant the terms of the loss have
+weights: those of classes, or zeros for what is ignored. Then the Fisher takes the same weights.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,59 +20,235 @@ from soframe.losses.sum import SumLoss
 from soframe.trust_region.forward import Forward
 
 
-def mismatch(declared: Loss | None, forwards: Sequence[Forward]) -> str | None:
+@dataclass(frozen=True)
+class Fit:
+    """What the curvature of a closure's loss is, in terms of the declared one's.
+
+    Attributes:
+        samples: The samples of the closure's batch.
+        times: By how much it is larger than that of the mean over them; 1 / k for k micro-batches
+            of equal weight.
+        plain: Whether it is 1 / k.
+        mute: Whether both are so small, as saturated outputs make them, that they say nothing.
+        weights: Of each output, what each term of its loss counts, relative to ``times``; None if
+            all count alike.
+        problem: Why no weights can make the declared loss the closure's.
+        tolerance: To which share ``times`` is known.
+    """
+
+    samples: int
+    times: float
+    plain: bool = True
+    mute: bool = False
+    weights: tuple[Tensor, ...] | None = None
+    problem: str | None = None
+    tolerance: float = 1e-3
+
+    def roots(self, closures: int, *, alike: bool) -> tuple[Tensor, ...]:
+        """Return what gradients at drawn targets are multiplied by, for each output.
+
+        Args:
+            closures: The number of micro-batches.
+            alike: Whether all samples of all micro-batches count alike, so that the scale of a
+                batch is known without it.
+
+        Returns:
+            Nothing where all terms count alike.
+        """
+        if self.weights is None:
+            return ()
+        scale = closures * self.times
+        if alike:  # then the scale of the batch is in its samples, and weights have a mean of one
+            scale = 1 / float(torch.cat([weight.flatten() for weight in self.weights]).mean())
+        return tuple((scale * weight).sqrt() for weight in self.weights)
+
+    def share(self, closures: int, *, alike: bool) -> float:
+        """Return what the batch counts in the statistics, where 1 is its share of the batches."""
+        known = self.plain or self.weights is not None or self.problem is not None or alike
+        return 1.0 if known else closures * self.times
+
+
+def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
     """Compare the curvature of the closure's loss with that of the declared one.
 
     Args:
         declared: The declared loss.
-        forwards: The forward passes of a step, one per closure.
+        forward: The forward pass of one closure.
+        closures: The number of micro-batches.
 
     Returns:
-        How they differ and what to do; None if they agree.
+        How they compare.
 
     Raises:
         TypeError: If there are several outputs, and the declared loss is no sum over them.
     """
     assert declared is not None
-    forward = forwards[0]
     outputs = [output.detach() for output in forward.outputs]
-    generator = torch.Generator(outputs[0].device).manual_seed(0)  # the user's stays as it is
-    tangents = [
-        torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-        for output in outputs
-    ]
-    expected = _inner(tangents, _hessian_products(declared, outputs, tangents))
     samples = len(outputs[0])
-    actual = _inner(tangents, forward.hessian_product(tangents)) * samples * len(forwards)
+    nothing = Fit(samples, 1 / closures, mute=True)
+    if samples == 0 or (len(outputs) > 1 and not isinstance(declared, SumLoss)):
+        if samples:
+            raise TypeError(
+                f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with "
+                f"a Term for each (output=0, 1, ...) rather than {declared!r}"
+            )
+        return nothing
+    first, second = _tangents(outputs, 0), _tangents(outputs, 1)
+    try:
+        expected = _hessian_products(declared, outputs, first)
+        flat = _hessian_products(declared, [torch.zeros_like(one) for one in outputs], first)
+    except (IndexError, RuntimeError, ValueError) as error:
+        shapes = ", ".join(str(list(output.shape)) for output in outputs)
+        problem = f"loss={declared!r} is not one of outputs of shape {shapes}: {error}"
+        return Fit(samples, 1 / closures, problem=problem)
+    actual = [product * samples for product in forward.hessian_product(first)]
+    terms = declared.term_sums if len(outputs) == 1 else Loss.each_sample
+    own, theirs, unsure = (
+        [terms(a * b).double() for a, b in zip(first, products, strict=True)]
+        for products in (actual, expected, flat)
+    )
+    total, wanted = (sum(float(one.sum()) for one in each) for each in (own, theirs))
+    if not math.isfinite(total) or not math.isfinite(wanted):
+        return nothing
     # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
     rounding = 16 * torch.finfo(outputs[0].dtype).eps
-    noise = rounding * _inner(tangents, tangents)
-    if math.isclose(actual, expected, rel_tol=max(1e-3, rounding), abs_tol=noise):
-        return None
-    times = actual / expected if expected else math.inf
-    return (
-        f"the closure's loss has {times:.4g} times the curvature of loss={declared!r}, as a "
-        f"mean over {samples} samples and {len(forwards)} closure(s); declare the loss "
-        f"that the closure returns"
+    noise = rounding * sum(float(one.nan_to_num(0.0, 0.0, 0.0).abs().sum()) for one in unsure)
+    tolerance = max(1e-3, rounding)
+    plain = math.isclose(total * closures, wanted, rel_tol=tolerance, abs_tol=noise)
+    if plain and wanted < 1e3 * noise:
+        return nothing
+    times = total / wanted if wanted else math.inf
+    found = Fit(samples, times, plain, tolerance=tolerance)
+    sizes = [float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one in (*theirs, *unsure)]
+    sure = rounding * max(sizes)
+    if not 0 < times < math.inf or all(
+        bool(((a - times * b).abs() <= times * (4 * tolerance * b.abs() + sure)).all())
+        for a, b in zip(own, theirs, strict=True)
+    ):
+        return found
+    weights = [
+        torch.where(b > 100 * sure, a / b / times, 1.0).to(output)
+        for a, b, output in zip(own, theirs, outputs, strict=True)
+    ]
+    # Weights that are those of one direction are those of another too.
+    rows = zip(
+        weights,
+        forward.hessian_product(second),
+        _hessian_products(declared, outputs, second),
+        strict=True,
     )
+    squares = torch.zeros(2, dtype=torch.float64)
+    for weight, a, b in rows:
+        both = (samples * a - times * weight * b, samples * a)
+        squares += torch.stack([one.double().square().sum() for one in both]).cpu()
+    differs = math.sqrt(float(squares[0] / squares[1])) if squares[1] > 0 else math.inf
+    least = min(float(weight.min()) for weight in weights)
+    if not differs <= 0.02 or least < -tolerance:
+        if not plain:
+            return found  # it is told that its scale is another one
+        problem = (
+            f"the closure's loss is not loss={declared!r}, whatever weights samples have: its "
+            f"curvature along a direction differs by {differs:.2g} of it; declare the loss "
+            f"that the closure returns (soframe.losses.SumLoss adds up several)"
+        )
+        return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
+    clamped = tuple(weight.clamp(min=0) for weight in weights)
+    return Fit(samples, times, plain, weights=clamped, tolerance=tolerance)
 
 
-def require_agreement(problem: str | None, others: float) -> None:
+NUMBERS = 6
+
+
+def numbers(fits: Sequence[Fit]) -> list[float]:
+    """Return what this rank says of its closures, to be added up over ranks.
+
+    Args:
+        fits: How they compare; nothing where nobody has looked.
+
+    Returns:
+        `NUMBERS` numbers: the curvature's total, on how many ranks it is another one than the
+        mean's, whether terms have weights, whether one says nothing, the samples, and the sum of
+        squares by which proportionality to the samples shows.
+    """
+    return [
+        sum(one.times for one in fits),
+        float(any(not one.plain for one in fits)),
+        float(any(one.weights is not None for one in fits)),
+        float(any(one.mute for one in fits)),
+        float(sum(one.samples for one in fits)),
+        sum(one.times**2 / max(1, one.samples) for one in fits),
+    ]
+
+
+def require_agreement(
+    declared: Loss | None, fits: Sequence[Fit], sums: Sequence[float], ranks: int, *, alike: bool
+) -> None:
     """Raise on every rank if the losses disagree on one, so that none waits for it in vain.
 
     Args:
-        problem: What `mismatch` returned on this rank.
-        others: On how many ranks there is a problem, this one included.
+        declared: The declared loss.
+        fits: How this rank's closures compare with it.
+        sums: The `numbers` of all ranks, added up.
+        ranks: How many they are.
+        alike: Whether the user says that all samples count alike.
 
     Raises:
-        ValueError: If there is any.
+        ValueError: If they do.
     """
-    if problem is not None:
-        raise ValueError(problem)
-    if others:
+    share, odd, weighted, mute, samples, squares = sums
+    # Weights have no scale that they must have; and whoever says nothing may be right.
+    if weighted or mute or (odd == 0 and not alike):
+        return
+    tolerance = max(one.tolerance for one in fits)
+    if math.isclose(share, ranks, rel_tol=tolerance):
+        # By the inequality of Cauchy and Schwarz, only if shares are proportional to samples.
+        if not alike or math.isclose(squares * samples, share**2, rel_tol=4 * tolerance):
+            return
         raise ValueError(
-            f"the closure's loss is not the declared one on {others:.0f} other rank(s): see their "
-            f"own error"
+            "loss_average='global' says that all samples count alike, and the closures' losses "
+            "weigh batches of unequal sizes alike: multiply each by its share of all samples (on "
+            "one of W ranks, W times that), or leave loss_average out"
+        )
+    for one in fits:
+        if not one.plain:
+            raise ValueError(
+                f"the closure's loss has {one.times * len(fits):.4g} times the curvature of "
+                f"loss={declared!r}, as a mean over {one.samples} samples and {len(fits)} "
+                f"closure(s); declare the loss that the closure returns. Batches of unequal sizes "
+                f"have shares of the mean that add up to one"
+            )
+    raise ValueError(
+        f"the closure's loss is not the declared one on {odd:.0f} other rank(s): see their own "
+        f"error"
+    )
+
+
+def require_graph(outputs: Sequence[Tensor], loss: Tensor) -> None:
+    """Check that a loss can be differentiated in a model's outputs.
+
+    Args:
+        outputs: The model's outputs.
+        loss: The loss.
+
+    Raises:
+        RuntimeError: If it cannot.
+    """
+    for number, output in enumerate(outputs):
+        if output.dim() == 0:
+            raise RuntimeError(
+                "the model returns a scalar, and the quadratic model needs outputs [samples, ...]: "
+                "let the closure compute the loss, outside of the model"
+            )
+        if not output.requires_grad or not output.is_floating_point():
+            raise RuntimeError(
+                f"the model's output {number} has no gradient: let the closure run the model with "
+                f"gradients (no torch.no_grad or inference_mode), and return only what depends on "
+                f"parameters"
+            )
+    if not loss.requires_grad or not loss.is_floating_point():
+        raise RuntimeError(
+            "the closure's loss has no gradient: compute it from the model's output, with "
+            "gradients, and do not detach it"
         )
 
 
@@ -99,8 +282,20 @@ def require_only_through(
         todo += [following for following, _ in node.next_functions]
 
 
-def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    return sum(float((a * b).sum()) for a, b in zip(one, other, strict=True))
+def _tangents(outputs: Sequence[Tensor], which: int) -> list[Tensor]:
+    """Return directions in the outputs, without drawing random numbers, which are slow and others'.
+
+    Fractional parts of multiples of irrational numbers: evenly spread, and no two alike.
+    """
+    feature, sample = ((0.6180339887, 0.7548776662), (0.4142135624, 0.7320508076))[which]
+    found = []
+    for output in outputs:
+        one = torch.ones((), dtype=torch.float64, device=output.device)
+        features = (one.expand(output[:1].numel()).cumsum(0) * feature).frac()
+        samples = (one.expand(len(output)).cumsum(0) * sample).frac()
+        both = features.to(output.dtype) + samples.to(output.dtype).unsqueeze(1)
+        found.append((both.frac() - 0.5).view(output.shape))
+    return found
 
 
 def _hessian_products(
@@ -108,9 +303,5 @@ def _hessian_products(
 ) -> Sequence[Tensor]:
     if len(outputs) == 1:
         return [declared.hessian_product(outputs[0], vectors[0])]
-    if not isinstance(declared, SumLoss):
-        raise TypeError(
-            f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with a "
-            f"Term for each (output=0, 1, ...) rather than {declared!r}"
-        )
+    assert isinstance(declared, SumLoss)
     return declared.hessian_products(outputs, vectors)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from soframe.agreement import mean_over_ranks
+from soframe.agreement import add_over_ranks, mean_over_ranks, require_no_failure
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.groups import slope_and_metric
@@ -58,15 +60,18 @@ class ExactModel:
             self._verify(forwards, parameters, gradients, decays)
             self._verified = True
         loss = self._preconditioner.loss
-        own = curvature_along(
-            self._model,
-            forwards,
-            self._outputs,
-            parameters,
-            directions,
-            isotropic=loss is not None and loss.isotropic,
-        )
+        own = torch.full((len(directions), len(directions)), torch.nan, dtype=torch.float64)
+        with self._told_to_others() as error:
+            own = curvature_along(
+                self._model,
+                forwards,
+                self._outputs,
+                parameters,
+                directions,
+                isotropic=loss is not None and loss.isotropic,
+            )
         curvature = self._mean(own)
+        self._require_no_failure(curvature, error)
         slope, metric = slope_and_metric(gradients, directions, decays, damping)
         return Quadratic(curvature + metric, slope)
 
@@ -81,16 +86,21 @@ class ExactModel:
         rows = zip(gradients, parameters, decays, strict=True)
         direction = [g if decay == 0 else g - decay * p.detach() for g, p, decay in rows]
         found = torch.zeros(3, dtype=torch.float64)
-        for one in forwards:
-            (tangents,) = jacobian_products(
-                self._model, one, self._outputs, parameters, [direction]
-            )
-            for gradient, tangent in zip(one.gradients, tangents, strict=True):
-                g, t = gradient.detach().flatten().double(), tangent.flatten().double()
-                found += torch.stack([g @ t, g.norm() * t.norm(), g.new_zeros(())]).cpu()
+        with self._told_to_others() as error:
+            for one in forwards:
+                (tangents,) = jacobian_products(
+                    self._model, one, self._outputs, parameters, [direction]
+                )
+                for gradient, tangent in zip(one.gradients, tangents, strict=True):
+                    g, t = gradient.detach().flatten().double(), tangent.flatten().double()
+                    found += torch.stack([g @ t, g.norm() * t.norm(), g.new_zeros(())]).cpu()
+        if error:
+            found.fill_(math.nan)
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in direction]
         found[2] = sum(float(norm) ** 2 for norm in norms)
-        slope, sizes, expected = self._mean(found).tolist()
+        found = self._mean(found)
+        self._require_no_failure(found, error)
+        slope, sizes, expected = found.tolist()
         rounding = 1e3 * max(torch.finfo(g.dtype).eps for one in forwards for g in one.gradients)
         if abs(slope - expected) > TOLERANCE * expected + rounding * sizes:
             raise RuntimeError(
@@ -100,6 +110,27 @@ class ExactModel:
                 f"attention that drops out on CUDA needs torch.nn.attention.sdpa_kernel("
                 f"SDPBackend.MATH) around it"
             )
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[list[Exception]]:
+        """Keep an error, since the other ranks wait for numbers: they get those that are none.
+
+        Yields:
+            Has the error at the end, if there is one.
+        """
+        errors: list[Exception] = []
+        try:
+            yield errors
+        except Exception as error:
+            errors.append(error)
+
+    def _require_no_failure(self, numbers: Tensor, errors: Sequence[Exception]) -> None:
+        """Raise on every rank if one has an error; asked only where numbers are not finite."""
+        if bool(numbers.isfinite().all()):
+            return
+        backend = self._preconditioner.backend
+        (failed,) = add_over_ranks(backend, [float(bool(errors))])
+        require_no_failure(backend, errors[0] if errors else None, failed)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         return mean_over_ranks(self._preconditioner.backend, tensor)

@@ -9,12 +9,14 @@ multiplies the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from soframe.trust_region.checks import is_number
 from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.quadratic import inner_products
 
@@ -37,10 +39,11 @@ def check(model: nn.Module, group: Group) -> None:
     unknown = sorted(set(group) - SETTINGS)
     if unknown:
         raise ValueError(f"a param group of TrustRegion has lr and weight_decay, not {unknown}")
-    if not group["lr"] > 0:
-        raise ValueError(f"lr must be positive, not {group['lr']!r}")
-    if not group["weight_decay"] >= 0:
-        raise ValueError(f"weight_decay must not be negative, not {group['weight_decay']!r}")
+    lr, decay = group["lr"], group["weight_decay"]
+    if not is_number(lr) or not 0 < lr < math.inf:
+        raise ValueError(f"lr must be positive, not {lr!r}")
+    if not is_number(decay) or not 0 <= decay < math.inf:
+        raise ValueError(f"weight_decay must not be negative, not {decay!r}")
     _require_own(model, group["params"])
 
 
@@ -65,6 +68,30 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
             )
     if not trainable(groups):
         raise ValueError("TrustRegion: no parameter of the model needs a gradient")
+
+
+def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
+    """Return what schedulers may change from step to step, once it is checked.
+
+    Args:
+        groups: The groups.
+
+    Returns:
+        For each group ``lr`` and ``weight_decay``. An ``lr`` may be 0 by now, where its parameters
+        are to stand.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    found = []
+    for group in groups:
+        lr, decay = group["lr"], group["weight_decay"]
+        if not is_number(lr) or not lr >= 0:
+            raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
+        if not is_number(decay) or not 0 <= decay < math.inf:
+            raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
+        found.append((float(lr), float(decay)))
+    return found
 
 
 def _require_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

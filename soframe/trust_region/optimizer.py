@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -24,14 +25,26 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe import building, checksums, registration
-from soframe.agreement import mean_over_ranks
+from soframe.agreement import (
+    add_over_ranks,
+    fingerprint,
+    require_common,
+    require_no_failure,
+)
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.state import agree
 from soframe.trust_region import groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.damping import DampingChoice
-from soframe.trust_region.declared import mismatch, require_agreement, require_only_through
+from soframe.trust_region.declared import (
+    Fit,
+    fit,
+    numbers,
+    require_agreement,
+    require_graph,
+    require_only_through,
+)
 from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.exact import ExactModel
 from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
@@ -44,6 +57,9 @@ from soframe.trust_region.replay import Replay, Snapshot
 from soframe.trust_region.tape import Tape
 from soframe.trust_region.watch import LossWatch
 
+SAID = 4
+"""Numbers that come first in what ranks agree on."""
+
 
 class TrustRegion(torch.optim.Optimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
@@ -53,7 +69,8 @@ class TrustRegion(torch.optim.Optimizer):
             `soframe.losses.SumLoss` with a term for each. Wrapped in DistributedDataParallel on
             several ranks: the closure calls the wrapper. Parameters may be frozen and thawed.
         loss: What the Fisher is of: a name (``"mse"``, ``"cross-entropy"``, ...), class or
-            instance. It must be the loss of the closure; the first step checks it.
+            instance. It must be the loss of the closure, whose terms may have weights, as those of
+            classes or of ignored targets; steps that take statistics check it.
         damping: The damping policy: a name, class or instance; or a number, or a callable of the
             step.
         params: Param groups, each with ``lr`` and ``weight_decay`` of its own if it likes; or
@@ -82,6 +99,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     Raises:
         ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
+        TypeError: If a setting has the wrong type, or does not exist.
     """
 
     def __init__(
@@ -108,29 +126,46 @@ class TrustRegion(torch.optim.Optimizer):
         backend = preconditioner.get("backend")
         with building.starting(lambda: building.choose_backend(backend)):
             own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-            settings.check(own, {"fisher": fisher, **preconditioner})
+            given = {"fisher": fisher, **preconditioner}
+            built = settings.check(model, loss, params, given)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
             groups.check_all(self._model, self.param_groups)
             self.damping = settings.whole_model_damping(damping)
+            chosen = settings.Own(
+                damping=self.damping,
+                momentum=momentum,
+                parts=parts,
+                preconditioner_damping=own,
+                reject=reject,
+                full_batch=full_batch,
+                max_increase=max_increase,
+                burn_in=burn_in,
+                reuse_activations=reuse_activations,
+                flush_denormals=flush_denormals,
+            )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
+            self._watch = LossWatch(max_increase)
+            self._steps, self._own_damping = 0, own
+            self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
-            self._steps = 0
-            self._checked = (
-                preconditioner.get("loss_average") == "global"
-            )  # a scale nobody declares
-            self._own_damping, self._watch = own, LossWatch(max_increase)
+            # Of unequal batches, whether the statistics of the preconditioner are told already.
+            self._alike = preconditioner.get("loss_average") == "global"
+            self._checked = False
             self._reduction = Reduction(self.damping, reject)
-            chosen = settings.of_preconditioner(preconditioner, burn_in)
+            told = settings.PreconditionersDamping(
+                self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
+            )
+            further = settings.of_preconditioner(preconditioner, burn_in)
         self.preconditioner = Preconditioner(
             self._model,
             fisher=fisher,
-            loss=loss,
-            damping=self._preconditioner_damping,
+            loss=built,
+            damping=told,
             kl_clip=None,
-            **chosen,
+            **further,
         )
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
@@ -166,18 +201,20 @@ class TrustRegion(torch.optim.Optimizer):
             closure: Runs the model on a batch and returns the loss, a scalar that depends on the
                 parameters through the model's output alone; it does not call ``backward``. For
                 micro-batches a list of closures whose losses add up to the batch's
-                (``loss / len(closures)`` for means).
+                (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
             The loss before the update, averaged over ranks.
 
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
+            TypeError: If there is no closure, or it does not return a scalar tensor.
             RuntimeError: If a closure does not run the model once, or its loss has terms that do
-                not go through the model's output, or the model has no derivatives along directions.
+                not go through the model's output, or the model has no derivatives along directions;
+                or if another rank raises.
         """
         groups.check_all(self._model, self.param_groups)
-        closures = list(closure) if isinstance(closure, Sequence) else [closure]
+        closures = closures_of(closure)
         parameters = groups.trainable(self.param_groups)
         forwards, loss = self._first_passes(closures)
         self._parts.follow(parameters)
@@ -222,7 +259,7 @@ class TrustRegion(torch.optim.Optimizer):
         """
         if not self._reduction.waits:
             return True
-        closures = list(closure) if isinstance(closure, Sequence) else [closure]
+        closures = closures_of(closure)
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
     def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
@@ -242,27 +279,49 @@ class TrustRegion(torch.optim.Optimizer):
         self.zero_grad()
         self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
         parameters = groups.trainable(self.param_groups)
-        forwards = []
+        compared = not self._checked or self.preconditioner.takes_statistics
+        forwards: list[Forward] = []
+        fits: list[Fit] = []
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
             tape = Tape(replay.devices) if self._reuse else None
             with torch.enable_grad():
                 outputs, loss = self._outputs.of(closure, tape=tape)
+                require_graph(outputs, loss)
                 gradients = torch.autograd.grad(
                     loss, outputs, create_graph=True, materialize_grads=True
                 )
                 require_only_through(outputs, loss, parameters)
-                self.preconditioner.observe(outputs if len(outputs) > 1 else outputs[0])
+                forward = Forward(closure, replay, outputs, gradients, tape)
+                if compared:
+                    fits.append(fit(self.preconditioner.loss, forward, len(closures)))
+                self._observe(outputs, fits[-1] if compared else None, len(closures))
                 # From the outputs, not the loss: the Hessian needs the graph in between again.
                 torch.autograd.backward(outputs, [gradient.detach() for gradient in gradients])
-            forwards.append(Forward(closure, replay, outputs, gradients, tape))
+            forwards.append(forward)
             total += float(loss.detach())
-        problem = None
-        if not self._checked and math.isfinite(total):
-            problem = mismatch(self.preconditioner.loss, forwards)
-            self._checked = problem is None
-        return forwards, self._mean_loss(total, problem)
+        problems = [one.problem for one in fits if one.problem is not None]
+        error = ValueError(problems[0]) if problems and math.isfinite(total) else None
+        mean, sums = self._agree(total, error, numbers(fits))
+        if compared and math.isfinite(mean):
+            backend = self.preconditioner.backend
+            ranks = 1 if backend.on_paper else backend.world_size
+            require_agreement(self.preconditioner.loss, fits, sums, ranks, alike=self._alike)
+            self._checked = True
+        return forwards, mean
+
+    def _observe(self, outputs: Sequence[Tensor], found: Fit | None, closures: int) -> None:
+        """Take the statistics of a forward pass, with what its terms and its batch count."""
+        fisher = self.preconditioner._fisher
+        if found is not None:
+            if found.problem is not None:
+                return
+            how = {"alike": self._alike}
+            fisher = replace(fisher, roots=found.roots(closures, **how))
+            self.preconditioner._statistics.share = found.share(closures, **how)
+        heads = outputs if len(outputs) > 1 else outputs[0]
+        fisher.observe(heads, self.preconditioner._capture)
 
     def _move(
         self,
@@ -276,8 +335,12 @@ class TrustRegion(torch.optim.Optimizer):
         """Take the step that minimises the model, and measure what it brought if that is due."""
         coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), self.damping.at(self._steps)
+        measure = self._reduction.due(self._steps)
+        if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
+            self._step_back()  # nobody would reject it
+            return
         update = combine(parameters, directions, coefficients)
-        measure, states = self._reduction.due(self._steps), [self.state[p] for p in parameters]
+        states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
         decays = groups.setting(self.param_groups, "weight_decay")
         objective = loss + groups.penalty(zip(parameters, decays, strict=True))
@@ -318,19 +381,40 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the parameters of now."""
-        return self._mean_loss(sum(evaluated(*one) for one in passes))
+        own, error = math.nan, None
+        try:
+            own = sum(evaluated(*one) for one in passes)
+        except Exception as raised:  # whatever it is: the other ranks wait, and must be told
+            error = raised
+        return self._agree(own, error)[0]
 
     def _mean_damping(self) -> float:
         return self.damping.at(self._steps) + groups.mean_decay(self.param_groups)
 
-    def _mean_loss(self, loss: float, problem: str | None = None) -> float:
-        own = torch.tensor([loss, problem is not None], dtype=torch.float64)
-        mean, failed = self._mean(own).tolist()
-        require_agreement(problem, failed * self.preconditioner.backend.world_size)
-        return float(mean)
+    def _agree(
+        self, loss: float, error: Exception | None, further: Sequence[float] = ()
+    ) -> tuple[float, list[float]]:
+        """Agree with all ranks on a loss, on who raises, and on what must be the same.
 
-    def _mean(self, tensor: Tensor) -> Tensor:
-        return mean_over_ranks(self.preconditioner.backend, tensor)
+        Returns:
+            The mean over ranks, and the sums of further numbers.
+        """
+        backend, common = self.preconditioner.backend, {}
+        try:
+            common = {
+                "step": self._steps,
+                "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
+                "damping": self.damping.at(self._steps),
+                "burn_in": self._burn_in,
+                "whether a step waits for its verdict": self._reduction.waits,
+            }
+        except Exception as raised:  # likewise
+            error = error or raised
+        own = [loss, float(error is not None), *fingerprint(common), *further]
+        sums = add_over_ranks(backend, own)
+        require_no_failure(backend, error, sums[1])
+        require_common(backend, common, sums[2:SAID])
+        return sums[0] / backend.world_size, sums[SAID:]
 
     # -- state --------------------------------------------------------------------------------
 
@@ -404,3 +488,24 @@ class TrustRegion(torch.optim.Optimizer):
         """Remove every hook."""
         self.preconditioner.close()
         self._outputs.close()
+
+
+def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
+    """Return what a step runs, as a list.
+
+    Args:
+        closure: A closure, or several.
+
+    Returns:
+        At least one.
+
+    Raises:
+        TypeError: If there is none, or one cannot be called.
+    """
+    closures = list(closure) if isinstance(closure, Sequence) else [closure]
+    if not closures or not all(map(callable, closures)):
+        raise TypeError(
+            f"TrustRegion.step takes a closure that returns the loss, or a list of closures with "
+            f"one for every micro-batch, not {closure!r}"
+        )
+    return closures

@@ -9,6 +9,7 @@ its first layer, so late parts cost little: the last layer, which nothing follow
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from numbers import Integral
 
 from torch import Tensor, nn
 
@@ -32,7 +33,8 @@ def part_of_each(
     Raises:
         ValueError: If ``parts`` is no positive integer.
     """
-    if parts < 1 or parts != int(parts):
+    given: object = parts
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
         raise ValueError(f"parts must be a positive integer, not {parts!r}")
     if parts == 1:
         return dict.fromkeys(parameters, 0)

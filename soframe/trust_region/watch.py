@@ -7,6 +7,8 @@ batch of the step, does not see that; the next loss does, and costs nothing.
 
 from __future__ import annotations
 
+from soframe.trust_region.checks import is_number
+
 WINDOW = 10
 """Losses that are remembered."""
 
@@ -22,7 +24,7 @@ class LossWatch:
     """
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None and not limit > 1:
+        if limit is not None and not (is_number(limit) and limit > 1):
             raise ValueError(f"max_increase must be above 1, or None, not {limit!r}")
         self._limit = limit
         self._losses: list[float] = []

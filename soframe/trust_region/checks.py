@@ -1,0 +1,70 @@
+"""Checks of single settings, each with its name in the message."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+from torch import Tensor
+
+
+def require_flag(name: str, value: object) -> None:
+    """Check a setting that is true or false: a text, or a number, is a mistake.
+
+    Args:
+        name: The setting's name.
+        value: Its value.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def require_integer(name: str, value: object, least: int) -> None:
+    """Check a setting that counts something.
+
+    Args:
+        name: The setting's name.
+        value: Its value.
+        least: The least that it may be.
+
+    Raises:
+        ValueError: If it is no integer, or less.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a setting is a real number, perhaps in a tensor, that fits into a float.
+
+    Args:
+        value: The setting's value.
+    """
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+    return True
+
+
+def require_numbers(owner: str, **settings: object) -> None:
+    """Check settings that are real numbers.
+
+    Args:
+        owner: What has them.
+        **settings: The settings.
+
+    Raises:
+        ValueError: If one is something else.
+    """
+    for name, value in settings.items():
+        if not is_number(value):
+            raise ValueError(f"{owner}: {name} must be a number, not {value!r}")

@@ -1,0 +1,103 @@
+"""Ranks of a trust region that disagree, or of which one raises: an error on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import soframe
+from soframe.trust_region import LevenbergMarquardt
+from tests.distributed.harness import run_ranks
+from tests.trust_region.kit import classes_of, deep
+
+pytestmark = pytest.mark.distributed
+
+CONSTRUCTED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "momentum": ({"momentum": False}, "settings of rank(s) [1]", "settings of rank(s) [1]"),
+    "parts": ({"parts": 2}, "settings of rank(s) [1]", "settings of rank(s) [1]"),
+    "lr": ({"lr": 0.5}, "settings of rank(s) [1]", "settings of rank(s) [1]"),
+    "burn_in": ({"burn_in": 2}, "of rank(s) [1]", "of rank(s) [1]"),
+    "policy": ({"damping": 0.5}, "of rank(s) [1]", "of rank(s) [1]"),
+    "wrong": ({"momentum": "no"}, "momentum must be", "[1] could not start"),
+    "no such": ({"moment": 1}, "no setting 'moment'", "[1] could not start"),
+}
+
+
+def construct(rank: int, ranks: int) -> list[str]:
+    said = []
+    for settings, _, _ in CONSTRUCTED.values():
+        try:
+            soframe.TrustRegion(deep(), "cross-entropy", **(settings if rank == 1 else {}))
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    dist.barrier()
+    return said
+
+
+def test_settings_of_one_rank() -> None:
+    others, own = run_ranks(construct, 2, timeout=60)
+    for number, (name, (_, mine, theirs)) in enumerate(CONSTRUCTED.items()):
+        assert mine in own[number], (name, own[number])
+        assert theirs in others[number], (name, others[number])
+
+
+def differ(rank: int, ranks: int, whats: list[str]) -> list[str]:
+    """At the second step rank 1 has something else, or its closure raises where it runs again."""
+    said = []
+    for what in whats:
+        net = deep()
+        wrapped = DistributedDataParallel(net)
+        damping = LevenbergMarquardt(1.0, interval=1)
+        reuse = {"reuse_activations": what != "derivative"}
+        own = soframe.TrustRegion(wrapped, "cross-entropy", damping=damping, **reuse)
+        x, y = classes_of(rank)
+        runs = 0
+
+        def closure() -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == 2 and step == 1 and rank == 1 and what in ("verdict", "derivative"):  # noqa: B023
+                raise ZeroDivisionError("no second run")
+            return F.cross_entropy(wrapped(x), y)  # noqa: B023
+
+        try:
+            for step in range(3):
+                runs = 0
+                if step == 1 and rank == 1 and what == "lr":
+                    own.param_groups[0]["lr"] = 0.5
+                if step == 1 and rank == 1 and what == "policy":
+                    damping._now = 7.0
+                if step == 1 and rank == 1 and what == "broken":
+                    own.param_groups[0]["lr"] = "x"
+                own.step(closure)
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+            said.append(f"step {step}: {type(error).__name__}: {error}")
+        else:
+            said.append("no error")
+        own.close()
+    dist.barrier()
+    return said
+
+
+STEPS = {
+    "lr": ("ValueError: these must be", "ValueError: these must be"),
+    "policy": ("ValueError: these must be", "ValueError: these must be"),
+    "broken": ("ValueError: TrustRegion: the lr", "RuntimeError: another rank cannot"),
+    "verdict": ("ZeroDivisionError: no second run", "RuntimeError: another rank cannot"),
+    "derivative": ("ZeroDivisionError: no second run", "RuntimeError: another rank cannot"),
+}
+
+
+def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
+    others, own = run_ranks(differ, 2, list(STEPS), timeout=60)
+    for number, (what, (mine, theirs)) in enumerate(STEPS.items()):
+        assert own[number].startswith(f"step 1: {mine}"), (what, own[number])
+        assert others[number].startswith(f"step 1: {theirs}"), (what, others[number])
+        if what == "lr":
+            assert "lr and weight_decay of the param groups: rank(s) [1] have [(0.5," in own[number]
