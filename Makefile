@@ -6,6 +6,7 @@ VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
 ARGS ?=
+CASES ?= 2000
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -65,6 +66,10 @@ time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned 
 .PHONY: mutants
 mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.gate
+
+.PHONY: fuzz
+fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), a few minutes
+	SOFRAME_FUZZ=$(CASES) $(PYTEST) -k fuzz $(PYTEST_ARGS)
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built

@@ -160,6 +160,7 @@ class Poll:
         failed: Whether this rank is about to raise an error instead of taking the step.
         changed: Whether parameters or modules of the model have changed.
         bad_gradient: Whether a gradient is not finite.
+        large: Whether gradients are so large that products with them may not be finite.
         bad_statistics: Whether the statistics of the window are not finite.
         common: The fingerprint of what has to be the same on every rank, see `fingerprint`.
         weights: What this rank's statistics weigh.
@@ -171,6 +172,7 @@ class Poll:
     failed: float
     changed: float
     bad_gradient: float
+    large: float
     bad_statistics: float
     common: Sequence[float]
     weights: Sequence[float] = ()

@@ -50,7 +50,12 @@ class Bounds:
         Args:
             step: Completed steps.
         """
-        return Limits(*(b if b is None else b.at(step) for b in (self.kl, self.norm)))
+        kl, norm = (b if b is None else b.at(step) for b in (self.kl, self.norm))
+        return Limits(kl, norm)
+
+
+UNDAMPED = 1e-12
+"""Below this damping, what float32 holds may not be finite over what the curvature leaves."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,14 @@ class Limits:
     Attributes:
         kl: The KL clip's, or None.
         norm: The norm clip's, or None.
+        careful: Whether gradients are so large, or the damping so small, that inner products, or
+            even the results, may be out of range: the first are then taken in float64, the others
+            looked at.
     """
 
     kl: float | None
     norm: float | None
+    careful: bool = False
 
 
 def clip(
@@ -73,7 +82,7 @@ def clip(
     limits: Limits,
     rates: LearningRates,
     step: int,
-) -> None:
+) -> bool:
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
     Args:
@@ -83,10 +92,20 @@ def clip(
         limits: The bounds.
         rates: The learning rates.
         step: Completed steps.
+
+    Returns:
+        False if some are not finite, on every rank alike: all of them have the same.
     """
-    if not results or limits == Limits(None, None):
-        return
     every = list(results.values())
+    if limits.careful:
+        bad = [result.isfinite().all().logical_not() for result in every]
+        if every and bool(torch.stack([one.to(bad[0].device) for one in bad]).any()):
+            return False
+        results = {block: result.double() for block, result in results.items()}
+        raw = {block: own if own is None else own.double() for block, own in raw.items()}
+    if not results or (limits.kl is None and limits.norm is None):
+        return True
+    wide = list(results.values())
     factors: list[Tensor] = []
     if limits.kl is not None:
         known = gradients.spoken_for(results)
@@ -97,14 +116,16 @@ def clip(
                 rates.of(known, step),
                 limits.kl,
                 gradients.total,
-                every[0],
+                wide[0],
             )
         )
     if limits.norm is not None:
-        factors.append(norm_clip_factor(every, rates.of(list(results), step), limits.norm))
+        factors.append(norm_clip_factor(wide, rates.of(list(results), step), limits.norm))
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
+    factor = factor.to(every[0].dtype)
     if all(result.device == factor.device for result in every):
         torch._foreach_mul_(every, factor)
     else:
         for result in every:
             result.mul_(factor.to(result.device))
+    return True

@@ -1,4 +1,4 @@
-"""The gradients of a whole model: are they finite, and what to do if not."""
+"""The gradients of a whole model: are they finite, how large, and what to do if not."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+MODERATE = 1e10
+"""What sums of gradients stay below, unless products with them may be out of range."""
 
-def finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether every gradient is finite.
+
+def magnitude(parameters: Iterable[nn.Parameter]) -> float:
+    """Return how large the gradients are, where that matters.
 
     Args:
         parameters: The parameters of a model.
 
     Returns:
-        False if any element of any gradient is infinite or not a number.
+        Zero where sums tell of nothing large, else the largest absolute value: infinite or not a
+        number where an element is.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel() > 0]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
-        return True
-    # A sum is the fastest pass; what is not finite never leaves it finite.
+        return 0.0
+    # A sum is the fastest pass; what is not finite never leaves it finite, nor small.
     sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
     if len({total.device for total in sums}) > 1:
         sums = [total.to(sums[0].device) for total in sums]
-    if bool(torch.stack(sums).isfinite().all()):
-        return True
+    if bool((torch.stack(sums).abs() < MODERATE).all()):
+        return 0.0
     # Finite elements may have a sum that is not.
-    return bool(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")).isfinite())
+    return float(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")))
 
 
 def discard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from soframe.agreement import (
 from soframe.background import Background
 from soframe.blocks import Block
 from soframe.capture import Capture
-from soframe.clipping import Bounds, Limits, clip
+from soframe.clipping import UNDAMPED, Bounds, Limits, clip
 from soframe.comm.base import Backend
 from soframe.counting import Samples, declare
 from soframe.effect import Effect
@@ -282,11 +282,11 @@ class Preconditioner(Joinable):
         due = self._refresh.due(self._blocks, self.placement, self._steps)
         rest = (self._raw.raw, self._steps, () if weights is None else self._statistics.due)
         raw, results = self._background.update(self._blocks, due, *work, *rest)
-        if finite:
-            clip(results, raw, self._raw, now.limits, self._lrs, self._steps)
+        if finite and clip(results, raw, self._raw, now.limits, self._lrs, self._steps):
             for block, result in results.items():
                 block.write(result)
         else:
+            self.counters["skipped_updates"] += finite
             gradients.discard(self._model)
         self._accumulation.wrote(results if finite else ())
         self._steps += 1
@@ -324,12 +324,14 @@ class Preconditioner(Joinable):
         """
         now, common, error = self._settings_now()
         with_statistics = self.takes_statistics
-        bad_gradient = not gradients.finite(self._watch.parameters())
+        size = gradients.magnitude(self._watch.parameters())
+        bad_gradient = not math.isfinite(size)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
         said = Poll(
             failed=float(error is not None),
             changed=float(self._watch.changed()),
             bad_gradient=float(bad_gradient),
+            large=float(size > 0),
             bad_statistics=float(bad_statistics),
             common=fingerprint(common),
             weights=self._statistics.weights(),
@@ -352,6 +354,8 @@ class Preconditioner(Joinable):
         if said.bad_statistics and not any(block.mass > 0 for block in self._blocks):
             self._refresh.owed = 2  # this step's went, and without any there is no curvature
         used = with_statistics and not said.bad_statistics
+        careful = said.large > 0 or now.damping < UNDAMPED
+        now = replace(now, limits=replace(now.limits, careful=careful))
         return not said.bad_gradient, list(said.weights) if used else None, now
 
     def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.factors import FactorSpec
-from soframe.layers import LayerHelper, LinearHelper
+from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
 from soframe.methods import KFAC
 from soframe.solvers import Inverse, Lazy, NewtonSchulz
 from soframe.testing import compare
@@ -151,6 +151,20 @@ def test_parameters_without_elements(sizes: tuple[int, int]) -> None:
     assert reasons["1.weight"] == ""
     with pytest.raises(ValueError, match="there is nothing to precondition"):
         build(model=module)
+
+
+def test_a_helper_of_another_layer() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(3, 2))
+    reasons = {
+        row.parameter: row.reason
+        for helper in (LinearHelper, Conv2dHelper)
+        for row in build(
+            model=model, layers={"0" if helper is LinearHelper else "2": helper}
+        ).report()
+        if row.reason
+    }
+    assert "LinearHelper serves matrices, and its weight has 4 dimensions" in reasons["0.weight"]
+    assert "Conv2dHelper serves nn.Conv2d, not Linear" in reasons["2.weight"]
 
 
 class Kernel(nn.Module):

@@ -17,6 +17,14 @@ class LinearHelper(LayerHelper):
 
     unit: ClassVar[Unit | None] = "row"
 
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dim() != 2:
+            return f"{cls.__name__} serves matrices, and its weight has {weight.dim()} dimensions"
+        return super().unsupported(module)
+
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """See `LayerHelper.input_rows`."""
         return _rows(inputs[0])

@@ -42,18 +42,19 @@ def kl_clip_factor(
     if len({(term.device, term.dtype) for term in (like, *terms)}) > 1:
         terms = [term.to(like) for term in terms]
     total = torch.stack(terms).sum() if terms else like.new_zeros(())
+    total = total.double()  # squares of rates may be out of range where rates are not
     if same:
-        total = (total * lrs[0] ** 2).to(like)
+        total = (total * lrs[0] * lrs[0]).to(total)
     total = (total if add is None else add(total)).abs()
     # kappa / 0 is infinite, and clamped like everything above one.
-    return (kappa / total).sqrt().clamp(max=1.0)
+    return (kappa / total).sqrt().clamp(max=1.0).to(like)
 
 
 def _term(p: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     if not _is_scalar(lr):
-        return (p * g * lr**2).sum()
+        return (p * lr * (g * lr)).sum()
     product = torch.dot(p.flatten(), g.flatten())
-    return product if isinstance(lr, float) and lr == 1.0 else product * lr**2
+    return product if isinstance(lr, float) and lr == 1.0 else product * lr * lr
 
 
 def _is_scalar(lr: float | Tensor) -> bool:

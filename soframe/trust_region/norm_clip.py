@@ -29,6 +29,12 @@ def norm_clip_factor(
         A scalar in (0, 1], in the dtype and on the device of the first block.
     """
     first = preconditioned[0]
-    terms = [(p * lr).square().sum().to(first) for p, lr in zip(preconditioned, lrs, strict=True)]
+    # Relative to the largest rate, so that squares are in range where rates are large.
+    largest = max((lr for lr in lrs if not isinstance(lr, Tensor)), default=0.0) or 1.0
+    terms = [
+        (p * (lr / largest)).square().sum().to(first)
+        for p, lr in zip(preconditioned, lrs, strict=True)
+    ]
+    length = torch.stack(terms).sum().sqrt().double()  # float32 may not hold the bound over a rate
     # bound / 0 is infinite, and clamped like everything above one.
-    return (bound / torch.stack(terms).sum().sqrt()).clamp(max=1.0)
+    return (bound / largest / length).clamp(max=1.0).to(first)

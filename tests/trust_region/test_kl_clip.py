@@ -1,5 +1,6 @@
 """The KL clip against its closed form, with the learning rates that the optimizer has now."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import soframe
 from soframe import clipping
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
+from soframe.trust_region.norm_clip import norm_clip_factor
 from tests.curvature import closing, fill, half_square, randn
 
 
@@ -143,6 +145,19 @@ def test_nothing_is_read_on_the_host() -> None:
         factor.item()
 
 
+@pytest.mark.parametrize("lr", [1e25, 1e200])
+@pytest.mark.parametrize("size", [0.0, 1e-10, 1.0])
+def test_rates_whose_squares_are_out_of_range(lr: float, size: float) -> None:
+    own = size * torch.ones(1, 2, 2)
+    factor = kl_clip_factor([own, own], [own, own], [lr, lr], 1e-2)
+    expected = min(1.0, 0.1 / (lr * size * 8**0.5)) if size else 1.0
+    assert float(factor) == pytest.approx(expected, rel=1e-5, abs=1e-44)
+    assert math.isfinite(float(norm_clip_factor([own, own], [lr, lr], 1e-2)))
+    assert float(norm_clip_factor([own], [1e25], 1.0)) == pytest.approx(
+        min(1.0, 1 / (1e25 * 2 * size)) if size else 1.0, rel=1e-5
+    )
+
+
 def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some are on another one: here without values, which cannot be scaled together."""
     monkeypatch.setattr(clipping, "kl_clip_factor", lambda *_: torch.tensor(0.5))
@@ -150,8 +165,8 @@ def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     results: Any = {"a": here, "b": there}
     known: Any = SimpleNamespace(spoken_for=list, total=None)
     rates: Any = SimpleNamespace(of=lambda blocks, step: [1.0 for _ in blocks])
-    bounds = clipping.Bounds.of(kl=1e-3, norm=None)
-    clipping.clip(results, results, known, bounds, rates, 0)
+    limits = clipping.Bounds.of(kl=1e-3, norm=None).at(0)
+    clipping.clip(results, results, known, limits, rates, 0)
     assert torch.equal(here, torch.full((1, 2, 3), 0.5))
 
 

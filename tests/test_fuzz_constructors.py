@@ -1,0 +1,30 @@
+"""Arguments and batches of any kind: a class works, or says by name what is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+from tests.fuzz import EXAMPLES, PRECONDITIONERS, Case, cases, check, fuzzed
+
+OUTCOMES: Counter[str] = Counter()
+
+
+@pytest.mark.timeout(3600 if EXAMPLES else 120)
+@fuzzed(few=150)
+@given(case=cases(PRECONDITIONERS.settings))
+def test_the_preconditioner(case: Case) -> None:
+    outcome = check(PRECONDITIONERS, case)
+    OUTCOMES[outcome] += 1
+    assert outcome != "refused without a word"
+
+
+def test_each_way_of_ending_is_met() -> None:
+    """The fuzz is no use if all of its cases are refused, or none is."""
+    if not OUTCOMES:
+        test_the_preconditioner()
+    assert OUTCOMES["works"] > 20
+    assert OUTCOMES["refused"] > 20
+    assert OUTCOMES["an error that names something"] > 0
