@@ -62,7 +62,7 @@ def save(
         process_group: The process group of the ranks, if it is not the default one.
 
     Returns:
-        The checkpoint: a folder within ``folder``.
+        The folder of the checkpoint, within ``folder``.
 
     Raises:
         ValueError: If ``keep`` is below 1.

@@ -86,3 +86,10 @@ def test_a_state_without_its_checksums_is_truncated():
 def test_what_is_not_plain_cannot_be_sealed():
     with pytest.raises(TypeError, match=r"a/0 is set$"):
         seal({"a": [{1}]})
+
+
+def test_the_dtype_and_the_shape_of_a_tensor_count():
+    zeros = torch.zeros(4)
+    others = [zeros.view(torch.int32), zeros.view(2, 2), zeros.view(torch.bfloat16)]
+    found = {checksums.of_tensor(tensor) for tensor in (zeros, *others)}
+    assert len(found) == 4
