@@ -239,7 +239,7 @@ class Preconditioner(Joinable):
         Args:
             terms: How many terms the loss of this rank's backward pass is a mean over; or which,
                 ``[N, ...]``, bool, such as ``labels != -100``. The Fishers that `observe` takes
-                need the mask where some are ignored. None for what `samples` says.
+                need the mask where some are ignored. None for what ``samples`` says.
             rows: Which positions are data and not padding, ``[N, ...]``, bool or of 0 and 1, such
                 as an attention mask. The others are left out of the factors of layers that are
                 called with as many samples and positions; nothing that the loss sees may depend on

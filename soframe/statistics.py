@@ -196,8 +196,8 @@ class Statistics:
                 ValueError(
                     f"count(rows=...) cannot leave single rows out of {block.name!r}: "
                     f"{type(helper).__name__} under {block.method!r} takes "
-                    f"{'whole calls' if helper.unit is None else 'whole samples'}; skip the layer, "
-                    f"or let its method be 'kfac' on a linear layer"
+                    f"{'whole calls' if helper.unit is None else 'whole samples'}; give it a mask "
+                    f"of samples [N], skip the layer, or choose method='kfac' for a linear one"
                 )
             )
             return None
