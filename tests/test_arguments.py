@@ -164,7 +164,7 @@ def test_a_helper_of_another_layer() -> None:
         if row.reason
     }
     assert "LinearHelper serves matrices, and its weight has 4 dimensions" in reasons["0.weight"]
-    assert "Conv2dHelper serves nn.Conv2d, not Linear" in reasons["2.weight"]
+    assert "Conv2dHelper serves convolutions, not Linear" in reasons["2.weight"]
 
 
 class Kernel(nn.Module):

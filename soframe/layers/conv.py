@@ -42,8 +42,8 @@ class Conv2dHelper(LayerHelper):
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         """See `LayerHelper.unsupported`."""
-        if not isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            return f"{cls.__name__} serves nn.Conv2d, not {type(module).__name__}"
+        if not isinstance(module, nn.modules.conv._ConvNd):  # helpers of others may extend this one
+            return f"{cls.__name__} serves convolutions, not {type(module).__name__}"
         if getattr(module, "transposed", False):
             return "transposed convolutions have another geometry"
         return super().unsupported(module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from soframe.comm import Recording, TorchDistributed
-from soframe.solvers import Eigen, Inverse, Solver
+from soframe.solvers import Eigen, Inverse, OrthogonalIteration, Solver
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_equivalence import STRATEGIES
@@ -51,6 +51,10 @@ def trace(rank: int, ranks: int, case: Case, overlap: bool) -> Trace:
     return Trace(run.weights(), state, run.preconditioner.counters, backend.events)
 
 
+# Where gradient workers hold factors, so that eigenvalues may follow them.
+FOLLOWING = ["comm", "mem", "hybrid", "spread", "kaisa apart", "half on the wire"]
+
+
 def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Trace]]:
     return [(trace(rank, ranks, case, True), trace(rank, ranks, case, False)) for case in cases]
 
@@ -59,7 +63,8 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
     ("ranks", "names", "solver", "stagger", "after"),
     [
         (2, ["comm", "pairs, deferred", "kaisa apart"], Slow(), True, 2),
-        pytest.param(2, list(EVERY), Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(2, FOLLOWING, Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(2, list(EVERY), OrthogonalIteration(), True, 2, marks=pytest.mark.slow),
         pytest.param(3, list(EVERY), Slow(), "solves", 4, marks=pytest.mark.slow),
     ],
 )
