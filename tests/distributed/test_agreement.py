@@ -235,6 +235,7 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
     for step in range(4):
         if what == "learning rates" and step == 2 and odd:
             optimizer.param_groups[0]["lr"] = 0.2
+        model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
