@@ -103,9 +103,9 @@ def traffic(
     due = _named(active, solve)
     phases: Traffic = {}
     if placement.world_size > 1:
-        taking = _named(pairs, statistics)
-        weights = sum(_weights(w, p) for w, p in taking)
-        reached = _REACHED + _REACHED_BLOCK * len(taking) if taking else 0
+        weights = sum(_weights(w, p) for w, p in _named(pairs, statistics))
+        taking = len(_named(pairs, statistics))
+        reached = _REACHED + _REACHED_BLOCK * taking if taking else 0
         present = _present(pairs, local) if local is not None else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
         _count(phases, "agree", _solve_agreements(due) if due else [])
