@@ -56,6 +56,7 @@ def test_a_preconditioner_takes_them(name: str) -> None:
     taken, seen = [], None
     with closing(preconditioner(model, **{name: WarmInterval(3, steps=2)})) as own:
         for step in range(7):
+            model.zero_grad()
             model(randn(3, 2, seed=step)).square().mean().backward()
             own.step()
             block = own._blocks[0]
@@ -95,6 +96,7 @@ def running(sizes: list[int], times: list[int], **settings: Any) -> list[torch.T
     own = preconditioner(model, fisher="type-2", loss="cross-entropy", **settings)
     with closing(own):
         for step, (size, repeats) in enumerate(zip(sizes, times, strict=True)):
+            model.zero_grad()
             x = randn(size, 3, seed=step).repeat(repeats, 1)
             observe(model, own, [(x, torch.zeros(len(x)).long())], nn.functional.cross_entropy)
             own.step()

@@ -77,6 +77,7 @@ def test_callables_are_asked_for_each_step(name: str) -> None:
         soframe.Preconditioner(model, **{"statistics_every": 1, "lr": 0.1, name: schedule})
     ) as own:
         for _ in range(3):
+            model.zero_grad()
             model(randn(3, 2)).square().mean().backward()
             own.step()
     assert {0, 1, 2} <= set(asked) <= {0, 1, 2, 3}
@@ -114,6 +115,7 @@ def test_factors_and_data_change_when_they_are_due(statistics_every: Any, solve_
     with closing(own):
         block = own._blocks[0]
         for step in range(7):
+            model.zero_grad()
             model(randn(3, 2, seed=step)).square().mean().backward()
             own.step()
             data = block.second_order["A"]["vectors"]

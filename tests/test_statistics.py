@@ -48,6 +48,7 @@ def test_the_running_factors_are_the_weighted_average(
     model = fill(nn.Linear(3, 2))
     with closing(preconditioner(model, decay=schedule, scaling=scaling)) as own:
         for seed in range(len(decays)):
+            model.zero_grad()
             one_pass(model, seed)
             own.step()
         for name, running in zip("AG", factors(own, "Linear"), strict=True):
@@ -68,6 +69,7 @@ def test_running_factors_are_whole_once_somebody_looks() -> None:
         (block,) = own._blocks
         looked = []
         for seed in range(5):
+            model.zero_grad()
             log_cosh(model(randn(4, 300, seed=seed)), randn(4, 2, seed=9)).backward()
             own.step()
             looked.append(not block.lower)
@@ -85,6 +87,7 @@ def test_one_batch_over_and_over_is_its_own_average() -> None:
     model = fill(nn.Linear(3, 2))
     with closing(preconditioner(model, decay=0.95)) as own:
         for _ in range(4):
+            model.zero_grad()
             one_pass(model, 0)
             own.step()
             for name, running in zip("AG", factors(own, "Linear"), strict=True):
@@ -107,6 +110,7 @@ def test_a_step_without_a_layer_leaves_its_average() -> None:
     with closing(preconditioner(model, decay=0.5)) as own:
         seen = []
         for seed, which in enumerate((0, 1, 0)):
+            model.zero_grad()
             inputs, targets = batch(seed)
             log_cosh(model(inputs, which), targets).backward()
             own.step()

@@ -146,6 +146,7 @@ def train(
             if between is not None:
                 between(step, model)
             calls.clear()
+            model.zero_grad()
             for index, size in enumerate((4, 6)):
                 x = randn(size, 2, 3, seed=2 * step + index)
                 model(x, other=index == 1).square().mean().backward()
@@ -192,6 +193,7 @@ def test_the_moment_of_a_common_input_is_computed_once_at_its_turn(calls: list[A
     with closing(preconditioner(model, **options)) as own:
         for step in range(7):
             calls.clear()
+            model.zero_grad()
             model(randn(4, 2, 3, seed=step), other=False).square().mean().backward()
             own.step()
             inputs = [helper for name, helper in calls if name == "input_moment"]
@@ -239,6 +241,7 @@ def test_inputs_are_kept_and_sums_made_of_layers_whose_turn_it_is() -> None:
     options = {"statistics_every": 3, "solve_every": 6, "stagger": True}
     with closing(preconditioner(model, **options)) as own:
         for step in range(5):
+            model.zero_grad()
             saved: list[Tensor] = []
 
             def pack(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
@@ -266,6 +269,7 @@ def test_a_forward_pass_of_another_window_counts_for_nobody() -> None:
         before: list[Tensor] = []
         with closing(preconditioner(model, statistics_every=2, stagger=True)) as own:
             for step in range(5):
+                model.zero_grad()
                 model(randn(4, 3, seed=step)).square().mean().backward()
                 if late:
                     for loss in before:

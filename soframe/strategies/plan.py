@@ -23,6 +23,7 @@ from soframe.strategies.placement import (
 )
 
 _FLAGS = 6  # of every step, see `soframe.agreement.Poll`
+_REACHED, _REACHED_BLOCK = 2, 3  # see `soframe.effect.Effect.said`
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried
@@ -103,8 +104,10 @@ def traffic(
     phases: Traffic = {}
     if placement.world_size > 1:
         weights = sum(_weights(w, p) for w, p in _named(pairs, statistics))
+        taking = len(_named(pairs, statistics))
+        reached = _REACHED + _REACHED_BLOCK * taking if taking else 0
         present = _present(pairs, local) if local is not None else 0
-        _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present)])
+        _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
         _count(phases, "agree", _solve_agreements(due) if due else [])
         reduced = [(w, p) for w, p in due if p.deferred]
         reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]

@@ -248,6 +248,7 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
                 group["lr"].fill_(0.2)
             elif what == "peaks":
                 group["max_lr"] = 0.8
+        model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)

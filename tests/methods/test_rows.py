@@ -21,6 +21,7 @@ def run(model: nn.Module, batches: list[Tensor], steps: int = 1, **options: Any)
     own = preconditioner(model, decay=0.5, **options)
     with closing(own):
         for _ in range(steps):
+            model.zero_grad()
             for x in batches:
                 model(x).square().sum().backward()
             own.step()
