@@ -25,6 +25,9 @@ Group = Mapping[str, Any]
 SETTINGS = {"params", "param_names", "lr", "initial_lr", "weight_decay"}
 """What a group may have; schedulers of torch add ``initial_lr``."""
 
+MOST = 1e30
+"""Of a weight decay: more is no number in single precision, once it is multiplied."""
+
 
 def check(model: nn.Module, group: Group) -> None:
     """Check a group.
@@ -44,6 +47,8 @@ def check(model: nn.Module, group: Group) -> None:
         raise ValueError(f"lr must be positive, not {lr!r}")
     if not is_number(decay) or not 0 <= decay < math.inf:
         raise ValueError(f"weight_decay must not be negative, not {decay!r}")
+    if decay > MOST:
+        raise ValueError(f"weight_decay must not be above {MOST:g}, not {decay!r}")
     _require_own(model, group["params"])
 
 
@@ -88,7 +93,7 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
         lr, decay = group["lr"], group["weight_decay"]
         if not is_number(lr) or not lr >= 0:
             raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
-        if not is_number(decay) or not 0 <= decay < math.inf:
+        if not is_number(decay) or not 0 <= decay <= MOST:
             raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
         found.append((float(lr), float(decay)))
     return found

@@ -149,7 +149,8 @@ def check(model: object, loss: object, params: object, preconditioner: Mapping[s
         raise ValueError("TrustRegion needs fisher='monte-carlo', 'type-2' or 'forward-only'")
     if preconditioner.get("gradients", "averaged") != "averaged":
         raise ValueError("TrustRegion needs gradients='averaged': slopes are made of them")
-    if preconditioner.get("background", 0) != 0:
+    background: object = preconditioner.get("background", 0)
+    if not isinstance(background, int) or background != 0:
         raise ValueError("TrustRegion needs background=0: its damping is that of the step")
     if preconditioner.get("loss_average", "local") not in ("local", "global"):
         raise ValueError(

@@ -35,6 +35,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"weight_decay": wrong}, ValueError, "weight_decay must not be negative, not")
         for wrong in (*NO_NUMBERS, -1.0, math.inf)
     ),
+    ({"weight_decay": 1e300}, ValueError, "weight_decay must not be above 1e\\+30, not 1e\\+300"),
     *(
         ({"max_increase": wrong}, ValueError, "max_increase must be above 1, or None, not")
         for wrong in ("2", True, 1.0, 0.5, math.nan, [2.0])
