@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe import arguments, averaging, building, checksums, claims, gradients, joining, state
 from soframe.accumulation import Accumulation
@@ -473,7 +473,7 @@ class Preconditioner(Joinable):
 
     # -- inputs that end on some ranks first --------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> joining.Shadow:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.joining`.
 
         Args:

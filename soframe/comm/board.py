@@ -77,13 +77,15 @@ class Board:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Board | None:
-        """Return the board of a process group; None where there is no store.
+        """Return the board of a process group; None where there is no store that keeps notes.
 
         Args:
             group: The process group.
         """
         if group not in _BOARDS:
-            if dist.distributed_c10d._get_default_store() is None:
+            store: object = dist.distributed_c10d._get_default_store()  # None with MPI
+            # torch's engine for worlds on paper has a store that keeps nothing.
+            if store is None or dist.get_backend(group) == "fake":
                 return None
             _BOARDS[group] = Board(group)
         return _BOARDS[group]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.distributed.training import Case, Run, backward, make_net, mean_over
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 90.0
+TIMEOUT = 300.0
 STEPS = 3
 TRAVELLING = "statistics are under way"
 PLAIN = "without soframe"

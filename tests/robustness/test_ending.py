@@ -47,7 +47,7 @@ def test_a_rank_whose_peer_has_gone_ends_with_an_error(tmp_path):
 
 @pytest.mark.slow
 def test_scripts_with_soframe_are_aborted_no_more_often_than_others():
-    aborted = count(2)
+    aborted = count(1)  # python -m tests.robustness.ending counts more
     plain = aborted.pop(PLAIN)
     assert all(times <= plain for times in aborted.values()), (plain, aborted)
 
