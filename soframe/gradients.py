@@ -26,7 +26,7 @@ def magnitude(parameters: Iterable[nn.Parameter]) -> float:
     if not dense:
         return 0.0
     # A sum is the fastest pass; what is not finite never leaves it finite, nor small.
-    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
+    sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in dense]
     if len({total.device for total in sums}) > 1:
         sums = [total.to(sums[0].device) for total in sums]
     if bool((torch.stack(sums).abs() < MODERATE).all()):

@@ -652,6 +652,7 @@ def test_nothing_is_asked_between_statistics() -> None:
     model, x = fill(chain()), randn(4, 3)
     with closing(preconditioner(model, statistics_every=2)) as own:
         for step in range(4):
+            model.zero_grad()
             if own.takes_statistics:
                 own.count(4)
             else:

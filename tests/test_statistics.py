@@ -219,29 +219,3 @@ def test_a_scale_of_the_loss_is_none_of_the_type_2_fishers(average: str) -> None
             results.append(factors(own, "Linear"))
     for name, one, other in zip("AG", *results, strict=True):
         compare(other, one, name)
-
-
-class Routed(nn.Module):
-    """An expert, or in its place a layer that sees two of the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expert, self.side = fill(nn.Linear(3, 3)), fill(nn.Linear(3, 3), 1)
-        self.head = fill(nn.Linear(3, 2), 2)
-
-    def forward(self, x: Tensor, expert: bool) -> Tensor:
-        inner = self.expert(x) if expert else torch.cat([self.side(x[:2]), x[2:]])
-        return self.head(inner)
-
-
-def test_the_samples_of_a_pass_are_those_of_the_layer_that_sees_most() -> None:
-    """The expert is not used in the second pass, which counts for it with all of its samples."""
-    model = Routed()
-    first, second = randn(4, 3), randn(6, 3, seed=1)
-    with closing(preconditioner(model, loss_average="global")) as own:
-        for x, expert in ((first, True), (second, False)):
-            (model(x, expert).square().sum() / 10).backward()
-        own.step()
-        a, _ = factors(own, "expert")
-        rows = torch.cat([first, torch.ones(4, 1).double()], 1)
-        compare(a[0], rows.T @ rows / 10, "A of the expert")

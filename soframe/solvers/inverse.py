@@ -15,6 +15,7 @@ limit of that: the other one must not be seen either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -86,16 +87,22 @@ class Inverse(Solver):
                 f"Inverse(split={self.split!r}) shares the damping between two factors, not "
                 f"{len(mean_traces)}; use split='full'"
             )
-        first, second = mean_traces
-        limits = torch.finfo(first.dtype)
-        # float64 holds products and quotients of all that float32 holds.
-        whole = torch.ones_like(first, dtype=torch.float64) * damping
-        if self.split == "sqrt":
-            root = whole.sqrt()
-            pi = torch.ones_like(root)
-        else:
-            root, pi = whole.sqrt(), pi_of(first.double(), second.double(), whole, limits.eps)
-        return share(root, pi, largest=limits.max**0.94, dtype=first.dtype)
+        like = mean_traces[0]
+        limits = torch.finfo(like.dtype)
+        first, second = (trace.tolist() for trace in mean_traces)
+        each = damping.tolist() if isinstance(damping, Tensor) else [damping] * len(first)
+        # One number for each group: as tensors these would be thirty tiny operations.
+        rows = [
+            share(
+                whole,
+                pi_of(a, b, whole, limits.eps) if self.split == "pi" else 1.0,
+                largest=limits.max**0.94,
+            )
+            for a, b, whole in zip(first, second, each, strict=True)
+        ]
+        return [
+            torch.tensor(column, dtype=torch.float64).to(like) for column in zip(*rows, strict=True)
+        ]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
@@ -107,7 +114,7 @@ class Inverse(Solver):
 
     def usable(self, data: Mapping[str, Tensor]) -> bool:
         """See `Solver.usable`: not if an inverse is zero, since the factor was too large."""
-        return bool((data["inverse"].diagonal(dim1=-2, dim2=-1) > 0).all())
+        return float(data["inverse"].diagonal(dim1=-2, dim2=-1).amin()) > 0
 
     def apply(
         self,
@@ -127,50 +134,50 @@ class Inverse(Solver):
         return times(gradient, right["inverse"])
 
 
-def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> Tensor:
-    """Return the pi of the pi-correction.
+def pi_of(first: float, second: float, damping: float, precision: float) -> float:
+    """Return the pi of the pi-correction, of one group.
 
     Args:
-        first: The mean trace of the first factor, ``[groups]``, float64.
+        first: The mean trace of the first factor.
         second: That of the second.
-        damping: The block's damping, ``[groups]``, float64.
+        damping: The block's damping.
         precision: That of the factors' dtype; what is a sixteenth of it is not seen beside one.
 
     Returns:
-        ``[groups]``, float64: ``sqrt(first / second)``, or as close to one as leaves both factors
-        unseen beside their shares of the damping, where that is possible. One where neither has a
-        scale.
+        ``sqrt(first / second)``, or as close to one as leaves both factors unseen beside their
+        shares of the damping, where that is possible. One where neither has a scale.
     """
-    least, root = precision / 16, damping.sqrt()
+    least = precision / 16 * math.sqrt(damping)
     # Roots first: a product or quotient of what the roots are of may be out of range.
-    first_root, second_root = first.sqrt(), second.sqrt()
-    unseen = first_root * second_root < least * root
-    low, high = first / (least * root), least * root / second
-    close = torch.minimum(torch.ones_like(root).maximum(low), high)
-    pi = torch.where(unseen, close, first_root / second_root)
-    return torch.where((first > 0) & (second > 0) | unseen, pi, 1.0)
+    first_root, second_root = math.sqrt(max(first, 0.0)), math.sqrt(max(second, 0.0))
+    if first_root * second_root < least:
+        high = least / second if second > 0 else math.inf
+        return min(max(1.0, first / least), high)
+    return first_root / second_root if first > 0 and second > 0 else 1.0
 
 
-def share(root: Tensor, pi: Tensor, largest: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return two shares of the damping that can be represented, and their reciprocals too.
+def share(damping: float, pi: float, largest: float) -> tuple[float, float]:
+    """Return two shares of a damping that can be represented, and their reciprocals too.
 
     Args:
-        root: The square root of the damping, ``[groups]``, float64.
-        pi: The first share over it, ``[groups]``, float64.
+        damping: The block's damping.
+        pi: The first share over the root of the damping.
         largest: The largest share; its reciprocal is the least.
-        dtype: The dtype of the shares.
 
     Returns:
-        ``[groups]`` each: the shares; both zero where the damping is. Their product is the damping
-        wherever there are two such numbers.
+        The shares; both zero where the damping is. Their product is the damping wherever there are
+        two such numbers.
     """
-    low = torch.maximum(1 / (largest * root), root / largest)
-    high = torch.minimum(largest / root, root * largest)
-    pi = torch.minimum(torch.maximum(pi, low), high)
-    return [
-        torch.where(root > 0, each.clamp(1 / largest, largest), 0.0).to(dtype)
-        for each in (root * pi, root / pi)
-    ]
+    root = math.sqrt(damping)
+    if not root > 0:
+        return 0.0, 0.0
+    low = max(1 / (largest * root), root / largest)
+    high = min(largest / root, root * largest)
+    pi = min(max(pi, low), high)
+    return (
+        min(max(root * pi, 1 / largest), largest),
+        min(max(root / pi, 1 / largest), largest),
+    )
 
 
 def frame(size: int) -> int:

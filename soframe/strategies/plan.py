@@ -22,7 +22,7 @@ from soframe.strategies.placement import (
     share_group,
 )
 
-_FLAGS = 6  # of every step, see `soframe.agreement.Poll`
+_FLAGS = 7  # of every step, see `soframe.agreement.Poll`
 _REACHED, _REACHED_BLOCK = 2, 3  # see `soframe.effect.Effect.said`
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32

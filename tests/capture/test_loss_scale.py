@@ -163,6 +163,7 @@ def test_a_scale_is_read_once_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     get = scaler.get_scale
     monkeypatch.setattr(scaler, "get_scale", lambda: reads.append(1) or get())
     for step in range(3):
+        optimizer.zero_grad()
         for number in range(3):
             backward(model, scaler.scale, number)
         scaler.unscale_(optimizer)
@@ -316,6 +317,7 @@ def test_a_scaler_that_is_used_meanwhile_is_told_of_once(
     own = precondition(model, **({"optimizer": optimizer} if known else {}))
     scaler = scaler_of()
     for _ in range(4):
+        optimizer.zero_grad()
         backward(model, scaler.scale)
         own.step()
         scaler.step(optimizer)
@@ -364,10 +366,12 @@ def test_looking_for_scalers_ends() -> None:
     model, _ = build()
     own = precondition(model)
     for _ in range(3):
+        model.zero_grad()
         backward(model)
         own.step()
     scaler = scaler_of()  # too late: it would take milliseconds at every step
     for _ in range(2):
+        model.zero_grad()
         backward(model, scaler.scale)
         own.step()
         scaler.update(scaler.get_scale())

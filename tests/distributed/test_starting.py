@@ -150,9 +150,9 @@ def take_a_step(preconditioner: Preconditioner, model: nn.Module) -> None:
 
 def start_alone(rank: int, ranks: int) -> list[str]:
     board.ALONE = 0.5
-    model = make_model()
     errors = []
     for _ in range(2):
+        model = make_model()  # what the last one has is not another's
         try:
             backend = "single" if rank == 1 else None
             preconditioner = Preconditioner(model, kl_clip=None, backend=backend)
@@ -164,7 +164,7 @@ def start_alone(rank: int, ranks: int) -> list[str]:
         if rank != 1:
             dist.barrier()
         dist.barrier()
-    Preconditioner(model, kl_clip=None)  # together: nothing of the past is in the way
+    Preconditioner(make_model(), kl_clip=None)  # together: nothing of the past is in the way
     return errors
 
 
