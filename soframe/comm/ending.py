@@ -5,29 +5,32 @@ after it has told that it is complete. If Python has let go of it before, the th
 one: it frees the tensors, needs the GIL for it, and aborts the process if the interpreter is ending
 (``terminate called without an active exception``, https://github.com/pytorch/pytorch/issues/190489).
 
-So what is under way is held here until it has been waited for, and the last few after that: a group
-has as many threads as can be late, two by default. When the interpreter ends they are held for
-ever, and no thread is the last to let go of them.
+So what is under way is held here until it has been waited for; when the interpreter ends, what is
+under way still is held for ever. A collective that has ended is let go of at once, since its work
+holds its buffer; the thread needs some microseconds more, for which the interpreter's end waits.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-from collections import deque
+import time
 
 import torch.distributed as dist
 
-LAST = 4
-"""How many works are held after they have ended. Each holds its tensors: a bucket at most."""
+PAUSE = 0.1
+"""Seconds that the end of the interpreter waits for threads, if a collective ended just before."""
+
+RECENT = 1.0
+"""Seconds before the end of the interpreter that count as just before."""
 
 
 class Works:
-    """The works that are held."""
+    """The works that are under way."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, dist.Work] = {}
-        self._ended: deque[dist.Work] = deque(maxlen=LAST)
+        self._last_end = -RECENT
 
     def begin(self, work: dist.Work) -> None:
         """Hold a work that has begun.
@@ -41,25 +44,27 @@ class Works:
         self._under_way[id(work)] = work
 
     def end(self, work: dist.Work) -> None:
-        """Hold a work that has been waited for, until others have ended after it.
+        """Let go of a work that has been waited for.
 
         Args:
             work: The work.
         """
         if self._under_way.pop(id(work), None) is not None:
-            self._ended.append(work)
+            self._last_end = time.monotonic()
 
     def held(self) -> list[dist.Work]:
         """Return the works that are held."""
-        return [*self._under_way.values(), *self._ended]
+        return list(self._under_way.values())
 
-    def keep_for_ever(self) -> None:
-        """Let no work be freed any more; when the interpreter ends."""
+    def drain(self) -> None:
+        """Let no thread be the last to let go of a work; when the interpreter ends."""
         for work in self.held():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        if time.monotonic() - self._last_end < RECENT:
+            time.sleep(PAUSE)  # other threads have the GIL meanwhile
 
 
 WORKS = Works()
 """The works of this process."""
 
-atexit.register(WORKS.keep_for_ever)
+atexit.register(WORKS.drain)

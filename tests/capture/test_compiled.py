@@ -102,6 +102,7 @@ def test_statistics_come_from_a_model_compiled_without() -> None:
     preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=2, solve_every=2)
 
     def step(forward: Any) -> int:
+        model.zero_grad()
         forward(torch.randn(5, 2, 4, 4).double()).square().mean().backward()
         taken = sum(block.mass for block in preconditioner._blocks)
         preconditioner.step()
