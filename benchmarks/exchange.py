@@ -29,10 +29,10 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 import soframe
-from soframe.averaging import _average
 from soframe.comm import TorchDistributed
 from soframe.comm.fusion import Parcel, deliver
-from soframe.factors import TensorSpec
+from soframe.gradients.averaging import _average
+from soframe.specs import TensorSpec
 
 NETS = {
     "64 layers of 64": (64,) * 65,

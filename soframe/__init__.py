@@ -9,20 +9,32 @@ Two lines precondition the gradients of a model for any optimizer::
     optimizer.step()
 """
 
-from soframe import comm, layers, losses, methods, schedules, solvers, strategies, trust_region
+from soframe import (
+    _moved,
+    comm,
+    layers,
+    losses,
+    methods,
+    schedules,
+    solvers,
+    strategies,
+    trust_region,
+)
+from soframe.blocks.report import Report
 from soframe.comm import Backend
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers import LayerHelper
 from soframe.losses import Loss
 from soframe.methods import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
-from soframe.report import Report
 from soframe.solvers import Solver
+from soframe.specs import FactorSpec, TensorSpec
 from soframe.strategies import Placement, Strategy
 from soframe.trust_region.optimizer import TrustRegion
 
 __version__ = "0.1.0"
+
+_moved.install()
 
 __all__ = [
     "Backend",

@@ -38,16 +38,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from soframe import checksums, state
-from soframe.agreement import gather_texts
-from soframe.blocks import Block
-from soframe.checksums import seal
+from soframe.blocks.block import Block
+from soframe.comm.agreement import gather_texts
 from soframe.comm.packing import packed_size
-from soframe.durable import latest, read, save
-from soframe.plain_metadata import PlainPlanner, PlainReader, reader_of
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
-from soframe.running import pack, settled
+from soframe.state import checksums
+from soframe.state import saving as state
+from soframe.state.checksums import seal
+from soframe.state.durable import latest, read, save
+from soframe.state.plain_metadata import PlainPlanner, PlainReader, reader_of
+from soframe.statistics.running import pack, settled
 from soframe.strategies.placement import BlockPlacement, Placement
 
 __all__ = ["PlainPlanner", "PlainReader", "latest", "load", "part", "read", "save", "seal"]

@@ -20,39 +20,45 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from soframe import arguments, averaging, building, checksums, claims, gradients, joining, state
-from soframe.accumulation import Accumulation
-from soframe.agreement import (
+from soframe.blocks import claims
+from soframe.blocks.block import Block
+from soframe.blocks.registration import Choice, Choices, unwrap
+from soframe.blocks.report import Report
+from soframe.capture.counting import Samples, declare
+from soframe.capture.fisher import Fisher
+from soframe.capture.hooks import Capture
+from soframe.capture.loss_scale import LossScale
+from soframe.capture.sampling import Rows, Sampler
+from soframe.checks import arguments
+from soframe.comm.agreement import (
     Poll,
     fingerprint,
     require_all_ranks,
     require_common,
     require_no_failure,
 )
-from soframe.background import Background
-from soframe.blocks import Block
-from soframe.capture import Capture
-from soframe.clipping import UNDAMPED, Bounds, Limits, clip
 from soframe.comm.base import Backend
-from soframe.counting import Samples, declare
-from soframe.effect import Effect
-from soframe.fisher import Fisher
-from soframe.follow import Watch, hand_over
+from soframe.damping.policies import DampingChoice
+from soframe.gradients import averaging
+from soframe.gradients import magnitude as gradients
+from soframe.gradients.accumulation import Accumulation
+from soframe.gradients.clipping import UNDAMPED, Bounds, Limits, clip
+from soframe.gradients.effect import Effect
+from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
-from soframe.loss_scale import LossScale
 from soframe.losses.base import Loss
-from soframe.lr import ClipLR, LearningRates
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.refresh import Refresh, Stagger
-from soframe.registration import Choice, Choices, unwrap
 from soframe.registry import KINDS
-from soframe.report import Report
-from soframe.sampling import Rows, Sampler
 from soframe.schedules import Interval, Schedule, Scheduled
-from soframe.statistics import Statistics
+from soframe.setup import building, joining
+from soframe.solving.background import Background
+from soframe.solving.refresh import Refresh, Stagger
+from soframe.state import checksums
+from soframe.state import saving as state
+from soframe.state.transfer import Watch, hand_over
+from soframe.statistics.window import Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
-from soframe.trust_region.damping import DampingChoice
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -112,7 +118,7 @@ class Preconditioner(Joinable):
             the backward pass under way. `observe` knows it from the outputs; where layers tell
             different numbers, or the loss ignores terms, use `count`.
         rows: The fraction (float) of the rows of every call that statistics are made of, or their
-            number (int), drawn at random and scaled. See `soframe.sampling` for the error.
+            number (int), drawn at random and scaled. See `soframe.capture.sampling` for the error.
         layers: Helper classes by patterns on module names, asked before the registry.
         grad_scaler: The ``GradScaler`` in use, or a callable that returns what the loss is
             multiplied by.
@@ -248,7 +254,7 @@ class Preconditioner(Joinable):
         Raises:
             TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
             ValueError: If the ``samples`` of the constructor count already, or the scaling is
-                ``"kaisa"``, which does not count; or see `soframe.counting.declare`.
+                ``"kaisa"``, which does not count; or see `soframe.capture.counting.declare`.
         """
         building.check_count(terms is not None, self._samples, self._scaling)
         if self._capture.enabled:
@@ -263,7 +269,7 @@ class Preconditioner(Joinable):
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
                 gradients, or was not given; if a backward pass has added to what the last step
-                wrote, or the step would have no effect (`soframe.effect`).
+                wrote, or the step would have no effect (`soframe.gradients.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
@@ -474,7 +480,7 @@ class Preconditioner(Joinable):
     # -- inputs that end on some ranks first --------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.joining`.
+        """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.setup.joining`.
 
         Args:
             **kwargs: What ``Join`` was given; ``divide_by_initial_world_size`` counts.
@@ -495,7 +501,7 @@ class Preconditioner(Joinable):
             divide_by_initial_world_size=divide,
             **words,
         )
-        return joining.Shadow(self, sync=local)
+        return joining.Shadow(self._model, self.backend, self._take_step, sync=local)
 
     @property
     def join_device(self) -> torch.device:

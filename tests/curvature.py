@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.blocks import Block
+from soframe.blocks.block import Block
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
 
 LossAverage = Literal["local", "global", "sum"]

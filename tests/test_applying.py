@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe import applying
+from soframe.gradients import applying
 from soframe.solvers import Eigen, Inverse, Lazy, Relative
 from soframe.testing import compare
 from tests.curvature import blocks, closing, fill, log_cosh, preconditioner, randn

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.factors import FactorSpec
 from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
 from soframe.methods import KFAC
 from soframe.solvers import Inverse, Lazy, NewtonSchulz
+from soframe.specs import FactorSpec
 from soframe.testing import compare
 from tests.curvature import blocks, closing, fill, preconditioner, randn
 

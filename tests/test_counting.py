@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import soframe
-from soframe.fisher import Fisher
+from soframe.capture.fisher import Fisher
+from soframe.capture.sampling import chosen
 from soframe.losses import CrossEntropy, SquaredError, SumLoss, Term
-from soframe.sampling import chosen
 from soframe.testing import compare, kron, layer_fisher
 from tests.curvature import (
     LossAverage,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import soframe
-from soframe.fisher import Fisher
+from soframe.capture.fisher import Fisher
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
 from tests.curvature import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from soframe.fisher import Fisher
+from soframe.capture.fisher import Fisher
 from soframe.losses import MeanSquaredError, SquaredError
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.test_fisher import deep, deep_linear, labels, observe

@@ -1,5 +1,8 @@
 """What holds for the project as a whole: its imports and its version."""
 
+import ast
+import graphlib
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -9,7 +12,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import soframe
+from soframe._moved import MOVED
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -90,3 +96,53 @@ def test_public_names_exist_once_and_are_documented() -> None:
             if not text.strip() or text.startswith(f"{name}("):
                 undocumented.append(name)
     assert not undocumented
+
+
+def rooms() -> dict[str, set[str]]:
+    """Which folders, and files of the root, each of them imports."""
+    package = ROOT / "soframe"
+    found: dict[str, set[str]] = {}
+    for file in package.rglob("*.py"):
+        parts = file.relative_to(package).with_suffix("").parts
+        if parts[0] in ("__init__", "__main__", "_moved"):
+            continue  # what users meet: it has everything
+        imports = found.setdefault(parts[0], set())
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "soframe"
+            ):
+                continue
+            inner = (node.module or "").split(".")[1:2] or [alias.name for alias in node.names]
+            imports.update(name for name in inner if name != parts[0])
+    return found
+
+
+def test_no_room_imports_one_that_imports_it() -> None:
+    """Lazy imports count too."""
+    graph = rooms()
+    assert len(graph) > 15
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("layers") < order.index("methods") < order.index("preconditioner")
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_modules_are_found_by_their_former_names(old: str) -> None:
+    sys.modules.pop(f"soframe.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"soframe.{old} has become"):
+        module = importlib.import_module(f"soframe.{old}")
+    assert module is importlib.import_module(f"soframe.{MOVED[old]}")
+    assert module.__spec__ is not None
+    assert module.__spec__.name == f"soframe.{MOVED[old]}"
+
+
+def test_folders_give_what_the_modules_of_their_names_had() -> None:
+    from soframe.blocks import Block
+    from soframe.capture import Capture, Probe
+    from soframe.statistics import Statistics
+
+    assert {c.__name__ for c in (Block, Capture, Probe, Statistics)} == {
+        "Block",
+        "Capture",
+        "Probe",
+        "Statistics",
+    }

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from soframe.factors import FactorSpec
 from soframe.layers.base import BlockShape
 from soframe.preconditioner import Preconditioner
 from soframe.schedules import GrowingInterval, WarmInterval
 from soframe.solvers import Eigen, Inverse
+from soframe.specs import FactorSpec
 from soframe.strategies import MemOpt, Placement, turns
 from soframe.strategies.placement import BlockWork
 from tests.curvature import closing, fill, preconditioner, randn

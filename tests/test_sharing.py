@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper, LinearHelper
 from soframe.layers.base import LayerHelper, moment
-from soframe.sharing import SharedInputs
+from soframe.layers.sharing import SharedInputs
 from soframe.testing import compare
 from tests.curvature import blocks, closing, fill, preconditioner, randn
 

@@ -343,7 +343,7 @@ def test_ranks_that_disagree_on_a_common_input_share_none(monkeypatch: pytest.Mo
         other = [2 * n for n in rows] + [2 * n * i for n, i in zip(rows, first, strict=True)]
         return [a + b for a, b in zip(own, other, strict=True)]
 
-    monkeypatch.setattr("soframe.refresh.add_over_ranks", two_ranks)
+    monkeypatch.setattr("soframe.solving.refresh.add_over_ranks", two_ranks)
     with closing(preconditioner(model, statistics_every=3, stagger=True)) as own:
         model(randn(4, 2, 3), other=False).square().mean().backward()
         own.step()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.buckets import fill
 from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.comm.tasks import Task, run
-from soframe.factors import TensorSpec
+from soframe.specs import TensorSpec
+from soframe.strategies.buckets import fill
 from soframe.strategies.placement import Reduction
 
 

@@ -265,7 +265,8 @@ class LayerHelper(ABC):
 
         Returns:
             A key. Layers with equal keys that are called with the very same tensors have the same
-            moment, which is then computed once (`soframe.sharing`). None if that is never so.
+            moment, which is then computed once (`soframe.layers.sharing`). None if that is never
+            so.
         """
         return None
 

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from soframe.factors import FactorSpec, SecondOrder
 from soframe.kernels.gram import add_moment, zeros
 from soframe.layers.base import BlockShape, LayerHelper
-from soframe.sharing import SharedInputs
+from soframe.layers.sharing import SharedInputs
 from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, SecondOrder
 
 Addend = Callable[[Tensor | None, float], Tensor]
 """Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape
 from soframe.methods.base import Addend, Call, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, SecondOrder
 
 
 @register("method", "foof")

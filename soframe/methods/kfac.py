@@ -14,12 +14,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from soframe.factors import FactorSpec, SecondOrder
 from soframe.layers.base import BlockShape
 from soframe.methods.base import Addend, Call, Method
 from soframe.methods.foof import FOOF
 from soframe.registry import register
 from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, SecondOrder
 
 
 @register("method", "kfac")

@@ -18,7 +18,8 @@ loss made of it: ``g`` with a weight. Three declarations say which weight (``los
 
 N is the same for all layers, whether they see all samples or some: a layer that 2 of 6 samples are
 routed to has an A of two rows, over 6, and a G that is the mean of two. What is a sample follows
-from what the loss is a mean of (`soframe.counting`); padding is neither in the sums nor in T.
+from what the loss is a mean of (`soframe.capture.counting`); padding is neither in the sums nor in
+T.
 
 For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch:
 every call's own mean of ``g0 g0^T``, with rows divided by the number of locations for convolutions.

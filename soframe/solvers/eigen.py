@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import SolveFailedError, Solver, whole
+from soframe.specs import FactorSpec, TensorSpec
 
 _SIZES = 2.0**20  # what the largest eigenvalues of two factors may be times their mean traces
 

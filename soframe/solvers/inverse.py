@@ -23,10 +23,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, TensorSpec
 
 FRAMED = 512  # the size from which matrices are enlarged for LAPACK
 

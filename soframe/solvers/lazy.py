@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.solvers.base import Solver, whole
+from soframe.specs import FactorSpec, TensorSpec
 
 _COLUMNS = 8
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.solvers.base import Solver, mean_trace
+from soframe.specs import FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)

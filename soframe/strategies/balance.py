@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from soframe.factors import FactorSpec
+from soframe.specs import FactorSpec
 
 Cost = Callable[[FactorSpec], float]
 """What it costs to own a factor, in any unit."""

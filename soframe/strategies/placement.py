@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.layers.base import BlockShape
+from soframe.specs import FactorSpec, TensorSpec
 from soframe.strategies.local import LocalPlan
 from soframe.text import format_table
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from math import prod
 
-from soframe.buckets import fill
+from soframe.strategies.buckets import fill
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import (
     ITEM_BYTES,
@@ -22,8 +22,8 @@ from soframe.strategies.placement import (
     share_group,
 )
 
-_FLAGS = 7  # of every step, see `soframe.agreement.Poll`
-_REACHED, _REACHED_BLOCK = 2, 3  # see `soframe.effect.Effect.said`
+_FLAGS = 7  # of every step, see `soframe.comm.agreement.Poll`
+_REACHED, _REACHED_BLOCK = 2, 3  # see `soframe.gradients.effect.Effect.said`
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried

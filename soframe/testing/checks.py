@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from soframe.comm.recording import Event, Recording
-from soframe.factors import FactorSpec
 from soframe.layers.base import BlockShape, LayerHelper, moment
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
+from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import BlockWork
 from soframe.testing.compare import compare, kron

@@ -1,14 +1,14 @@
 """How far a step may go: damping policies, the quadratic model, and the optimizer with both."""
 
-from soframe.trust_region.adaptive import AdaptiveDamping
-from soframe.trust_region.damping import (
+from soframe.damping.adaptive import AdaptiveDamping
+from soframe.damping.policies import (
     ConstantDamping,
     DampingPolicy,
     LevenbergMarquardt,
     RelativeDamping,
 )
-from soframe.trust_region.kl_clip import kl_clip_factor
-from soframe.trust_region.norm_clip import norm_clip_factor
+from soframe.gradients.kl_clip import kl_clip_factor
+from soframe.gradients.norm_clip import norm_clip_factor
 from soframe.trust_region.quadratic import Quadratic
 
 __all__ = [

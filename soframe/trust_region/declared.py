@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from soframe.derivatives.forward import Forward
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
-from soframe.trust_region.forward import Forward
 
 
 @dataclass(frozen=True)

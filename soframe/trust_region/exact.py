@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from soframe.agreement import add_over_ranks, mean_over_ranks, require_no_failure
+from soframe.comm.agreement import add_over_ranks, mean_over_ranks, require_no_failure
+from soframe.derivatives.forward import Forward, Outputs
+from soframe.derivatives.jacobian import Direction, jacobian_products
 from soframe.preconditioner import Preconditioner
-from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.groups import slope_and_metric
-from soframe.trust_region.jacobian import Direction, jacobian_products
 from soframe.trust_region.quadratic import Quadratic, curvature_along
 
 TOLERANCE = 0.05

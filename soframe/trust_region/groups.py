@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.trust_region.checks import is_number
-from soframe.trust_region.jacobian import Direction
+from soframe.checks.numbers import is_number
+from soframe.derivatives.jacobian import Direction
 from soframe.trust_region.quadratic import inner_products
 
 Group = Mapping[str, Any]

@@ -24,19 +24,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe import building, checksums, registration
-from soframe.agreement import (
+from soframe.blocks import registration
+from soframe.comm.agreement import (
     add_over_ranks,
     fingerprint,
     require_common,
     require_no_failure,
 )
+from soframe.damping.adaptive import AdaptiveDamping
+from soframe.damping.policies import DampingChoice
+from soframe.derivatives.denormals import flushed_denormals
+from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
+from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.replay import Replay, Snapshot
+from soframe.derivatives.tape import Tape
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
-from soframe.state import agree
+from soframe.setup import building
+from soframe.state import checksums
+from soframe.state.saving import agree
 from soframe.trust_region import groups, settings
-from soframe.trust_region.adaptive import AdaptiveDamping
-from soframe.trust_region.damping import DampingChoice
 from soframe.trust_region.declared import (
     Fit,
     fit,
@@ -45,16 +52,11 @@ from soframe.trust_region.declared import (
     require_graph,
     require_only_through,
 )
-from soframe.trust_region.denormals import flushed_denormals
 from soframe.trust_region.exact import ExactModel
-from soframe.trust_region.forward import Closure, Forward, Outputs, evaluated
-from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import Parts
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.reduction import Reduction
-from soframe.trust_region.replay import Replay, Snapshot
-from soframe.trust_region.tape import Tape
 from soframe.trust_region.watch import LossWatch
 
 SAID = 4
@@ -91,7 +93,7 @@ class TrustRegion(torch.optim.Optimizer):
             largest of the ten before; None for never. See `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives reuse the activations of the first pass; see
-            `soframe.trust_region.tape`.
+            `soframe.derivatives.tape`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of

@@ -13,7 +13,7 @@ from numbers import Integral
 
 from torch import Tensor, nn
 
-from soframe.trust_region.jacobian import Direction
+from soframe.derivatives.jacobian import Direction
 
 
 def part_of_each(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.trust_region.forward import Forward, Outputs
-from soframe.trust_region.jacobian import Direction, jacobian_products
+from soframe.derivatives.forward import Forward, Outputs
+from soframe.derivatives.jacobian import Direction, jacobian_products
 
 TOGETHER = 2**18
 """Numbers: smaller parameters are multiplied together, since each product is a call."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soframe.trust_region.damping import DampingPolicy
+from soframe.damping.policies import DampingPolicy
 
 State = dict[str, Any]
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe import checksums, state
+from soframe.checks.numbers import is_number, require_flag, require_integer
+from soframe.damping.adaptive import AdaptiveDamping
+from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
-from soframe.trust_region.adaptive import AdaptiveDamping
-from soframe.trust_region.checks import is_number, require_flag, require_integer
-from soframe.trust_region.damping import DampingChoice, DampingPolicy, damping_policy
+from soframe.state import checksums
+from soframe.state import saving as state
 from soframe.trust_region.watch import WINDOW
 
 KEYS = ("curvature", "trust_region")

@@ -7,7 +7,7 @@ batch of the step, does not see that; the next loss does, and costs nothing.
 
 from __future__ import annotations
 
-from soframe.trust_region.checks import is_number
+from soframe.checks.numbers import is_number
 
 WINDOW = 10
 """Losses that are remembered."""

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import soframe
-from soframe import applying, solving
 from soframe.comm import TorchDistributed
+from soframe.gradients import applying
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
+from soframe.solving import solution as solving
 from soframe.strategies import Strategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, train_on_paper

@@ -125,9 +125,9 @@ def steps(
 
 
 def both_ways(rank: int, ranks: int, bucket: int, cases: list[tuple[str, str]]) -> list[Any]:
-    import soframe.buckets
+    import soframe.strategies.buckets
 
-    soframe.buckets.BUCKET_BYTES = bucket
+    soframe.strategies.buckets.BUCKET_BYTES = bucket
     found = []
     for case in cases:
         for fused in (True, False):

@@ -69,9 +69,9 @@ def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trac
 def train_both_ways(
     rank: int, ranks: int, cases: list[Case], bucket: int, fused: bool = False
 ) -> list[tuple[Trace, Trace]]:
-    import soframe.buckets
+    import soframe.strategies.buckets
 
-    soframe.buckets.BUCKET_BYTES = bucket
+    soframe.strategies.buckets.BUCKET_BYTES = bucket
     return [
         (train(rank, ranks, case, True, fused), train(rank, ranks, case, False, fused))
         for case in cases
@@ -146,9 +146,9 @@ def train_branches(rank: int, ranks: int, strategy: str, turn: int) -> tuple[Any
 
 
 def train_branches_both_ways(rank: int, ranks: int, names: list[str]) -> list[Any]:
-    import soframe.buckets
+    import soframe.strategies.buckets
 
-    soframe.buckets.BUCKET_BYTES = BUCKET
+    soframe.strategies.buckets.BUCKET_BYTES = BUCKET
     return [[train_branches(rank, ranks, name, turn) for turn in (rank, 0)] for name in names]
 
 

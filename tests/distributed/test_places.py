@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
-from soframe.running import pack
 from soframe.solvers import Inverse
+from soframe.statistics.running import pack
 from soframe.strategies import (
     BlockPlacement,
     MemOpt,
@@ -314,7 +314,7 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
         held.extend(bool(block.sums) for block, _ in placed)
 
     held: list[bool] = []
-    monkeypatch.setattr("soframe.solving.settle", settle)
+    monkeypatch.setattr("soframe.solving.solution.settle", settle)
     own.step()
     assert held == [False] * 4, "the window's sums are freed before anything is solved"
 

@@ -134,7 +134,7 @@ def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solve
 )
 def test_buffers_are_cut_where_the_plan_cuts_them(name, fused, monkeypatch):
     limit = 184  # no item is larger, all of a phase together are
-    monkeypatch.setattr("soframe.buckets.BUCKET_BYTES", limit)
+    monkeypatch.setattr("soframe.strategies.buckets.BUCKET_BYTES", limit)
     own, _, backend = train_on_paper(
         EVERY[name], [3, 5, 2, 4, 4], 1, 3, Eigen(), fused=fused, statistics_every=1, solve_every=2
     )

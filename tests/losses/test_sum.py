@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from soframe.fisher import Fisher
+from soframe.capture.fisher import Fisher
 from soframe.losses import Loss, SquaredError, SumLoss, Term
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
 from soframe.trust_region import LevenbergMarquardt

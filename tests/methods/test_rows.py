@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from soframe.capture.sampling import Sampler, chosen
 from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
-from soframe.sampling import Sampler, chosen
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, preconditioner, randn
 from tests.distributed.training import Case, Run

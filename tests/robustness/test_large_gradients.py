@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe import gradients
+from soframe.gradients import magnitude as gradients
 from tests.distributed.harness import run_ranks
 
 

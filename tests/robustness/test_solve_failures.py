@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from soframe import Preconditioner, Solver
-from soframe.factors import FactorSpec, TensorSpec
 from soframe.solvers import Eigen, Inverse, SolveFailedError, solve_safely
+from soframe.specs import FactorSpec, TensorSpec
 from soframe.testing import dense_preconditioned, kron
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, same, snapshot

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from soframe.factors import FactorSpec
 from soframe.solvers import (
     Eigen,
     Inverse,
@@ -13,6 +12,7 @@ from soframe.solvers import (
     solve_safely,
 )
 from soframe.solvers.base import mean_trace
+from soframe.specs import FactorSpec
 from soframe.testing import kron
 from tests.curvature import randn
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from soframe import checksums
 from soframe.checkpoint import seal
+from soframe.state import checksums
 
 TENSORS = {
     "double": torch.randn(3, 4, dtype=torch.float64),

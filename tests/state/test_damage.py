@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from soframe import checkpoint, checksums
+from soframe import checkpoint
+from soframe.state import checksums
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import LR, Case, Run, mean_over
 from tests.state.flips import flip_in_folder, flip_in_tensor, flipped

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata as descriptions
 
 from soframe import checkpoint
-from soframe.plain_metadata import NotPlainError, parse
+from soframe.state.plain_metadata import NotPlainError, parse
 from tests.state.test_refusals import CASE, Run, everything, make
 from tests.state.test_resume import equal
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from soframe import checkpoint, state
+from soframe import checkpoint
+from soframe.state import saving as state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over
 from tests.state.test_refusals import CASE, assert_refused, everything, make

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from soframe.factors import FactorSpec
 from soframe.layers import BlockShape
 from soframe.methods import KFAC
+from soframe.specs import FactorSpec
 from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement
 from soframe.strategies.balance import assign, compute_cost, memory_cost
 

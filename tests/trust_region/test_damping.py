@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import soframe
+from soframe.derivatives.denormals import are_flushed, flushed_denormals
 from soframe.registry import KINDS
 from soframe.trust_region import (
     ConstantDamping,
@@ -17,7 +18,6 @@ from soframe.trust_region import (
     LevenbergMarquardt,
     RelativeDamping,
 )
-from soframe.trust_region.denormals import are_flushed, flushed_denormals
 
 FACTOR = 0.5**3
 
@@ -140,7 +140,7 @@ def test_an_inactive_context_changes_nothing(mode: bool) -> None:
 
 THREADS = """
 import torch
-from soframe.trust_region.denormals import flushed_denormals
+from soframe.derivatives.denormals import flushed_denormals
 
 torch.set_num_threads(2)
 with flushed_denormals():

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import soframe
-from soframe import clipping
+from soframe.gradients import clipping
+from soframe.gradients.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
-from soframe.trust_region.norm_clip import norm_clip_factor
 from tests.curvature import closing, fill, half_square, randn
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from soframe.derivatives.forward import Forward, Outputs
+from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.linear_end import LinearEnd
+from soframe.derivatives.replay import Replay
+from soframe.derivatives.tape import Tape
 from soframe.losses import CrossEntropy, Loss, MeanSquaredError, SquaredError
 from soframe.testing import compare
-from soframe.trust_region.forward import Forward, Outputs
-from soframe.trust_region.jacobian import Direction
-from soframe.trust_region.linear_end import LinearEnd
 from soframe.trust_region.parts import part_of_each, split
 from soframe.trust_region.quadratic import curvature_along
-from soframe.trust_region.replay import Replay
-from soframe.trust_region.tape import Tape
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import fisher, flat, trust_region
 from tests.trust_region.test_parts import dense

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import soframe
 from soframe.comm import Recording
+from soframe.derivatives.denormals import are_flushed
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
 from soframe.testing import compare
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt
-from soframe.trust_region.denormals import are_flushed
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.dense import Dense, affine_net, regression
 from tests.trust_region.kit import (

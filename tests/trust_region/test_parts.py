@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from soframe.derivatives.jacobian import Direction
 from soframe.kernels import products
 from soframe.testing import compare
 from soframe.trust_region import Quadratic, quadratic
-from soframe.trust_region.jacobian import Direction
 from soframe.trust_region.parts import part_of_each, split
 from soframe.trust_region.quadratic import combine, inner_products
 from tests.curvature import fill, half_square, randn

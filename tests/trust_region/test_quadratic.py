@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from soframe.derivatives.forward import Forward, Outputs
+from soframe.derivatives.replay import Replay
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
 from soframe.trust_region.declared import require_only_through
-from soframe.trust_region.forward import Forward, Outputs
 from soframe.trust_region.quadratic import curvature_along
-from soframe.trust_region.replay import Replay
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
 from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher, flat, labels
 

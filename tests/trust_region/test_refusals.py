@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import soframe
-from soframe.checksums import KEY, seal, tensors_of, verify
+from soframe.state.checksums import KEY, seal, tensors_of, verify
 from soframe.trust_region import AdaptiveDamping, LevenbergMarquardt
 from soframe.trust_region.settings import sealed_part
 from tests.distributed.harness import run_ranks

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.derivatives.twice import tangents_by_gradients
 from soframe.testing import compare
 from soframe.trust_region import jacobian, tangents
-from soframe.trust_region.twice import tangents_by_gradients
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import run_ranks
 from tests.trust_region.kit import trust_region, vector
@@ -217,7 +217,7 @@ def test_other_kernels_do_where_there_are_any(
 def test_says_once_that_a_gradient_is_differentiated(caplog: pytest.LogCaptureFixture) -> None:
     jacobian._tell.cache_clear()
     model, x = fill(BACKWARD["own function"]()), inputs()
-    with caplog.at_level("INFO", "soframe.trust_region.jacobian"):
+    with caplog.at_level("INFO", "soframe.derivatives.jacobian"):
         for _ in range(2):
             Twins(model, closure_of(model, x)).plain()
     (record,) = caplog.records

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.factors import TensorSpec
 from soframe.methods import KFAC
+from soframe.specs import TensorSpec
 from soframe.strategies import BlockPlacement
 from soframe.trust_region import DampingPolicy
 

@@ -1,0 +1,164 @@
+"""Which Fisher: whose output gradients make the statistics.
+
+- ``"empirical"``: those of the loss itself, from the user's backward pass. It costs nothing, and is
+  no curvature: it vanishes where the model fits its data (Kunstner et al., 2019).
+- ``"monte-carlo"``: those at targets drawn from the model's predictive distribution, unbiased for
+  the true Fisher. One more backward pass per sample, to the layers' outputs only.
+- ``"forward-only"``: nobody's. The factor of the outputs is the identity, and the block of a layer
+  ``A ⊗ I`` (Benzing, 2022, who calls it FOOF). It costs less than the empirical Fisher.
+- ``"type-2"``: the columns of a square root of the loss's Hessian, exact (Eschenhagen et al., 2023,
+  section 2.1). One more backward pass per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from soframe.capture.counting import Samples, observed
+from soframe.capture.hooks import Capture
+from soframe.losses.base import Loss
+from soframe.losses.sum import SumLoss
+
+Kind = Literal["empirical", "forward-only", "monte-carlo", "type-2"]
+KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo", "type-2")
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """A Fisher and what it needs.
+
+    Attributes:
+        kind: One of ``KINDS_OF_FISHER``.
+        loss: The loss; needed by those that are probed.
+        samples: Samples per datum of the Monte-Carlo Fisher.
+        generator: Their source of randomness; None for torch's.
+        roots: Of each output, the square roots of what the terms of its loss count; nothing where
+            all count alike.
+    """
+
+    kind: Kind = "empirical"
+    loss: Loss | None = None
+    samples: int = 1
+    generator: torch.Generator | None = None
+    roots: Sequence[Tensor] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS_OF_FISHER:
+            names = ", ".join(map(repr, KINDS_OF_FISHER))
+            raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
+        if self.probed and self.loss is None:
+            raise ValueError(f"fisher={self.kind!r} needs loss=, for example loss='cross-entropy'")
+        if self.samples < 1:
+            raise ValueError(f"Fisher: samples must be at least 1, not {self.samples}")
+
+    @property
+    def probed(self) -> bool:
+        """Whether it needs output gradients besides those of the loss's own backward pass."""
+        return self.kind in ("monte-carlo", "type-2")
+
+    def observe(
+        self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"
+    ) -> None:
+        """Send vectors backward from a model's outputs to the layers', where a capture asks.
+
+        The outputs tell how many samples the loss is a mean over.
+
+        Args:
+            outputs: The outputs, with their graph.
+            capture: Sees what reaches the layers.
+            samples: What the loss averages over, see `soframe.Preconditioner`.
+
+        Raises:
+            RuntimeError: If the Fisher is empirical, which needs no observation.
+        """
+        if self.kind == "empirical":
+            raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
+        heads = heads_of(outputs)
+        if not capture.enabled:
+            return
+        if self.probed:
+            assert self.loss is not None
+            try:
+                counted = observed(heads, self.loss.means, capture.batch, samples)
+            except ValueError as error:  # perhaps on this rank alone: all raise it at the step
+                capture.failure = error
+                return
+            vectors = counted.of(self._weighted(self.vectors(outputs)))
+            capture.probe(heads, vectors, counted.terms)
+        elif capture.batch.terms is None:
+            capture.batch.terms = observed(heads, False, capture.batch, samples).terms
+            capture.batch.closed = True  # the next forward pass is of another
+
+    def _weighted(
+        self, vectors: Iterator[tuple[Sequence[Tensor | None], float]]
+    ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
+        for each, weight in vectors:
+            if not self.roots:
+                yield each, weight
+                continue
+            rows = zip(each, self.roots, strict=True)
+            yield [None if v is None else v * root for v, root in rows], weight
+
+    def vectors(
+        self, outputs: Tensor | Sequence[Tensor]
+    ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
+        """Yield gradients in the outputs whose weighted outer products add up to the Hessian.
+
+        Args:
+            outputs: ``[N, ...]``, or several of them.
+
+        Yields:
+            ``[N, ...]`` for each output (None for zeros), and a weight. Exactly for type-2, in
+            expectation for Monte-Carlo.
+
+        Raises:
+            TypeError: If there are several outputs, and the loss is no sum over them.
+        """
+        assert self.loss is not None
+        if isinstance(outputs, Tensor):
+            detached = outputs.detach()
+            if self.kind == "type-2":
+                for column in self.loss.half_factor(detached):
+                    yield [column], 1.0
+                return
+            for _ in range(self.samples):
+                yield [self.loss.sample(detached, self.generator)], 1.0 / self.samples
+            return
+        if not isinstance(self.loss, SumLoss):
+            raise TypeError(
+                f"several outputs need a loss for each: SumLoss([Term(..., output=0), Term(..., "
+                f"output=1)]) rather than {self.loss!r}"
+            )
+        heads = [output.detach() for output in outputs]
+        if self.kind == "type-2":
+            for columns in self.loss.half_factors(heads):
+                yield columns, 1.0
+            return
+        for _ in range(self.samples):
+            yield self.loss.samples(heads, self.generator), 1.0 / self.samples
+
+
+def heads_of(outputs: Any) -> list[Tensor]:
+    """Return a model's outputs as a list.
+
+    Args:
+        outputs: A tensor, or several.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        TypeError: If they are something else.
+    """
+    heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if not all(isinstance(head, Tensor) for head in heads):
+        raise TypeError(
+            f"observe takes the tensors that the loss is of, one or a sequence of them, not "
+            f"{type(outputs).__name__}"
+        )
+    return heads

@@ -1,0 +1,500 @@
+"""Capture: which tensors belong to which call of which layer.
+
+A forward hook puts a tensor hook on the module's output. When that output's gradient arrives, the
+call is complete: its inputs and its output gradient are handed on as one pair. So nothing can be
+paired wrongly, whatever the order of calls and backward passes, and a forward that is never
+differentiated (``no_grad``, validation, the first pass of a checkpoint) leaves no trace. Tensor
+hooks, unlike full-backward hooks, bear an in-place activation after the layer. Where an output is a
+view, an in-place change gives it another past, and its base keeps what the hook was put on: there
+the hook is put on the base.
+
+Inputs are kept through autograd's own saved tensors, so that activation checkpointing and
+offloading treat them like every other saved tensor, and an input that was overwritten is an error
+instead of a wrong factor.
+
+Calls of one layer within one backward pass are more positions of the same samples; every further
+backward pass before the step is more samples. What a pass is, is decided at its outermost level: a
+reentrant checkpoint runs backward passes of its own within it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from soframe.capture.counting import Batch
+from soframe.layers.base import LayerHelper
+from soframe.layers.sharing import Together
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A backward pass that only asks for curvature: a column of a half-factor, or a sample.
+
+    Attributes:
+        weight: What its ``g g^T`` counts.
+        first: Whether it is the first of its forward pass: only that one counts the inputs.
+        samples: What the loss is a mean of; None for what layers tell.
+    """
+
+    weight: float
+    first: bool
+    samples: int | None = None
+
+
+class Sink(Protocol):
+    """Receives a complete call."""
+
+    def __call__(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
+        said: Batch | None = None,
+    ) -> None:
+        """Take one call: its inputs, its output gradient, the number of the backward pass."""
+
+
+class _Keep(torch.autograd.Function):
+    """Saves tensors as autograd does; its output only exists to own the node that has them."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return handle.view_as(handle)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise RuntimeError("never part of a loss")  # pragma: no cover
+
+
+class _Hook:
+    """A forward hook that dies with its capture, and that copies of the model do not share."""
+
+    def __init__(self, capture: Capture | None, helper: LayerHelper | None) -> None:
+        self._capture = None if capture is None else weakref.ref(capture)
+        self._helper = None if helper is None else weakref.ref(helper)
+        self._deliver = _eagerly()
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        capture = self._capture() if self._capture is not None else None
+        helper = self._helper() if self._helper is not None else None
+        # A compiler sees this much: a graph is broken at the layers of statistics steps only.
+        if capture is not None and helper is not None and capture.enabled:
+            self._deliver(capture, helper, args, kwargs, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or pickled model is another model: its hooks do nothing.
+        return (_Hook, (None, None))
+
+
+def _deliver(
+    capture: Capture,
+    helper: LayerHelper,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    # No part of the model: who follows its functions by a mode has nothing to see here.
+    with torch._C.DisableTorchFunction():
+        capture._on_forward(helper, args, kwargs, output)
+
+
+@cache
+def _eagerly() -> Callable[..., None]:
+    """Return `_deliver`, which torch.compile neither traces nor compiles.
+
+    Not a decorator: that would import the compiler, seconds of it, with the library.
+    """
+    disabled: Callable[..., None] = torch.compiler.disable(_deliver)
+    return disabled
+
+
+@dataclass
+class _Passes:
+    """Numbers the backward passes of a window, at their outermost level."""
+
+    current: int | None = None
+    count: int = 0
+
+    def enter(self) -> int:
+        """Return the number of the pass under way; the first caller of a pass opens it."""
+        if self.current is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+            return self.begin()
+        return self.current
+
+    def begin(self) -> int:
+        """Open a pass that the caller closes."""
+        self.current = self.count
+        self.count += 1
+        return self.current
+
+    def leave(self) -> None:
+        """Close the pass."""
+        self.current = None
+
+
+@dataclass
+class Capture:
+    """The hooks on a model's layers.
+
+    Attributes:
+        sink: Receives the complete calls.
+        names: The qualified name of each helper's module, for errors.
+        enabled: Whether calls are captured; off between statistics steps.
+        probing: Whether only probes are captured, and not the loss's own backward passes.
+        counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
+        together: Which layers have an input in common; None where nobody asks.
+        called: The helpers whose modules were called in this window with outputs to differentiate,
+            with the version of a parameter then: an optimizer that steps changes it.
+        batch: What is known of the forward passes under way.
+        told: Whether anything was ever said of one by `Preconditioner.count`.
+        failure: What the step is to raise, on every rank.
+    """
+
+    sink: Sink | None = None
+    names: dict[LayerHelper, str] = field(default_factory=dict)
+    enabled: bool = True
+    probing: bool = False
+    counting: frozenset[LayerHelper] = frozenset()
+    together: Together | None = None
+    called: dict[LayerHelper, int] = field(default_factory=dict)
+    batch: Batch = field(default_factory=Batch)
+    told: bool = False
+    failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._passes = _Passes()
+        self._edges: list[GradientEdge] = []
+        self._probe: Probe | None = None
+        self._finalizer = weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since `reset`."""
+        return self._passes.count
+
+    def attach(self, names: Mapping[LayerHelper, str]) -> None:
+        """Hook the helpers' modules, instead of those that were hooked before.
+
+        Args:
+            names: The qualified name of each helper's module.
+        """
+        _remove(self._handles)
+        self.names = dict(names)
+        for helper in names:
+            hook = _Hook(self, helper)
+            # First of all: another hook may replace the output (adapters do).
+            self._handles.append(
+                helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            )
+
+    def reset(self) -> None:
+        """Begin a new window."""
+        self.called = {}
+        self._passes = _Passes()
+        self._edges = []
+        self.batch, self.failure = Batch(), None
+
+    def say(self, batch: Batch) -> None:
+        """Take what is said of the forward passes that follow.
+
+        Args:
+            batch: What is said.
+        """
+        if self._edges:  # an observation could not tell of which forward pass it is
+            self.failure = RuntimeError(
+                "count() was called while a forward pass still waits for observe(): observe the "
+                "outputs of each forward pass before the next one"
+            )
+        self.batch, self.told = batch, True
+
+    def probe(
+        self,
+        outputs: Sequence[Tensor],
+        vectors: Iterable[tuple[Sequence[Tensor | None], float]],
+        samples: int | None = None,
+    ) -> None:
+        """Send vectors backward from the model's outputs, to the layers and no further.
+
+        No parameter's gradient is touched, and the graph stays for the loss's own backward pass.
+
+        Args:
+            outputs: The outputs of the forward pass just run.
+            vectors: A gradient for each output (None for zeros), with their weights.
+            samples: What the loss is a mean of; None for what layers tell.
+
+        Raises:
+            RuntimeError: If no layer was seen since the last probe.
+        """
+        edges = self._edges
+        if not edges:
+            raise RuntimeError(
+                "no registered layer ran with gradients since the last probe: call it between "
+                "the model's forward pass and loss.backward()"
+            )
+        self._passes.begin()
+        try:
+            for index, (vector, weight) in enumerate(vectors):
+                self._probe = Probe(weight, index == 0, samples)
+                # The first one has to reach every layer, since it counts the inputs.
+                starts = [
+                    (output, torch.zeros_like(output) if own is None else own)
+                    for output, own in zip(outputs, vector, strict=True)
+                    if own is not None or index == 0
+                ]
+                reached = torch.autograd.grad(
+                    [output for output, _ in starts],
+                    edges,
+                    grad_outputs=[own for _, own in starts],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+                if index == 0:
+                    # What belongs to other forward passes waits for their probes.
+                    found: Sequence[Tensor | None] = reached  # None where there is no way
+                    pairs = list(zip(edges, found, strict=True))
+                    self._edges = [edge for edge, gradient in pairs if gradient is None]
+                    edges = [edge for edge, gradient in pairs if gradient is not None]
+        finally:
+            self._probe = None
+            self._passes.leave()
+
+    def close(self) -> None:
+        """Remove every hook; what has been called already is no longer waited for."""
+        self._finalizer()
+        self.sink = None
+
+    def _on_forward(
+        self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self.sink is None or _is_functional(helper):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
+            # opened before any nested one delivers gradients.
+            self._passes.enter()
+        else:
+            if self._passes.current is not None:
+                # A backward pass that raised never closed itself.
+                self._passes.leave()
+            if self.batch.closed:
+                self.batch = Batch()
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{self.names.get(helper, type(helper.module).__name__)}: "
+                f"{type(helper).__name__} serves modules that return one tensor, not "
+                f"{type(output).__name__}; skip the module (skip=[...])"
+            )
+        if not output.requires_grad:
+            return
+        inputs = tuple(helper.inputs(args, kwargs))
+        if self.together is not None:
+            self.together.note(helper, inputs)
+        keeps = helper.weight is not None and helper not in self.counting
+        needed = inputs if keeps else ()
+        # One that was frozen since is no reason to lose what the others need.
+        trained = [p for p in helper.parameters.values() if p.requires_grad]
+        if not trained:
+            return
+        self.called[helper] = trained[0]._version
+        kept = None
+        if needed:
+            kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                trained[0].new_empty(0, requires_grad=True), *needed
+            )
+        where, view = _lasting(output, inputs)
+        if self.probing and torch._C._current_graph_task_id() == -1:
+            # What a checkpoint recomputes is reached through the graph of its first pass.
+            self._edges.append(get_gradient_edge(where))
+        edges = tuple(get_gradient_edge(p).node for p in trained)
+        hook = _GradientHook(
+            capture=weakref.ref(self),
+            helper=helper,
+            kept=kept,
+            edges=edges,
+            counting=self.counting,
+            view=view,
+            batch=self.batch,
+        )
+        where.register_hook(hook)
+
+    def _wants(self, edges: tuple[Any, ...]) -> bool:
+        """Return whether the pass under way is one to take statistics from."""
+        if self.probing:
+            return self._probe is not None
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        return any(map(_accumulates, edges))
+
+    def _on_gradient(
+        self,
+        helper: LayerHelper,
+        kept: Tensor | None,
+        gradient: Tensor,
+        view: _View | None,
+        counting: frozenset[LayerHelper],
+        batch: Batch,
+    ) -> None:
+        # A layer that was frozen, thawed or replaced since its forward has another helper now.
+        if self.sink is None or not self.enabled or helper not in self.names:
+            return
+        if counting != self.counting:
+            return  # called in a window of other turns: some layers' inputs were not kept
+        number = self._passes.enter()
+        batch.closed = True  # the next forward pass is of another
+        device = gradient.device.type
+        ours = torch.autocast(device, enabled=False)  # entering it takes a while
+        with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
+            inputs: tuple[Tensor, ...] = ()
+            if kept is not None and (self._probe is None or self._probe.first):
+                # The tensor is held, not its node alone: torch 2.12 frees one without its output.
+                # It has a node, made above, and the node what `_Keep` saved: no type says so.
+                inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
+            own = gradient if view is None else view.of(gradient)
+            self.sink(helper, inputs, own, number, self._probe, batch)
+
+
+class _GradientHook:
+    """The tensor hook of one call."""
+
+    __slots__ = ("_batch", "_capture", "_counting", "_edges", "_helper", "_kept", "_view")
+
+    def __init__(
+        self,
+        capture: weakref.ref[Capture],
+        helper: LayerHelper,
+        kept: Any,
+        edges: tuple[Any, ...],
+        counting: frozenset[LayerHelper],
+        view: _View | None,
+        batch: Batch,
+    ) -> None:
+        self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
+        self._counting, self._view, self._batch = counting, view, batch
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        capture, kept = self._capture(), self._kept
+        if capture is None or not capture._wants(self._edges):
+            return
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Autograd frees here what it saved, even if the output lives on; so does this node.
+            self._kept = None
+        # A function's backward may return None for the output: it then counts as not called.
+        if gradient is not None:
+            capture._on_gradient(
+                self._helper, kept, gradient, self._view, self._counting, self._batch
+            )
+
+
+@dataclass(frozen=True)
+class _View:
+    """How an output lies in its base: enough to find its gradient in the base's.
+
+    Attributes:
+        size: The output's size.
+        stride: The output's strides.
+        offset: Where it begins in the base.
+        base_stride: The base's strides.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    base_stride: tuple[int, ...]
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Return the output's gradient.
+
+        Args:
+            gradient: The base's, of the base's size and whatever strides.
+
+        Returns:
+            A view of it, or of a copy that lies as the base does.
+        """
+        if gradient.stride() != self.base_stride:
+            laid = torch.empty_strided(
+                gradient.shape, self.base_stride, dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = laid.copy_(gradient)
+        start = gradient.storage_offset() + self.offset
+        return gradient.as_strided(self.size, self.stride, start)
+
+
+def _lasting(output: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, _View | None]:
+    """Return where a hook is to be put that an in-place change of the output does not lose.
+
+    torch gives a view that is changed in place another node in the graph, and what was put on the
+    former one is never called: so it is with ``nn.Linear`` on inputs of three dimensions, whose
+    product has two. The base's node stays, and sees the gradient of what the layer returned.
+
+    Args:
+        output: What a module returned, with its graph.
+        inputs: What it was called with: where the output is a view of these, the base's gradient is
+            not the output's alone.
+
+    Returns:
+        The output, or its base and how the output lies in it.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or base.dtype != output.dtype:
+        return output, None
+    if any(x is base or x._base is base for x in inputs) or not _dense(base):
+        return output, None
+    offset = int(output.storage_offset() - base.storage_offset())
+    return base, _View(output.size(), output.stride(), offset, base.stride())
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory, each element once, in whichever order."""
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _accumulates(edge: Any) -> bool:
+    """Return whether the backward pass under way adds to a parameter's ``.grad``.
+
+    Args:
+        edge: The parameter's node in the graph.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:
+        # How torch answers for a parameter that autograd.grad was asked for.
+        return False
+
+
+def _is_functional(helper: LayerHelper) -> bool:
+    """Return whether a module runs within ``torch.func``: transformed, or with other tensors."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    own = helper.module._parameters
+    return any(own.get(name) is not p for name, p in helper.parameters.items())
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

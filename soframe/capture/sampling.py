@@ -1,0 +1,164 @@
+"""Moments of some of the rows: those of a random subset, times what it is a part of.
+
+The moment of n rows that are drawn from N without replacement, times N / n, is unbiased. Its error
+falls with the square root of n: for any entry, with the standard deviation s of the products
+``a_i a_j`` over all rows, it is ``s N / sqrt(n) sqrt((N - n) / (N - 1))`` (Cochran, 1977, section
+2.5). Where whole samples are taken, as of images, they are what n and N count, and rows of one
+sample are mostly alike: the error is that of fewer rows than are taken.
+
+What is drawn follows from the step, the rank, the backward pass and N alone. So a resumed run draws
+the same rows and there is nothing to save; ranks draw rows of their own; and layers with as many
+rows have the same ones, so that layers of one input share its moment still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from soframe.layers.base import LayerHelper, Unit
+from soframe.layers.sharing import content, memory
+
+Rows = float | int
+
+
+def check_rows(rows: object) -> None:
+    """Check how many rows are taken.
+
+    Args:
+        rows: A fraction or a number.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    number = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
+    fraction = isinstance(rows, float) and 0 < rows <= 1
+    if not number and not fraction:
+        raise ValueError(
+            f"rows must be a fraction in (0, 1] (float) of the rows of a call, or a number of rows "
+            f"(int), not {rows!r}"
+        )
+
+
+def chosen(step: int, rank: int, number: int, total: int, wanted: int) -> Tensor:
+    """Return which rows are taken: a random subset, each one of its size as likely.
+
+    Args:
+        step: Completed steps.
+        rank: The rank.
+        number: The number of the backward pass in the window.
+        total: How many there are.
+        wanted: How many are taken.
+
+    Returns:
+        ``[wanted]``, ascending.
+    """
+    seed = 0
+    for part in (step, rank, number, total):
+        seed = (seed * 1_000_003 + part + 1) % 2**63
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(total, generator=generator)[:wanted].sort().values
+
+
+class Sampler:
+    """Takes some of the rows of every call of a window.
+
+    Args:
+        rows: The fraction of a call's rows that is taken, or their number; 1.0 takes all.
+        rank: The rank.
+    """
+
+    def __init__(self, rows: Rows, rank: int) -> None:
+        self._rows, self._rank, self._step = rows, rank, 0
+        self._indices: dict[Hashable, Tensor] = {}
+        self._last: tuple[Hashable, tuple[StorageWeakRef, ...], tuple[Tensor, ...]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Sampler({self._rows!r})"
+
+    def begin(self, step: int) -> None:
+        """Begin a window.
+
+        Args:
+            step: Completed steps.
+        """
+        self._step, self._indices, self._last = step, {}, None
+
+    def take(
+        self,
+        helper: LayerHelper,
+        call: tuple[tuple[Tensor, ...], Tensor],
+        number: int,
+        whole: bool,
+        data: tuple[Tensor, Unit] | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor, float]:
+        """Take some of the rows of a call.
+
+        Args:
+            helper: The helper.
+            call: Its inputs, or none, and the rows of its output's gradient.
+            number: The number of the backward pass in the window.
+            whole: Whether the rows of a sample must stay together.
+            data: Which rows or samples are data, and which of the two; None for all. The others
+                are never taken.
+
+        Returns:
+            Inputs and rows of a smaller call, and what its moments are to be multiplied by.
+        """
+        inputs, rows = call
+        unit: Unit | None = "sample" if whole and helper.unit == "row" else helper.unit
+        _, batch, shared, _ = rows.shape
+        total, size = (batch * shared, 1) if unit == "row" else (batch, shared)
+        if data is not None:
+            total, unit = len(data[0]), data[1]
+            size = shared if unit == "sample" else 1
+        wanted = self._wanted(total, size)
+        if unit is None or (wanted >= total and data is None):
+            return inputs, rows, 1.0
+        key = (number, total, rows.device, data is None, unit)
+        if key not in self._indices:
+            self._indices[key] = self._index(number, total, wanted, rows.device, data)
+        index = self._indices[key]
+        return (
+            self._inputs(helper, inputs, index, unit, key),
+            helper.take_rows(rows, index, unit),
+            total / wanted,
+        )
+
+    def _index(
+        self,
+        number: int,
+        total: int,
+        wanted: int,
+        device: torch.device,
+        data: tuple[Tensor, Unit] | None,
+    ) -> Tensor:
+        if data is not None and wanted >= total:
+            return data[0]
+        index = chosen(self._step, self._rank, number, total, wanted)
+        index = index.to(device, non_blocking=True)
+        return index if data is None else data[0][index]
+
+    def _wanted(self, total: int, size: int) -> int:
+        if isinstance(self._rows, int):
+            return min(total, -(-self._rows // size))
+        return min(total, max(1, round(self._rows * total)))
+
+    def _inputs(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        index: Tensor,
+        unit: Unit,
+        key: Hashable,
+    ) -> tuple[Tensor, ...]:
+        """Take of the very same input the very same tensor, so that its moment can be shared."""
+        if not inputs:
+            return inputs
+        now = (key, unit, type(helper), content(inputs))
+        if self._last is None or self._last[0] != now:
+            self._last = (now, memory(inputs), helper.take_inputs(inputs, index, unit))
+        return self._last[2]

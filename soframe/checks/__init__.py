@@ -1,0 +1,1 @@
+"""What a user may pass: whatever cannot be meant is refused, by name."""

@@ -1,0 +1,178 @@
+"""The preconditioner's own damping, chosen by the quadratic model.
+
+The damping of the quadratic model says how far the model is trusted; what the preconditioner needs
+besides makes up for its approximations, and may be larger or smaller by orders of magnitude, for
+each run of layers another. Every few steps neighbours are tried too, and those are kept whose step
+the exact model predicts to bring most (after Martens and Grosse, 2015, section 6.6, where all
+layers have one). `soframe.trust_region.proposals` has what a trial is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from soframe.checks.numbers import require_integer, require_numbers
+
+
+@dataclass
+class AdaptiveDamping:
+    """A damping for each run of layers, that moves among neighbours.
+
+    At a trial each run has one neighbour: the one ahead where its damping has moved last time, the
+    other one in turn where it has stayed. Trials pay while dampings are on their way. So the steps
+    between two of them double where all stay, and halve where one moves.
+
+    Attributes:
+        ratio: Neighbours are a factor of this apart.
+        interval: The fewest steps between trials.
+        longest: The most steps between trials.
+        spread: No damping is further than this factor from the median of all. A part that matters
+            little for now would else stay where it began.
+        low: The least damping.
+        high: The largest damping.
+    """
+
+    ratio: float = 3.0
+    interval: int = 6
+    longest: int = 24
+    spread: float = 4.0
+    low: float = 1e-16
+    high: float = 1e8
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        numbers = {each: getattr(self, each) for each in ("ratio", "spread", "low", "high")}
+        require_numbers(name, **numbers)
+        require_integer(f"{name}: interval", self.interval, 1)
+        require_integer(f"{name}: longest", self.longest, 1)
+        if not 1 < self.ratio < math.inf:
+            raise ValueError(f"{name}: ratio must be above 1, not {self.ratio}")
+        if self.longest < self.interval:
+            raise ValueError(
+                f"{name}: longest must be at least interval ({self.interval}), not {self.longest}"
+            )
+        if not 1 <= self.spread < math.inf:
+            raise ValueError(f"{name}: spread must be at least 1, not {self.spread}")
+        if not 0 < self.low < self.high < math.inf:
+            raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
+        self._now: list[float] = []
+        self._ways: list[int] = []  # up or down, where each goes next
+        self._wait = self.interval  # between the last trial and the next
+        self._due = 0  # the step of the next
+
+    def at(self, start: float, count: int | None = None) -> list[float]:
+        """Return the dampings.
+
+        Args:
+            start: The damping to begin with; later calls ignore it.
+            count: How many, by default as many as there are, or one. Where they were not as many,
+                all go on from the median of those.
+        """
+        if len(self._now) != (count or len(self._now) or 1):
+            first = self._middle() if self._now else self._within(start)
+            self._now = [first] * (count or 1)
+            self._ways = [-1] * len(self._now)
+        return list(self._now)
+
+    def trial(self, step: int) -> list[float]:
+        """Return the dampings to try beside those of now, each another one.
+
+        Args:
+            step: Completed steps.
+
+        Returns:
+            An empty list where no trial is due.
+        """
+        return self._neighbours() if step >= self._due else []
+
+    def retreat(self, unsolved: Sequence[bool]) -> None:
+        """Go back where there is a factor that cannot be solved with its damping.
+
+        Args:
+            unsolved: Which dampings are too small. All go back, since they are kept together.
+        """
+        if any(unsolved):
+            self._now = [self._within(damping * self.ratio) for damping in self._now]
+            self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
+
+    def choose(self, taken: Sequence[bool], step: int) -> None:
+        """Go on with some of the dampings that were tried.
+
+        Args:
+            taken: Which of them.
+            step: Completed steps.
+        """
+        tried = self._neighbours()
+        self._ways = [
+            (1 if new > old else -1) * (1 if own else -1)
+            for own, old, new in zip(taken, self._now, tried, strict=True)
+        ]
+        rows = zip(taken, self._now, tried, strict=True)
+        self._now = [new if own else old for own, old, new in rows]
+        low, high = self._middle() / self.spread, self._middle() * self.spread
+        self._now = [self._within(min(high, max(low, damping))) for damping in self._now]
+        longer = min(self.longest, self._wait * 2)
+        self._wait = max(self.interval, self._wait // 2) if any(taken) else longer
+        self._due = step + self._wait
+
+    def _neighbours(self) -> list[float]:
+        found = []
+        for damping, way in zip(self._now, self._ways, strict=True):
+            ahead, back = (self._within(damping * self.ratio**w) for w in (way, -way))
+            found.append(back if ahead == damping else ahead)
+        return found
+
+    def _middle(self) -> float:
+        return math.exp(statistics.median(map(math.log, self._now)))
+
+    def _within(self, damping: float) -> float:
+        return min(self.high, max(self.low, damping))
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs."""
+        return {
+            "now": list(self._now),
+            "ways": list(self._ways),
+            "wait": self._wait,
+            "due": self._due,
+        }
+
+    def check_state(self, state: Any) -> None:
+        """Check that `load` can take a state.
+
+        Args:
+            state: What `state` returned, perhaps in another run; that of a run whose dampings did
+                not move is empty.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state is damaged: preconditioner_damping is {state!r}")
+        now, ways = state.get("now", []), state.get("ways", [])
+        lists = isinstance(now, list | tuple) and isinstance(ways, list | tuple)
+        if not lists or len(now) != len(ways):
+            raise ValueError(f"the state is damaged: its dampings are {now!r}, their ways {ways!r}")
+        for damping in now:
+            if not isinstance(damping, int | float) or not 0 < damping < math.inf:
+                raise ValueError(f"the state is damaged: one of its dampings is {damping!r}")
+        if not all(way in (-1, 1) for way in ways):
+            raise ValueError(f"the state is damaged: its dampings move {ways!r}")
+        for key, least in (("wait", 1), ("due", 0)):
+            count = state.get(key, least)
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise ValueError(f"the state is damaged: {key} of its dampings is {count!r}")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned.
+        """
+        self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
+        self._wait = int(state.get("wait", self.interval))
+        self._due = int(state.get("due", 0))

@@ -1,0 +1,209 @@
+"""Damping policies: how much the curvature is distrusted, and how that changes.
+
+A policy is a registered component. It is asked for the damping at every step. `TrustRegion` tells
+it the reduction ratio ``rho``, the measured over the predicted change of the loss, at steps where
+that was measured; `Preconditioner` measures none, and takes policies that need none.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from soframe.checks.numbers import require_integer, require_numbers
+from soframe.registry import KINDS, register
+from soframe.schedules import Schedule, Scheduled
+from soframe.solvers.base import Solver
+from soframe.solvers.relative import Relative
+
+
+class DampingPolicy(ABC):
+    """The damping over time.
+
+    Attributes:
+        interval: Steps between measurements of the reduction ratio; 0 for never.
+        per_block: Whether blocks have dampings of their own, so that there is no one number for
+            the quadratic model.
+    """
+
+    interval: int = 0
+    per_block: ClassVar[bool] = False
+
+    @abstractmethod
+    def at(self, step: int) -> float:
+        """Return the damping of a step.
+
+        Args:
+            step: Completed steps.
+
+        Returns:
+            A positive number.
+        """
+
+    def solver(self, solver: Solver) -> Solver:
+        """Return how a block is to be solved: with a solver that knows what the number means.
+
+        Args:
+            solver: The block's solver.
+
+        Returns:
+            The same, or one around it.
+        """
+        return solver
+
+    def observe(self, ratio: float) -> None:  # noqa: B027 (optional)
+        """Take note of a reduction ratio.
+
+        Args:
+            ratio: Measured over predicted reduction of the loss; minus infinity if the loss is not
+                finite.
+        """
+
+    def state(self) -> dict[str, float]:
+        """Return what `load` needs."""
+        return {}
+
+    def load(self, state: Mapping[str, float]) -> None:  # noqa: B027 (optional)
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned.
+        """
+
+
+@register("damping", "constant")
+@dataclass
+class ConstantDamping(DampingPolicy):
+    """A constant, or a callable of the step.
+
+    Attributes:
+        value: The damping.
+    """
+
+    value: Schedule = 1e-2
+
+    def __post_init__(self) -> None:
+        self._scheduled = Scheduled("damping", self.value)
+
+    def at(self, step: int) -> float:
+        """See `DampingPolicy.at`."""
+        return self._scheduled.at(step)
+
+
+@register("damping", "relative")
+@dataclass
+class RelativeDamping(DampingPolicy):
+    """A multiple of the mean eigenvalue of each block: ``value * tr(A) / n_A * tr(G) / n_G``.
+
+    The step then does not change with the scale of the loss, nor with that of a layer's inputs or
+    output gradients. Influence functions are computed with ``value = 0.1`` (Grosse et al., 2023);
+    as a damping for training it is less common, and the value has to be tried. For `Preconditioner`
+    alone: see `soframe.solvers.Relative`.
+
+    Attributes:
+        value: The multiple; a constant, or a callable of the step.
+    """
+
+    value: Schedule = 1e-1
+    per_block: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._scheduled = Scheduled("damping", self.value)
+
+    def at(self, step: int) -> float:
+        """See `DampingPolicy.at`: the multiple."""
+        return self._scheduled.at(step)
+
+    def solver(self, solver: Solver) -> Solver:
+        """See `DampingPolicy.solver`."""
+        return Relative(solver)
+
+
+@register("damping", "levenberg-marquardt")
+@dataclass
+class LevenbergMarquardt(DampingPolicy):
+    """Less damping where the model predicts well, more where it does not.
+
+    Every ``interval`` steps the damping is multiplied by ``omega^interval`` if ``rho > 3/4`` and
+    divided by it if ``rho < 1/4`` (Martens and Grosse, 2015, section 6.5).
+
+    Attributes:
+        initial: The damping to begin with.
+        omega: The factor per step, below one.
+        interval: Steps between measurements.
+        low: The least damping.
+        high: The largest damping.
+    """
+
+    initial: float = 3.0
+    omega: float = 0.8
+    interval: int = 5
+    low: float = 1e-8
+    high: float = 1e8
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        numbers = {each: getattr(self, each) for each in ("initial", "omega", "low", "high")}
+        require_numbers(name, **numbers)
+        require_integer(f"{name}: interval", self.interval, 1)
+        if not 0 < self.low <= self.initial <= self.high < math.inf:
+            raise ValueError(
+                f"{name}: needs 0 < low <= initial <= high, not {self.low}, {self.initial}, "
+                f"{self.high}"
+            )
+        if not 0 < self.omega < 1:
+            raise ValueError(f"{name}: omega must be in (0, 1), not {self.omega}")
+        self._now = float(self.initial)
+
+    def at(self, step: int) -> float:
+        """See `DampingPolicy.at`."""
+        return self._now
+
+    def observe(self, ratio: float) -> None:
+        """See `DampingPolicy.observe`."""
+        factor = self.omega**self.interval
+        if ratio > 0.75:
+            self._now = max(self.low, self._now * factor)
+        elif not ratio >= 0.25:  # written so that a NaN raises the damping
+            self._now = min(self.high, self._now / factor)
+
+    def state(self) -> dict[str, float]:
+        """See `DampingPolicy.state`."""
+        return {"now": self._now}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """See `DampingPolicy.load`."""
+        self._now = float(state["now"])
+
+
+DampingChoice = Schedule | str | type[DampingPolicy] | DampingPolicy
+"""A number, a callable of the step, or the name, class or instance of a policy."""
+
+
+def damping_policy(choice: DampingChoice) -> DampingPolicy:
+    """Return a damping policy.
+
+    Args:
+        choice: What the user passed; numbers and callables become a `ConstantDamping`.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If a number is out of range, or a name not registered.
+        TypeError: If a class is no policy.
+    """
+    registry = KINDS["damping"]
+    if isinstance(choice, str) and choice not in registry.available():
+        names = ", ".join(map(repr, sorted(registry.available())))
+        raise ValueError(
+            f"damping must be a number, a callable of the step that returns one, a policy or the "
+            f"name of one ({names}), not {choice!r}"
+        )
+    if isinstance(choice, str | type | DampingPolicy):
+        policy: DampingPolicy = registry.build(choice, DampingPolicy)
+        return policy
+    return ConstantDamping(choice)

@@ -1,0 +1,1 @@
+"""Gradients: as they come in, what becomes of them, and how long a step is."""

@@ -1,0 +1,185 @@
+"""The raw gradients of a step: averaged over ranks already, or still each rank's own.
+
+Where DistributedDataParallel averages gradients on every rank and one rank then preconditions and
+sends its result, the average has travelled for nothing. With *local* gradients each rank comes with
+those of its own samples. Those of a block with one gradient worker are added up on that rank alone
+(together a reduce-scatter by ownership); what it sends after preconditioning (together an
+all-gather) is all that the others get. The two carry what DDP's all-reduce carries. All other
+gradients, of parameters without a block, of blocks with several gradient workers and of blocks that
+are not solved yet, are averaged on all ranks, in fused buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.comm.agreement import add_up
+from soframe.comm.base import Backend, Handle
+from soframe.strategies.buckets import fill
+from soframe.strategies.placement import Placement
+
+
+class AveragedGradients:
+    """Gradients that are the same on every rank: each of them knows all.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        placement: Where they are.
+        backend: The backend.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], placement: Placement, backend: Backend
+    ) -> None:
+        self._backend = backend
+        self._present: Sequence[float] = ()
+        self._placed = dict(zip(blocks, placement.blocks, strict=True))
+        self._of_block = {block: list(block.parameters.values()) for block in blocks}
+        covered = {p for own in self._of_block.values() for p in own}
+        self._rest = [p for p in model.parameters() if p not in covered]
+
+    def check(self) -> None:
+        """Raise if this rank's gradients are none that can be averaged."""
+
+    def present(self) -> list[float]:
+        """Return what the ranks have to add up, and pass to `agree`, before they call `raw`."""
+        return []
+
+    def agree(self, present: Sequence[float]) -> None:
+        """Take note of what ranks have.
+
+        Args:
+            present: The added-up `present` of all ranks.
+        """
+        self._present = present
+
+    def raw(self) -> dict[Block, Tensor | None]:
+        """Return the raw gradients of the blocks that are solved and have any.
+
+        Returns:
+            ``[groups, out, in]``, at least on the gradient workers; None where it is not known.
+        """
+        return self.now()
+
+    def now(self) -> dict[Block, Tensor | None]:
+        """Return what ``.grad`` holds for the blocks that are solved and have any gradient."""
+        own = {block: block.gradient() for block in self._placed if block.solved}
+        return {block: gradient for block, gradient in own.items() if gradient is not None}
+
+    def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
+        """Return the blocks whose gradients this rank counts in what `total` adds up.
+
+        Args:
+            blocks: Blocks with a raw gradient.
+        """
+        return list(blocks)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a scalar over ranks, each of which speaks for its blocks.
+
+        Args:
+            tensor: This rank's.
+        """
+        return tensor
+
+
+class LocalGradients(AveragedGradients):
+    """Gradients that are each rank's own: averaged here, each where it is needed."""
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*(p for own in self._of_block.values() for p in own), *self._rest]
+
+    def check(self) -> None:
+        """See `AveragedGradients.check`.
+
+        Raises:
+            TypeError: If a gradient is sparse.
+        """
+        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
+            raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
+
+    def present(self) -> list[float]:
+        """Return for every parameter whether this rank has its gradient."""
+        return [float(p.grad is not None) for p in self._parameters]
+
+    def raw(self) -> dict[Block, Tensor | None]:
+        """Average every gradient that any rank has; on ranks without it counts as zero.
+
+        Returns:
+            See `AveragedGradients.raw`: the means, on the gradient workers. All gradients of other
+            parameters and of blocks that are not solved yet are averaged in place.
+        """
+        known = set()
+        for parameter, ranks in zip(self._parameters, self._present, strict=True):
+            if ranks > 0:
+                known.add(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        everywhere = [p for p in self._rest if p in known]
+        found: dict[Block, Tensor | None] = {}
+        sums: list[tuple[int | None, Tensor]] = []
+        for block, place in self._placed.items():
+            own = [p for p in self._of_block[block] if p in known]
+            if not block.solved:
+                everywhere += own
+            elif own:
+                matrix = block.gradient()
+                assert matrix is not None
+                workers = place.gradient_workers
+                sums.append((workers[0] if len(workers) == 1 else None, matrix))
+                found[block] = matrix if self._backend.rank in workers else None
+        sums += [(None, p.grad) for p in everywhere if p.grad is not None]
+        _average(self._backend, sums)
+        return found
+
+    def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
+        """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
+        rank = self._backend.rank
+        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total`."""
+        return add_up(self._backend, tensor)
+
+
+def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
+    """Replace tensors by their means over ranks, on one rank each or on all (None)."""
+    if backend.world_size == 1:
+        return
+    everyone = tuple(range(backend.world_size))
+    routes = []
+    for to, tensor in sums:
+        where = "owners" if backend.fused and to is not None else to
+        size = tensor.numel() * tensor.element_size()
+        routes.append(((where, tensor.dtype, tensor.device), size))
+    under_way: list[tuple[Handle, Tensor, list[tuple[int | None, Tensor]]]] = []
+    for bucket in fill(routes):
+        parts = [sums[index] for index in bucket]
+        destination = parts[0][0]
+        parts.sort(key=lambda part: part[0] or 0)
+        flat = torch.cat([tensor.flatten() for _, tensor in parts])
+        flat = flat.to(backend.wire_device(flat.device))
+        if destination is None:
+            handle = backend.all_reduce(flat, "gradients")
+        elif all(to == destination for to, _ in parts):
+            handle = backend.reduce(flat, destination, everyone, "gradients")
+        else:
+            shares = [sum(t.numel() for to, t in parts if to == rank) for rank in everyone]
+            handle = backend.reduce_scatter(flat, shares, "gradients")
+        under_way.append((handle, flat, parts))
+    for handle, flat, parts in under_way:
+        handle.wait()
+        means = flat.split([tensor.numel() for _, tensor in parts])
+        for (to, tensor), mean in zip(parts, means, strict=True):
+            if to in (None, backend.rank):
+                tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+
+
+KINDS = {"averaged": AveragedGradients, "local": LocalGradients}
+"""What ``.grad`` may hold when a step begins."""

@@ -1,0 +1,265 @@
+"""The learning rate of each block, for the clips.
+
+A clip bounds the step ``lr p``, whatever the learning rate: where it acts, a schedule that lowers
+the rate raises the factor, and the step stays as long as before. With ``clip_lr="initial"`` the
+clip sees the rates from which the schedule falls. The factor then does not know the schedule, and
+the step follows it: as if the bound of the KL clip fell with the square of the schedule, and that
+of the norm clip with the schedule itself.
+
+Not every schedule begins where it falls from. So this rate, the *reference*, is the largest that is
+known: what torch's schedulers note in the group (``initial_lr``, and ``max_lr`` where a cycle has a
+peak) and every rate of a step so far. It is never below the live rate, so a step is never longer
+than the bound.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.schedules import Schedule, Scheduled
+
+ASSUMED_LR = 0.1
+"""What the KL clip assumes where it is told nothing, as KAISA does."""
+
+
+ClipLR = Literal["live", "initial"]
+
+
+class LearningRates:
+    """Where learning rates come from: the optimizer's groups, or a schedule.
+
+    Args:
+        optimizer: The optimizer, read at every step.
+        lr: A schedule, instead of the optimizer.
+        clipped: Whether anything will ask.
+        which: ``"live"``, or ``"initial"`` for those that the schedule falls from: the largest of
+            what torch's schedulers note in a group (``initial_lr``, ``max_lr``) and of its rates so
+            far; where no scheduler has noted anything, the rate at which the group was first seen
+            is one of these.
+
+    Attributes:
+        which: As given.
+
+    Raises:
+        ValueError: If both are given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        lr: Schedule | None,
+        *,
+        clipped: bool,
+        which: ClipLR = "live",
+    ) -> None:
+        if optimizer is not None and lr is not None:
+            raise ValueError("pass optimizer= or lr=, not both: the KL clip needs one source")
+        if clipped and optimizer is None and lr is None:
+            warnings.warn(
+                f"soframe: the KL clip assumes a learning rate of {ASSUMED_LR}; pass "
+                f"optimizer=... (its live rates are used), lr=..., or kl_clip=None",
+                stacklevel=3,
+            )
+        self._optimizer = optimizer
+        self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
+        # By index: an optimizer that loads its state has new groups in place of the old.
+        self._group_of: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self.which = which
+        # The reference of each group: the rate at which it was first seen, until a step was taken.
+        self._initial: list[float | Tensor] = []
+        self._followed = 0  # groups whose reference is that of a step, or of a state
+        self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
+
+    def __repr__(self) -> str:
+        if self._optimizer is None:
+            given = f"optimizer=None, lr={self._schedule.value!r}"
+        else:
+            given = f"optimizer={type(self._optimizer).__name__}"
+        return f"{given}, clip_lr={self.which!r}"
+
+    def check(self, blocks: Sequence[Block]) -> None:
+        """Check that the optimizer has every block.
+
+        Args:
+            blocks: The blocks.
+
+        Raises:
+            ValueError: If it lacks one.
+        """
+        if self._optimizer is None:
+            return
+        self._read_groups(self._optimizer)
+        for block in blocks:
+            for name, parameter in block.parameters.items():
+                if id(parameter) not in self._group_of:
+                    # One that shares parameters out has others in their place, and reads its
+                    # gradients from elsewhere.
+                    others = self._group_of.keys().isdisjoint(
+                        id(p) for each in blocks for p in each.parameters.values()
+                    )
+                    raise ValueError(
+                        f"{block.name}.{name} is not in the given optimizer: add it to a "
+                        f"parameter group, or skip the module (skip=[{block.name!r}])"
+                        + (
+                            ". It has no parameter of any block: it is another model's, or one "
+                            "that shares parameters out over ranks (DeepSpeed's ZeRO) and does not "
+                            "read what a Preconditioner writes into .grad; lr= would not change "
+                            "that"
+                            if others
+                            else "; where another optimizer has it, pass lr= instead of optimizer="
+                        )
+                    )
+
+    def of(self, blocks: Sequence[Block], step: int) -> list[float | Tensor]:
+        """Return the learning rate of each block.
+
+        Args:
+            blocks: The blocks.
+            step: Completed steps.
+
+        Returns:
+            Numbers, or the scalar tensors that capturable optimizers keep; for a block whose
+            weight and bias are in different groups a row ``[1, 1, in]`` of their rates.
+        """
+        if self._optimizer is None:
+            return [self._scheduled(step)] * len(blocks)
+        if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
+            self.check(blocks)
+        rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
+        return [self._rate(block, rates) for block in blocks]
+
+    def begin(self, step: int, *, on_devices: bool) -> list[float]:
+        """Take note of the rates of a step, and return those that must be the same on every rank.
+
+        Args:
+            step: Completed steps.
+            on_devices: Whether tensors on other devices, as capturable optimizers keep them, are
+                read too: once for all of them, which makes the host wait.
+
+        Returns:
+            The schedule's rate, or those of the optimizer's groups, and their references.
+        """
+        if self._optimizer is None:
+            return [self._scheduled(step)]
+        groups = self._optimizer.param_groups
+        self._begin_groups(groups)
+        if self.which == "initial":
+            references = [self._reference(i, group) for i, group in enumerate(groups)]
+            self._initial[: len(groups)], self._followed = references, len(groups)
+        rates = [*(group["lr"] for group in groups), *(self._initial if self._followed else ())]
+        tensors = [rate for rate in rates if isinstance(rate, Tensor)]
+        near = [rate for rate in tensors if on_devices or rate.device.type == "cpu"]
+        read: list[float] = []
+        if near:
+            read = torch.stack([rate.detach().reshape(()).to(near[0]) for rate in near]).tolist()
+        return [float(rate) for rate in rates if not isinstance(rate, Tensor)] + read
+
+    def state(self) -> list[float | Tensor]:
+        """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
+        return list(self._initial) if self.which == "initial" else []
+
+    def check_state(self, state: Any) -> None:
+        """Check that `load` can take a state.
+
+        Args:
+            state: What `state` returned, perhaps in another run.
+
+        Raises:
+            ValueError: If it is damaged, or of an optimizer with other param groups.
+        """
+        if not isinstance(state, list | tuple):
+            raise ValueError(
+                f"the state is damaged: initial_lrs is {type(state).__name__}, not a list"
+            )
+        for rate in state:
+            if not _is_rate(rate):
+                raise ValueError(f"the state is damaged: one of initial_lrs is {rate!r}")
+        if self._takes(state) and len(state) != len(self._initial):
+            raise ValueError(
+                f"the state has the initial learning rates of {len(state)} param groups, the "
+                f"optimizer has {len(self._initial)}"
+            )
+
+    def load(self, state: Sequence[float | Tensor]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` returned, and `check_state` has checked. A run that did not need
+                them saved none; one that does not need them leaves them alone.
+        """
+        if self._takes(state):
+            self._initial = list(state)
+            self._followed = len(state)
+
+    def _takes(self, state: Sequence[float | Tensor]) -> bool:
+        return self.which == "initial" and self._optimizer is not None and len(state) > 0
+
+    def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
+        rate: float | Tensor = group["lr"]
+        return rate if self.which == "live" else self._reference(index, group)
+
+    def _reference(self, index: int, group: dict[str, Any]) -> float | Tensor:
+        """Return the rate that a group's schedule falls from, as far as it is known by now."""
+        first = () if index >= self._followed and "initial_lr" in group else (self._initial[index],)
+        noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
+        rates: list[float | Tensor] = [*first, *noted, group["lr"]]
+        return reduce(_larger, rates)
+
+    def _scheduled(self, step: int) -> float:
+        """Return the rate of the schedule, or the largest up to a step."""
+        if self.which == "live":
+            return self._schedule.at(step)
+        while self._peak_step < step:  # from the beginning where a run was resumed
+            self._peak_step += 1
+            self._peak = max(self._peak, self._schedule.at(self._peak_step))
+        return self._peak
+
+    def _rate(self, block: Block, rates: Sequence[float | Tensor]) -> float | Tensor:
+        groups = [self._group_of[id(p)] for p in block.parameters.values()]
+        if len(set(groups)) == 1:
+            return rates[groups[0]]
+        row = torch.empty(1, 1, block.shape.in_features, dtype=block.dtype, device=block.device)
+        row[..., :-1], row[..., -1:] = (rates[group] for group in groups)
+        return row
+
+    def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        self._sizes = [len(group["params"]) for group in groups]
+        self._begin_groups(groups)
+        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+    def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group in groups[len(self._initial) :]:
+            rate = group["lr"]
+            # Schedulers fill a tensor in place.
+            self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """Return the larger of two rates in memory of its own, without reading tensors."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other.to(one))
+    if isinstance(one, Tensor):
+        return one.clamp(min=float(other))
+    if isinstance(other, Tensor):
+        return other.clamp(min=float(one))
+    return max(one, other)
+
+
+def _is_rate(value: Any) -> bool:
+    """Return whether a value is a finite number that is not negative, or a scalar tensor of one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta or value.layout != torch.strided:
+            return False
+        value = value.item()
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf

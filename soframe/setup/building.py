@@ -1,0 +1,342 @@
+"""Building a preconditioner: what is checked and chosen before the first collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+
+from soframe.blocks import claims, stacks
+from soframe.blocks.block import Block
+from soframe.blocks.registration import Choices, Registration
+from soframe.capture.counting import Samples
+from soframe.capture.sampling import check_rows
+from soframe.comm.agreement import compare_ranks, describe_error, say_failed
+from soframe.comm.base import Backend
+from soframe.comm.board import Board
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.single import SingleProcess
+from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
+from soframe.gradients import averaging
+from soframe.gradients.rates import LearningRates
+from soframe.registry import KINDS, describe
+from soframe.solving.background import Background, require_able
+from soframe.solving.refresh import require_followable
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import Placement
+
+
+def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
+    """Return the communication backend.
+
+    Args:
+        choice: A name, class or instance; None for torch.distributed where it is initialised.
+
+    Returns:
+        The backend.
+    """
+    notes = Board.of_world()
+    if notes is not None:
+        notes.begin()
+    try:
+        backend = _backend_of(choice)
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        if notes is not None:
+            notes.say_start(describe_error(error), failed=True)
+        raise
+    if notes is not None and (backend.world_size == 1 or backend.on_paper):
+        notes.say_start(describe(choice), failed=False)
+    return backend
+
+
+def _backend_of(choice: str | type[Backend] | Backend | None) -> Backend:
+    if choice is None:
+        distributed = dist.is_available() and dist.is_initialized()
+        return TorchDistributed() if distributed else SingleProcess()
+    backend = KINDS["backend"].build(choice, Backend)
+    assert isinstance(backend, Backend)
+    return backend
+
+
+@contextmanager
+def starting(backend: Callable[[], Backend]) -> Iterator[None]:
+    """Let an error on this rank be one on all ranks, which wait for it in `build`.
+
+    Args:
+        backend: Returns the backend, where there is an error to tell.
+
+    Yields:
+        Nothing; what is done meanwhile starts no collective.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        say_failed(backend(), error)
+        raise
+
+
+def averaged_tensors(model: nn.Module, gradients: str) -> str:
+    """Return of which parameters, with a block or without, ranks average the gradients.
+
+    Args:
+        model: The model, unwrapped.
+        gradients: ``"local"`` where soframe does it.
+    """
+    if gradients != "local":
+        return "averaged gradients"
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    digest = hashlib.sha256(describe(shapes).encode()).hexdigest()[:16]
+    return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
+
+
+def choose_damping(choice: DampingChoice) -> DampingPolicy:
+    """Return the damping policy of a preconditioner.
+
+    Args:
+        choice: A number, a callable of the step, or a policy.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If it waits for reduction ratios, which nobody measures here.
+    """
+    policy = damping_policy(choice)
+    if policy.interval > 0:
+        raise ValueError(
+            f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "
+            f"Preconditioner takes a number, a callable of the step, or a policy without it"
+        )
+    return policy
+
+
+def register(model: nn.Module, choices: Choices) -> Registration:
+    """Register a model.
+
+    Args:
+        model: The model, unwrapped.
+        choices: What the user chose.
+
+    Returns:
+        The registration, with at least one block.
+
+    Raises:
+        ValueError: If there is nothing to precondition, or parameters are shared out or without
+            values.
+    """
+    stacks.require_whole(model.named_parameters())
+    registration = Registration(model, choices)
+    if not registration.blocks:
+        raise ValueError(
+            f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
+        )
+    for block in registration.blocks:
+        own = block.parameters.items()
+        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in own)
+    return registration
+
+
+def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
+    """Place blocks, and check what the strategy answers.
+
+    Args:
+        strategy: The strategy.
+        blocks: The blocks.
+        ranks: The number of ranks.
+
+    Returns:
+        A valid placement of these blocks.
+
+    Raises:
+        ValueError: If the strategy's placement is not one.
+    """
+    work = tuple(block.work for block in blocks)
+    placement = strategy.place(work, ranks)
+    placement.validate()
+    if (placement.work, placement.world_size) != (work, ranks):
+        raise ValueError(
+            f"strategy {placement.strategy!r} placed other work, or for other ranks, than it was "
+            f"given"
+        )
+    return placement
+
+
+def build(
+    model: nn.Module,
+    choices: Choices,
+    rates: LearningRates,
+    strategy: Strategy,
+    backend: Backend,
+    background: Background,
+    settings: Sequence[object],
+    *,
+    owner: object,
+    first: bool = True,
+) -> tuple[Registration, Placement]:
+    """Register a model, place its blocks and prepare for them, once all ranks have agreed.
+
+    A rank that cannot start says so to the others.
+
+    Args:
+        model: The model, unwrapped.
+        choices: What the user chose.
+        rates: The learning rates, which have to know the blocks' parameters.
+        strategy: The strategy.
+        backend: The backend.
+        background: What is solved in the background, one of the settings.
+        settings: The others that all ranks must have in common.
+        owner: Whose the modules are to be; they may be nobody else's.
+        first: Whether the ranks first meet here; otherwise they come from a step.
+
+    Returns:
+        The registration, and the placement of its blocks.
+
+    Raises:
+        ValueError: See `register`, `place`, `require_able`, `require_followable`, `compare_ranks`
+            and `soframe.blocks.claims.require_free`.
+    """
+    try:
+        registration = register(model, choices)
+        rates.check(registration.blocks)
+        require_able(registration.blocks, background)
+        placement = place(strategy, registration.blocks, backend.world_size)
+        require_followable(registration.blocks, placement)
+        modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
+        claims.require_free(owner, modules)
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        say_failed(backend, error, first=first)
+        raise
+    own = describe_settings(registration.blocks, *settings, background)
+    compare_ranks(backend, placement, own, first=first)
+    claims.claim(owner, modules)
+    backend.prepare(placement.groups())
+    return registration, placement
+
+
+def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
+    """Return what all ranks must have in common besides the placement.
+
+    Args:
+        blocks: The blocks.
+        *settings: Further settings.
+
+    Returns:
+        One line each.
+    """
+    parts = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
+    return "\n".join(map(describe, (*settings, *parts)))
+
+
+def require(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Check a setting that is one of a few words.
+
+    Args:
+        name: The setting's name.
+        value: Its value.
+        allowed: The words.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def check_settings(
+    gradients: str, scaled: bool, stagger: object, fisher: str, rows: object
+) -> None:
+    """Check settings that are neither components nor words.
+
+    Args:
+        gradients: What a step is given.
+        scaled: Whether a ``GradScaler`` is in use.
+        stagger: What is spread over the steps of an interval.
+        fisher: Whose output gradients make the statistics.
+        rows: How many rows are taken of a call.
+    """
+    check_gradients(gradients, scaled=scaled)
+    check_turns(stagger, fisher)
+    check_rows(rows)
+
+
+def check_words(scaling: object, loss_average: object, samples: object, clip_lr: object) -> None:
+    """Check settings that are words.
+
+    Args:
+        scaling: The scaling convention.
+        loss_average: What the loss is a mean of.
+        samples: What it averages over; or a callable.
+        clip_lr: Which learning rates the clips read.
+    """
+    require("scaling", scaling, ("fisher", "kaisa"))
+    require("loss_average", loss_average, ("local", "global", "sum"))
+    if not callable(samples):
+        require("samples", samples, ("batch", "positions"))
+    require("clip_lr", clip_lr, ("live", "initial"))
+
+
+def describe_samples(samples: Samples) -> str:
+    """Return what ranks must have in common of the setting ``samples``.
+
+    What a callable returns need not be the same: every rank counts its own.
+
+    Args:
+        samples: The setting.
+    """
+    return f"samples={'a callable' if callable(samples) else repr(samples)}"
+
+
+def check_count(terms: bool, samples: Samples, scaling: str) -> None:
+    """Check that something may be said of a batch.
+
+    Args:
+        terms: Whether the number of terms is said.
+        samples: What is said of all batches.
+        scaling: The scaling convention.
+
+    Raises:
+        ValueError: If it contradicts a setting.
+    """
+    if scaling == "kaisa":
+        raise ValueError("count() needs scaling='fisher': with 'kaisa' every call is its own mean")
+    if terms and callable(samples):
+        raise ValueError(
+            "count(terms) and samples= a callable both say what the loss is a mean over; use one"
+        )
+
+
+def check_turns(stagger: object, fisher: str) -> None:
+    """Check that layers may take turns with their statistics.
+
+    Args:
+        stagger: What is spread over the steps of an interval.
+        fisher: Whose output gradients make the statistics.
+
+    Raises:
+        ValueError: If every turn would take a backward pass of its own.
+    """
+    if stagger is True and fisher in ("monte-carlo", "type-2"):
+        raise ValueError(
+            f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
+            f"vectors backward at each of them; pass stagger='solves'"
+        )
+
+
+def check_gradients(gradients: str, *, scaled: bool) -> None:
+    """Check what is said of the gradients that a step is given.
+
+    Args:
+        gradients: What they are.
+        scaled: Whether a ``GradScaler`` is in use.
+
+    Raises:
+        ValueError: If it is nothing that is known, or does not go with a ``GradScaler``.
+    """
+    require("gradients", gradients, tuple(averaging.KINDS))
+    if gradients == "local" and scaled:
+        raise ValueError(
+            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+        )

@@ -1,0 +1,1 @@
+"""Solving: when factors become second-order data, and how these reach gradient workers."""

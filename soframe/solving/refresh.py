@@ -1,0 +1,259 @@
+"""When blocks take statistics and are solved: all of them at once, or each at its turn.
+
+What is due follows from the step, the placement and, for turns of statistics, from what they cost:
+the rows that each block's statistics are made of. No shape tells these, so the first statistics are
+those of all blocks, and the ranks add up their rows. They are part of the state.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from soframe.blocks.block import Block
+from soframe.comm.agreement import add_over_ranks
+from soframe.comm.base import Backend
+from soframe.schedules import Every, Interval
+from soframe.statistics.window import Statistics
+from soframe.strategies.placement import Placement
+from soframe.strategies.turns import Turns, all_turns, turns
+
+Stagger = bool | Literal["solves"]
+
+
+@dataclass
+class Refresh:
+    """When blocks take statistics and are solved, the same on every rank.
+
+    Attributes:
+        statistics_every: The interval of statistics.
+        solve_every: The interval of solves.
+        stagger: Whether each block has turns of its own within the intervals; ``"solves"`` for
+            those of solves alone.
+        owed: Steps to come at which all blocks take statistics, whatever the interval says.
+    """
+
+    statistics_every: Every
+    solve_every: Every
+    stagger: Stagger = False
+    owed: int = field(default=0, repr=False)
+    _known: dict[tuple[object, ...], Turns] = field(default_factory=dict, repr=False)
+    _of: object = field(default=None, repr=False)
+    _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stagger, bool) and self.stagger != "solves":
+            raise TypeError(f"stagger must be True, 'solves' or False, not {self.stagger!r}")
+
+    @classmethod
+    def of(cls, statistics_every: Interval, solve_every: Interval, stagger: Stagger) -> Refresh:
+        """Return the refresh of a preconditioner's settings.
+
+        Args:
+            statistics_every: The interval of statistics.
+            solve_every: The interval of solves.
+            stagger: See `Refresh`.
+
+        Raises:
+            ValueError: If an interval is none.
+            TypeError: If ``stagger`` is nothing that is known.
+        """
+        every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
+        refresh = cls(*every, stagger)
+        if not callable(statistics_every) and not callable(solve_every):
+            refresh.warn_of_intervals(0, stacklevel=4)
+        return refresh
+
+    def warn_of_intervals(self, step: int, stacklevel: int = 3) -> None:
+        """Warn of intervals under which solves lack new statistics, once of each pair.
+
+        Args:
+            step: Completed steps.
+            stacklevel: How far up the code is that chose the intervals.
+        """
+        pair = (self.statistics_every.at(step), self.solve_every.at(step))
+        if pair not in self._told:
+            self._told.add(pair)
+            if (what := mismatch(*pair)) is not None:
+                warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
+
+    def observed(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
+        """Return the blocks that take statistics.
+
+        Args:
+            blocks: All blocks, in the placement's order.
+            placement: Who owns what.
+            step: Completed steps.
+
+        Returns:
+            All of them, where statistics are owed; otherwise those whose turn it is.
+        """
+        if self.owed > 0:
+            return list(blocks)
+        turn = step % self.statistics_every.at(step)
+        own = self._turns(blocks, placement, step).statistics
+        return [block for block, its in zip(blocks, own, strict=True) if turn == its]
+
+    def due(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
+        """Return the blocks to solve.
+
+        Args:
+            blocks: All blocks, in the placement's order.
+            placement: Who owns what.
+            step: Completed steps.
+
+        Returns:
+            Of the blocks that have statistics those whose turn it is, and those that have never
+            been solved.
+        """
+        self.warn_of_intervals(step)
+        turn = step % self.solve_every.at(step)
+        own = self._turns(blocks, placement, step).solves
+        return [
+            block
+            for block, its in zip(blocks, own, strict=True)
+            if block.mass > 0 and (turn == its or not block.solved)
+        ]
+
+    def learn(
+        self, blocks: Sequence[Block], window: Statistics, backend: Backend, step: int
+    ) -> None:
+        """Learn what statistics cost, from a window in which all blocks took them.
+
+        Where ranks saw different layers share an input, none is taken to be shared.
+
+        Args:
+            blocks: All blocks.
+            window: The statistics of the window, usable on all ranks; every rank must call.
+            backend: The backend.
+            step: Completed steps.
+        """
+        every = self.statistics_every.at(step)
+        if self.stagger is not True or every == 1 or len(window.due) < len(blocks):
+            return
+        first = window.first
+        index = {block.name: number for number, block in enumerate(blocks)}
+        rows = [float(sum(block.counts.rows.values())) for block in blocks]
+        own = [n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)]
+        sums = add_over_ranks(backend, rows + own, "start")
+        for block, total, where in zip(blocks, sums, sums[len(blocks) :], strict=False):
+            if total > 0:
+                agreed = where % total == 0
+                block.rows = int(total)
+                block.input_of = blocks[int(where / total)].name if agreed else block.name
+
+    def _turns(self, blocks: Sequence[Block], placement: Placement, step: int) -> Turns:
+        if not self.stagger:
+            zeros = (0,) * len(blocks)
+            return Turns(zeros, zeros)
+        rows = tuple(block.rows for block in blocks)
+        every = (self.statistics_every.at(step), self.solve_every.at(step))
+        inputs = tuple(block.input_of or block.name for block in blocks)
+        key = (every, rows, inputs)
+        if self._of is not placement:
+            self._of, self._known = placement, {}
+        if key not in self._known:
+            if self.stagger is True and any(rows):
+                own = all_turns(placement, *every, rows, inputs)
+            else:
+                own = Turns((0,) * len(blocks), turns(placement, every[1]))
+            self._known[key] = own
+        return self._known[key]
+
+
+def mismatch(statistics_every: int, solve_every: int) -> str | None:
+    """Return what two intervals have against each other, or None if they go together.
+
+    Args:
+        statistics_every: That of statistics.
+        solve_every: That of solves.
+
+    Returns:
+        What the solves lack, and the nearest intervals under which they do not.
+    """
+    if solve_every % statistics_every == 0:
+        return None
+    if solve_every < statistics_every:
+        return (
+            f"solve_every={solve_every} is less than statistics_every={statistics_every}, so that "
+            f"most solves find no new statistics; pass solve_every={statistics_every}, or "
+            f"statistics_every={solve_every}"
+        )
+    below = solve_every // statistics_every * statistics_every
+    age = statistics_every - math.gcd(solve_every, statistics_every)
+    return (
+        f"solve_every={solve_every} is no multiple of statistics_every={statistics_every}, so that "
+        f"solves use statistics which are up to {age} step(s) old; pass solve_every={below} or "
+        f"solve_every={below + statistics_every}"
+    )
+
+
+def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
+    """Check that second-order data which follow factors do so under this placement.
+
+    Args:
+        blocks: The blocks, in the placement's order.
+        placement: Who holds what.
+
+    Raises:
+        ValueError: If a gradient worker lacks what the data are to follow: results would depend on
+            the strategy.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solver.follows:
+            continue
+        if place.deferred:
+            why = (
+                "the strategy reduces statistics at the solves only: pass one that reduces them at "
+                "once (deferred=False)"
+            )
+            raise ValueError(_cannot_follow(block, placement, why))
+        for index, factor in enumerate(block.factors):
+            lacking = [w for w in place.gradient_workers if not place.holds(w, index)]
+            if lacking:
+                why = (
+                    f"rank(s) {lacking} precondition the block, and do not hold its factor "
+                    f"{factor.name}: pass a strategy that holds factors where gradients are "
+                    f"preconditioned, such as Sharded(colocate=True) or 'mem-opt'"
+                )
+                raise ValueError(_cannot_follow(block, placement, why))
+
+
+def _cannot_follow(block: Block, placement: Placement, why: str) -> str:
+    return (
+        f"{block.name}: the data of {block.solver!r} follow the factors between solves, which they "
+        f"cannot do under the strategy {placement.strategy!r}, since {why}; or a solver that does "
+        f"not follow"
+    )
+
+
+def follow(
+    blocks: Sequence[Block], changed: Collection[Block], placement: Placement, rank: int
+) -> None:
+    """Let second-order data follow running factors that have changed, where solvers can do that.
+
+    All gradient workers hold the factor then (`require_followable`), so that its data stay the same
+    on all of them.
+
+    Args:
+        blocks: All blocks, in the placement's order.
+        changed: Those that have new statistics, and are not about to be solved.
+        placement: Who holds what.
+        rank: This rank.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        follows = block.solver.follows and block in changed
+        if not follows or not block.solved or block.pending > 0:
+            continue
+        workers = place.gradient_workers
+        for factor in block.factors:
+            if rank not in workers:
+                continue
+            data = block.second_order[factor.name]
+            new = block.solver.follow(block.matrix(factor), data)
+            if new is not None:
+                # In new tensors: what others kept of the old data stays what it was.
+                block.second_order[factor.name] = {**data, **new}

@@ -1,0 +1,1 @@
+"""State: what is saved, loaded and moved."""

@@ -1,0 +1,363 @@
+"""Checkpoints that are whole or not there, in a folder that keeps the last good ones.
+
+    folder/
+        checkpoint-000003/      plain: state.pt; sharded: what torch.distributed.checkpoint writes
+            manifest.json       the size and the checksum of every file
+        checkpoint-000004/
+        .checkpoint-000005.tmp/ being written, or left by a save that was killed
+
+A checkpoint is written beside, down to the disk, and gets its name by one rename when every rank
+is done. So whatever kills a save leaves the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from soframe.state import checksums
+
+T = TypeVar("T")
+
+PREFIX = "checkpoint-"
+STATE = "state.pt"
+MANIFEST = "manifest.json"
+FORMAT = "soframe.checkpoint"
+VERSION = 1
+_PIECE = 2**24
+
+
+def save(
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    sharded: bool = False,
+    keep: int = 2,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save a checkpoint beside those that are there, and remove old ones once it is whole.
+
+    Call it on every rank. It returns when the checkpoint is on the disk and has its name. A save
+    that is killed, or fails, leaves what was there; what it has written itself, the next removes.
+
+    Args:
+        folder: The folder of this run's checkpoints, the same for all ranks, and for no other run.
+        state: What to save. Plain, rank 0's is written by ``torch.save``; sharded, every rank's by
+            ``torch.distributed.checkpoint.save``.
+        sharded: Whether every rank writes a part.
+        keep: How many checkpoints stay, with this one.
+        process_group: The process group of the ranks, if it is not the default one.
+
+    Returns:
+        The folder of the checkpoint, within ``folder``.
+
+    Raises:
+        ValueError: If ``keep`` is below 1.
+        RuntimeError: On every rank, if the checkpoint could not be written on one: the disk is
+            full, say. Those before are as they were.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep!r}")
+    ranks, root = _Ranks.of(process_group), Path(folder)
+    name = ranks.first("no checkpoint was saved", lambda: _begin(root))
+    beside, final = root / f".{name}.tmp", root / name
+    failure = f"{final} was not saved; the checkpoints before it are as they were"
+
+    def write() -> None:
+        if sharded:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*to save in a single process")
+                dcp_save(
+                    dict(state),
+                    storage_writer=FileSystemWriter(beside),
+                    process_group=process_group,
+                    no_dist=ranks.size == 1,
+                )
+        elif ranks.rank == 0:
+            _write(beside / STATE, lambda file: torch.save(dict(state), file))
+
+    def finish() -> None:
+        files = {name: entry for own in digests for name, entry in own.items()}
+        plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
+        manifest = json.dumps(checksums.seal(plain), indent=1)
+        _write(beside / MANIFEST, lambda file: file.write(manifest.encode()))
+        _sync(beside)
+        beside.rename(final)
+        _sync(root)
+
+    try:
+        ranks.all(failure, write)
+        names = ranks.first(failure, lambda: sorted(p.name for p in beside.iterdir()))
+        digests = ranks.all(
+            failure, lambda: {own: _digest(beside / own) for own in ranks.share(names, sharded)}
+        )
+        ranks.first(failure, finish)
+    except RuntimeError:
+        if ranks.rank == 0:  # room for the next; what cannot be removed now is removed there
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+    left = f"{final} was saved, but older ones could not be removed"
+    ranks.first(left, lambda: _prune(root, keep))
+    return final
+
+
+def latest(
+    folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
+) -> Path | None:
+    """Return the last checkpoint whose files are what was saved.
+
+    Call it on every rank: they read the files of a sharded checkpoint together. One that is damaged
+    is passed over, with a warning.
+
+    Args:
+        folder: As for `save`.
+        process_group: As for `save`.
+
+    Returns:
+        The checkpoint, the same on every rank; None if there is none so far.
+
+    Raises:
+        ValueError: On every rank, if there are checkpoints and all of them are damaged.
+        RuntimeError: On every rank, if one cannot look.
+    """
+    ranks, root = _Ranks.of(process_group), Path(folder)
+    names = ranks.first(f"{root} cannot be read", lambda: _names(root))
+    found = []
+    for name in reversed(names):
+        problem = _problem(ranks, root / name)
+        if not problem:
+            return root / name
+        found.append(problem)
+        if ranks.rank == 0:
+            warnings.warn(f"soframe: {problem}; the checkpoint before it is taken", stacklevel=2)
+    if found:
+        raise ValueError(f"no checkpoint in {root} is whole: {'; '.join(found)}")
+    return None
+
+
+def read(
+    checkpoint: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return what is in a plain checkpoint.
+
+    Call it on every rank.
+
+    Args:
+        checkpoint: What `save` or `latest` returned.
+        map_location: See ``torch.load``.
+        process_group: As for `save`.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        ValueError: On every rank, if the checkpoint is sharded, or damaged, or no such one.
+        RuntimeError: On every rank, if one cannot read it.
+    """
+    ranks, path = _Ranks.of(process_group), Path(checkpoint)
+    problem = _problem(ranks, path)
+    if problem:
+        raise ValueError(problem)
+    if _manifest(path)["sharded"]:
+        raise ValueError(
+            f"{path} is sharded: load the preconditioner with soframe.checkpoint.load, and the "
+            f"rest with torch.distributed.checkpoint.load"
+        )
+    found: list[dict[str, Any]] = []
+
+    def own() -> None:
+        found.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
+
+    ranks.all(f"{path} cannot be read", own)
+    return found[0]
+
+
+# -- the folder --------------------------------------------------------------------------------
+
+
+def _names(root: Path) -> list[str]:
+    """Return the names of the checkpoints, in the order in which they were saved."""
+    if not root.exists():
+        return []
+    named = [p.name for p in root.iterdir() if p.name.startswith(PREFIX)]
+    return sorted((n for n in named if n[len(PREFIX) :].isdecimal()), key=_number)
+
+
+def _number(name: str) -> int:
+    return int(name[len(PREFIX) :])
+
+
+def _begin(root: Path) -> str:
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(f".{PREFIX}*.tmp"):
+        shutil.rmtree(left)
+    number = max(map(_number, _names(root)), default=0) + 1
+    name = f"{PREFIX}{number:06d}"
+    (root / f".{name}.tmp").mkdir()
+    return name
+
+
+def _prune(root: Path, keep: int) -> None:
+    for name in _names(root)[:-keep]:
+        # A folder is not removed at once: first it is no checkpoint any more.
+        (root / name).rename(root / f".{name}.tmp")
+        shutil.rmtree(root / f".{name}.tmp")
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file down to the disk."""
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Write the names in a folder down to the disk."""
+    if os.name == "nt":
+        return  # which has no handles of folders
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> list[int]:
+    """Return the size and the checksum of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+    return [size, checksum]
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        ValueError: If there is none, or it is damaged.
+    """
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: its manifest is none")
+    checksums.verify(found, f"the manifest of {path}")
+    if (found["format"], found["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"{path} is of another version of soframe.checkpoint.save")
+    return found
+
+
+def _problem(ranks: _Ranks, path: Path) -> str:
+    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole."""
+
+    def own() -> str:
+        try:
+            manifest = _manifest(path)
+        except ValueError as error:
+            return str(error)
+        files = manifest["files"]
+        for name in ranks.share(sorted(files), manifest["sharded"]):
+            if not (path / name).exists():
+                return f"{path} is damaged: {name} is missing"
+            if _digest(path / name) != files[name]:
+                return f"{path} is damaged: {name} is not what was saved"
+        return ""
+
+    return next(filter(None, ranks.all(f"{path} cannot be read", own)), "")
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that save together.
+
+    Attributes:
+        group: Their process group; None for the default one.
+        rank: This one.
+        size: How many.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> _Ranks:
+        if not (dist.is_available() and dist.is_initialized()):
+            return _Ranks(None, 0, 1)
+        return _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def share(self, names: Sequence[str], sharded: bool) -> Sequence[str]:
+        """Return which files this rank looks at; a plain checkpoint is rank 0's."""
+        return names[self.rank :: self.size] if sharded else names if self.rank == 0 else ()
+
+    def all(self, failure: str, own: Callable[[], T]) -> list[T]:
+        """Do something on every rank.
+
+        Returns:
+            What it returned on each.
+
+        Raises:
+            RuntimeError: On every rank, if it raised on one.
+        """
+        result, error, text = None, None, ""
+        try:
+            result = own()
+        except (CheckpointException, Exception) as raised:  # the former is no Exception
+            error, text = raised, f"rank {self.rank}: {_reason(raised)}"
+        said: list[Any] = [(result, text)]
+        if self.size > 1:
+            said = [None] * self.size
+            dist.all_gather_object(said, (result, text), group=self.group)
+        texts = dict.fromkeys(text for _, text in said if text)
+        if texts:
+            raise RuntimeError(f"{failure}. {'; '.join(texts)}") from error
+        return [result for result, _ in said]
+
+    def first(self, failure: str, own: Callable[[], T]) -> T:
+        """Do something on rank 0.
+
+        Returns:
+            On every rank what it returned there.
+
+        Raises:
+            RuntimeError: On every rank, if it raised.
+        """
+        found: Any = self.all(failure, lambda: own() if self.rank == 0 else None)[0]
+        result: T = found
+        return result
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error as text, with its causes: of a full disk torch tells the effects."""
+    reasons = [f"{type(error).__name__}: {error}"]
+    if isinstance(error, CheckpointException):
+        reasons = [f"on rank {r}: {_reason(own[0])}" for r, own in error.failures.items()]
+    cause = error.__cause__ or error.__context__
+    return "; ".join(reasons) + (f" (after {_reason(cause)})" if cause is not None else "")

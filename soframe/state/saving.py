@@ -1,0 +1,472 @@
+"""State: what a preconditioner must remember, independent of world size and strategy.
+
+Running factors are stored as packed triangles. Second-order data is stored too, since between
+solves it cannot be recomputed from the factors, which have moved on. Everything is tensors,
+numbers, strings, dicts and lists, so ``torch.load(weights_only=True)`` reads it, and sealed with
+checksums. Loading checks everything before it changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.comm.agreement import agree_on_state
+from soframe.comm.base import Backend
+from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.packing import packed_size
+from soframe.gradients.rates import LearningRates
+from soframe.registry import describe
+from soframe.specs import TensorSpec
+from soframe.state import checksums
+from soframe.state.transfer import to_everyone
+from soframe.statistics.running import settled, store
+from soframe.strategies.placement import BlockPlacement, Placement
+
+FORMAT = "soframe.Preconditioner"
+# 2: the features of a convolution are in the order kernel row, kernel column, channel; before, the
+# channel came first. 3: with checksums; otherwise as 2.
+VERSION = 3
+READABLE = (2, VERSION)
+
+
+def save(
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    counters: Mapping[str, int],
+    step: int,
+    owed_statistics: int,
+    scaling: str,
+) -> dict[str, Any]:
+    """Return the state.
+
+    Args:
+        blocks: The blocks, in the placement's order.
+        placement: Who holds second-order data. Where a rank lacks some, every rank must call.
+        backend: The backend.
+        counters: What went wrong so far.
+        step: Completed steps.
+        owed_statistics: Steps to come that take statistics whatever the interval says.
+        scaling: The scaling convention.
+
+    Returns:
+        The state, the same on every rank.
+    """
+    if any(map(_is_spread, placement.blocks)):
+        backend.meet("Preconditioner.state_dict()")
+    state = header(blocks, counters, step, owed_statistics, scaling)
+    factors = _gather_factors(blocks, placement, backend)
+    data = _gather_second_order(blocks, placement, backend)
+    for block in blocks:
+        saved = state["blocks"][block.name]
+        saved.update(factors=factors[block], second_order=data[block])
+    return state
+
+
+def header(
+    blocks: Sequence[Block],
+    counters: Mapping[str, int],
+    step: int,
+    owed_statistics: int,
+    scaling: str,
+) -> dict[str, Any]:
+    """Return the state without its tensors: numbers and strings, the same on every rank.
+
+    Args:
+        blocks: The blocks.
+        counters: What went wrong so far.
+        step: Completed steps.
+        owed_statistics: Steps to come that take statistics whatever the interval says.
+        scaling: The scaling convention.
+
+    Returns:
+        What `check_header` checks.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "owed_statistics": owed_statistics,
+        "scaling": scaling,
+        "counters": dict(counters),
+        "blocks": {
+            block.name: {
+                "shape": list(block.shape),
+                "method": describe(block.method),
+                "solver": describe(block.solver),
+                "mass": block.mass,
+                "rows": block.rows,
+                "input_of": block.input_of,
+            }
+            for block in blocks
+        },
+    }
+
+
+def _is_spread(place: BlockPlacement) -> bool:
+    """Return whether some rank lacks what another has."""
+    everyone = place.everyone
+    factors = range(len(place.owners))
+    return (
+        len(place.gradient_workers) < len(everyone)
+        or place.deferred
+        or any(place.holding(factor) != everyone for factor in factors)
+    )
+
+
+def _gather_factors(
+    blocks: Sequence[Block], placement: Placement, backend: Backend
+) -> dict[Block, dict[str, Tensor]]:
+    """Bring the running factors of every block to every rank, packed and settled."""
+    found: dict[Block, dict[str, Tensor]] = {}
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        found[block] = {}
+        if block.mass == 0:
+            continue
+        held = settled(backend, block, place, "state")
+        for index, factor in enumerate(block.factors):
+            own = held.get(factor.name)
+            if place.holding(index) != place.everyone:
+                spec = TensorSpec((factor.groups, packed_size(factor.size)))
+                tensors = None if own is None else [own]
+                source = place.owners[index]
+                (own,) = to_everyone(backend, block, source, (spec,), tensors, "state")
+            assert own is not None
+            # What is packed already is the running factor itself, which will change.
+            found[block][factor.name] = own.clone() if place.packed else own
+    return found
+
+
+def _gather_second_order(
+    blocks: Sequence[Block], placement: Placement, backend: Backend
+) -> dict[Block, dict[str, dict[str, Tensor]]]:
+    """Bring the second-order data of every block to every rank."""
+    everyone = tuple(range(backend.world_size))
+    parcels: list[tuple[Block, Parcel]] = []
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.solved or len(place.gradient_workers) == backend.world_size:
+            continue
+        source = place.gradient_workers[0]
+        names = block.flat_specs()
+        own = [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
+        specs = tuple(spec for _, _, spec in names)
+        parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+        parcels.append((block, parcel))
+    if parcels:
+        deliver(backend, [parcel for _, parcel in parcels], "state")
+    # A block that is not solved altogether is solved anew at the next step.
+    data = {
+        block: {f: dict(t) for f, t in block.second_order.items() if block.solved}
+        for block in blocks
+    }
+    for block, parcel in parcels:
+        data[block] = {}
+        for (factor, name, _), tensor in zip(block.flat_specs(), parcel.tensors or (), strict=True):
+            data[block].setdefault(factor, {})[name] = tensor
+    return data
+
+
+def check(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
+    """Check that a state belongs to these blocks, is whole, and is what was saved.
+
+    Args:
+        state: What `save` returned, perhaps in another run.
+        blocks: The blocks.
+        scaling: The scaling convention in force.
+        lrs: Where the learning rates of the blocks come from.
+
+    Raises:
+        ValueError: If it does not; the message says what differs.
+    """
+    check_header(state, blocks, scaling, lrs)
+    for block in blocks:
+        _check_tensors(block.name, state["blocks"][block.name], block)
+    verify(state)
+
+
+def verify(state: Mapping[str, Any]) -> None:
+    """Check that a state is what was saved, as far as it has checksums.
+
+    Args:
+        state: What `check_header` has checked.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if state["version"] == VERSION:
+        checksums.verify(state)
+    else:
+        warn_unverified(f"the state has version {state['version']}")
+
+
+def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
+    """Check that a state belongs to these blocks, without a look at its tensors or checksums.
+
+    Args:
+        state: What `save` returned, perhaps in another run; its blocks may lack their tensors.
+        blocks: The blocks.
+        scaling: The scaling convention in force.
+        lrs: Where the learning rates of the blocks come from.
+
+    Raises:
+        ValueError: If it does not; the message says what differs.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("this is not the state of a soframe.Preconditioner")
+    version = state.get("version")
+    if isinstance(version, bool) or version not in READABLE:
+        raise ValueError(
+            f"the state has version {version!r}; this soframe reads versions "
+            f"{' and '.join(map(str, READABLE))}: load it with the soframe that wrote it or newer"
+        )
+    keys: tuple[str, ...] = ("step", "owed_statistics", "scaling", "counters", "blocks")
+    if version == VERSION:
+        keys = (*keys, "initial_lrs", checksums.KEY)
+    elif checksums.KEY in state:
+        raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
+    for key in ("step", "owed_statistics"):
+        _check_count(key, state[key])
+    for key, count in _mapping("counters", state["counters"]).items():
+        if not isinstance(key, str):
+            raise ValueError(f"the state is damaged: there is a counter {key!r}")
+        _check_count(f"counter {key!r}", count)
+    lrs.check_state(state.get("initial_lrs", []))
+    if state["scaling"] != scaling:
+        raise ValueError(
+            f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
+            f"differ by constants"
+        )
+    saved, expected = _mapping("blocks", state["blocks"]), {block.name: block for block in blocks}
+    if set(saved) != set(expected):
+        raise ValueError(
+            f"the state is of another model or another choice of layers: it lacks "
+            f"{sorted(set(expected) - set(saved)) or 'nothing'} and has "
+            f"{sorted(set(saved) - set(expected)) or 'nothing'} besides"
+        )
+    for name, block in expected.items():
+        _check_block(name, _mapping(f"block {name!r}", saved[name]), block)
+
+
+def warn_unverified(what: str) -> None:
+    """Say that nothing tells whether a state is what was saved.
+
+    Args:
+        what: Why.
+    """
+    warnings.warn(
+        f"soframe: {what}, which has no checksums: bits that were flipped since would load. Save "
+        f"it anew.",
+        stacklevel=3,
+    )
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"the state is damaged: {what} is {value!r}")
+
+
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the state is damaged: {what} is {type(value).__name__}, not a dict")
+    return value
+
+
+def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
+    _require(name, saved, "shape", "method", "solver", "mass")
+    if saved["shape"] != list(block.shape):
+        raise ValueError(
+            f"block {name!r} has shape {saved['shape']} in the state and {list(block.shape)} in "
+            f"the model"
+        )
+    if saved["method"] != describe(block.method):
+        raise ValueError(
+            f"block {name!r} was made by {saved['method']}, and is now by {describe(block.method)}"
+        )
+    mass = saved["mass"]
+    if not isinstance(mass, float) or not 0 <= mass < math.inf:
+        raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
+    _check_count(f"number of rows of block {name!r}", saved.get("rows", 0))
+    for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
+        if not isinstance(saved.get(key, kind()), kind):
+            raise ValueError(f"the state is damaged: {key} of block {name!r} is {saved[key]!r}")
+
+
+def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ValueError(f"the state is truncated: block {name!r} lacks {', '.join(missing)}")
+
+
+def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
+    _require(name, saved, "factors", "second_order")
+    mass, factors = saved["mass"], _mapping(f"factors of block {name!r}", saved["factors"])
+    wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
+    if set(factors) != (set(wanted) if mass > 0 else set()):
+        raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
+    for factor, tensor in factors.items():
+        _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
+    second_order = _mapping(f"second-order data of block {name!r}", saved["second_order"])
+    if saved["solver"] != describe(block.solver):
+        return
+    if second_order and set(second_order) != set(wanted):
+        raise ValueError(f"the state is truncated: second-order data of block {name!r}")
+    for factor, tensors in second_order.items():
+        specs = block.tensors[factor]
+        if set(_mapping(f"second-order data of block {name!r}", tensors)) != set(specs):
+            raise ValueError(f"the state is truncated: second-order data of block {name!r}")
+        for tensor_name, spec in specs.items():
+            what = f"{tensor_name} of factor {factor} of block {name!r}"
+            _check_tensor(what, tensors[tensor_name], spec.shape)
+
+
+def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"the state is damaged: {what} is {got}, not a tensor of shape {shape}")
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        raise ValueError(
+            f"the state is damaged: {what} is no dense tensor of floating-point numbers, but "
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"the state is damaged: {what} is not finite")
+
+
+def load(
+    state: Any,
+    blocks: Sequence[Block],
+    placement: Placement,
+    backend: Backend,
+    check: Callable[[], object],
+) -> None:
+    """Load a state on every rank, or on none.
+
+    Args:
+        state: The state.
+        blocks: The blocks, in the placement's order.
+        placement: Who holds what.
+        backend: The backend.
+        check: Raises if this rank cannot load the state.
+
+    Raises:
+        ValueError: If some rank cannot, or the ranks have different states.
+    """
+
+    def common() -> str:
+        numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
+        numbers["initial_lrs"] = [float(rate) for rate in state.get("initial_lrs", ())]
+        known = {
+            name: [b["mass"], sorted(b["second_order"]), b.get("rows"), b.get("input_of")]
+            for name, b in state["blocks"].items()
+        }
+        return json.dumps([numbers, known], sort_keys=True)
+
+    agree(backend, check, common)
+    load_blocks(state, blocks, placement, backend.rank)
+
+
+def agree(backend: Backend, check: Callable[[], object], common: Callable[[], str]) -> None:
+    """Check something on every rank; what one rank cannot load is loaded by none.
+
+    Args:
+        backend: The backend.
+        check: Raises if this rank cannot load its state.
+        common: Returns, after that, what must be the same on every rank.
+
+    Raises:
+        ValueError: If some rank cannot, or the ranks have different states.
+    """
+    backend.meet("loading the state of a preconditioner")
+    try:
+        check()
+        text = common()
+    except Exception:  # whatever it is: the other ranks wait, and must be told
+        agree_on_state(backend, None)
+        raise
+    agree_on_state(backend, text)
+
+
+def load_blocks(
+    state: Mapping[str, Any], blocks: Sequence[Block], placement: Placement, rank: int
+) -> None:
+    """Load a checked state into blocks; each rank keeps what its placement says.
+
+    Args:
+        state: The state.
+        blocks: The blocks, in the placement's order.
+        placement: Who holds second-order data.
+        rank: This rank.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        saved = state["blocks"][block.name]
+        load_factors(block, saved, place, rank)
+        data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
+        # Without data of this solver the block is solved at the next step.
+        block.solved_factors = set(data)
+        keep = rank in place.gradient_workers
+        block.second_order = {
+            factor: {name: _own(tensor, block) for name, tensor in tensors.items()}
+            for factor, tensors in data.items()
+            if keep
+        }
+
+
+def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, rank: int) -> None:
+    """Load the running factors of one block.
+
+    Args:
+        block: The block.
+        saved: Its part of the state.
+        place: Who holds them.
+        rank: This rank.
+    """
+    block.mass, block.pending, block.local = float(saved["mass"]), 0.0, {}
+    block.rows, block.input_of = saved.get("rows", 0), str(saved.get("input_of", ""))
+    block.running = {
+        factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
+        for index, factor in enumerate(block.factors)
+        if block.mass > 0 and place.holds(rank, index)
+    }
+
+
+def _own(tensor: Tensor, block: Block) -> Tensor:
+    return tensor.detach().to(device=block.device, dtype=block.dtype, copy=True)
+
+
+def memory_usage(
+    blocks: Sequence[Block], under_way: Sequence[Tensor] | None = None
+) -> dict[str, int]:
+    """Return bytes on this rank.
+
+    Args:
+        blocks: The blocks.
+        under_way: What solves in the background hold; None where there are none.
+
+    Returns:
+        ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"``, perhaps
+        ``"under_way"``, and their ``"total"``.
+    """
+    held = {
+        "factors": [t for b in blocks for t in b.running.values()],
+        "accumulators": [t for b in blocks for t in b.local.values()],
+        "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
+        "statistics": [t for b in blocks for t in b.sums.values()],
+    }
+    held |= {} if under_way is None else {"under_way": list(under_way)}
+    usage = {name: sum(_bytes(t) for t in tensors) for name, tensors in held.items()}
+    return {**usage, "total": sum(usage.values())}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,244 @@
+"""Following the model: parameters and modules that change after construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.comm.base import Backend
+from soframe.comm.fusion import Parcel, deliver, own_memory
+from soframe.comm.packing import packed_size
+from soframe.layers.base import LayerHelper
+from soframe.registry import describe
+from soframe.specs import FactorSpec, TensorSpec
+from soframe.statistics.running import pack, settle, store, unpack
+from soframe.strategies.placement import BlockPlacement, Placement
+
+
+class Watch:
+    """Tells whether a model's parameters are still those that were registered.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [(m._parameters, name) for m in model.modules() for name in m._parameters]
+        self._children = [m._modules for m in model.modules() if m._modules]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[tuple[int, bool]], list[int]]:
+        parameters = [(id(p), p.requires_grad) for p in self.parameters()]
+        return parameters, [id(child) for slots in self._children for child in slots.values()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what the known places hold now: a walk through the modules takes longer."""
+        return [p for slots, name in self._slots if (p := slots.get(name)) is not None]
+
+    def changed(self) -> bool:
+        """Return whether a parameter was frozen, thawed or replaced, or a module exchanged."""
+        return self._look() != self._seen
+
+
+def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
+    """Move what is known of the old blocks into the new ones.
+
+    A block that lost its bias or its weight keeps the factors of what remains, which are exactly
+    the remaining rows and columns; it is solved again. A block that gained a parameter starts anew.
+
+    Args:
+        old: The blocks so far, with nothing deferred; they are left empty.
+        new: The blocks from now on.
+
+    Returns:
+        Those that start anew.
+    """
+    anew = []
+    by_name = {block.name: block for block in old}
+    for block in new:
+        before = by_name.get(block.name)
+        columns = None
+        if before is not None and _is_continued(before, block) and _is_cut(before, block):
+            columns = _remaining_columns(before.helper, block.helper)
+        if before is None or columns is None:
+            anew.append(block)
+            continue
+        block.mass, block.counts = before.mass, before.counts
+        block.rows, block.input_of = before.rows, before.input_of
+        block.failures = before.failures
+        same = before.shape == block.shape
+        for source, target in ((before.running, block.running), (before.sums, block.sums)):
+            for factor in before.factors:
+                if factor.name in source:
+                    tensor = source[factor.name]
+                    keep = same or factor.side == "left"
+                    target[factor.name] = tensor if keep else _cut(tensor, factor.size, columns)
+        if same:
+            block.second_order, block.solved_factors = before.second_order, before.solved_factors
+    return anew
+
+
+def hand_over(
+    backend: Backend,
+    old: Sequence[Block],
+    before: Placement,
+    new: Sequence[Block],
+    after: Placement,
+) -> bool:
+    """Hand what is known to the blocks of a model that has changed; every rank must call.
+
+    Args:
+        backend: The backend, prepared for both placements.
+        old: The blocks so far; they are left empty.
+        before: Where they were.
+        new: The blocks from now on.
+        after: Where they are.
+
+    Returns:
+        Whether some of them lack statistics now, the same on every rank.
+    """
+    settle(backend, list(zip(old, before.blocks, strict=True)))
+    anew = carry_over(old, new)
+    places = {place.block: place for place in before.blocks}
+    dropped = redistribute(backend, new, places, after)
+    return bool(anew) or dropped
+
+
+def redistribute(
+    backend: Backend,
+    blocks: Sequence[Block],
+    before: Mapping[str, BlockPlacement],
+    after: Placement,
+) -> bool:
+    """Bring what blocks remember to the ranks that are to remember it; every rank must call.
+
+    Where other ranks contribute from now on, the statistics of the window under way are dropped.
+
+    Args:
+        backend: The backend.
+        blocks: The blocks, in the placement's order.
+        before: Where the blocks were, by name.
+        after: Where they are now.
+
+    Returns:
+        Whether statistics were dropped, the same on every rank.
+    """
+    dropped = False
+    for block, place in zip(blocks, after.blocks, strict=True):
+        if (was := before.get(block.name)) is None:
+            continue
+        if was.contributors != place.contributors:
+            block.forget_window()
+            dropped = True
+        if block.mass > 0:
+            for index, factor in enumerate(block.factors):
+                _move_factor(backend, block, index, factor, was, place)
+        for factor in block.factors:
+            if factor.name in block.solved_factors:
+                _move_second_order(backend, block, factor.name, was, place)
+    return dropped
+
+
+def _move_factor(
+    backend: Backend,
+    block: Block,
+    index: int,
+    factor: FactorSpec,
+    was: BlockPlacement,
+    place: BlockPlacement,
+) -> None:
+    stored = block.running.pop(factor.name, None)
+    if not set(place.holding(index)) <= set(was.holding(index)):
+        own = None if stored is None else [pack(stored)]
+        spec = TensorSpec((factor.groups, packed_size(factor.size)))
+        (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
+    if place.holds(backend.rank, index):
+        assert stored is not None
+        block.running[factor.name] = store(stored, factor.size, place)
+
+
+def _move_second_order(
+    backend: Backend, block: Block, name: str, was: BlockPlacement, place: BlockPlacement
+) -> None:
+    data = block.second_order.pop(name, None)
+    if not set(place.gradient_workers) <= set(was.gradient_workers):
+        specs = block.tensors[name]
+        own = None if data is None else [data[key] for key in specs]
+        source = was.gradient_workers[0]
+        tensors = to_everyone(backend, block, source, tuple(specs.values()), own, "move")
+        data = dict(zip(specs, map(own_memory, tensors), strict=True))
+    if backend.rank in place.gradient_workers:
+        assert data is not None
+        block.second_order[name] = data
+
+
+def to_everyone(
+    backend: Backend,
+    block: Block,
+    source: int,
+    specs: tuple[TensorSpec, ...],
+    own: list[Tensor] | None,
+    phase: str,
+) -> list[Tensor]:
+    """Bring tensors of a block from one rank to all; every rank must call.
+
+    Args:
+        backend: The backend.
+        block: The block.
+        source: The rank that has them.
+        specs: What they are.
+        own: The tensors, on that rank.
+        phase: The phase that the traffic is counted under.
+
+    Returns:
+        The tensors, on every rank.
+    """
+    everyone = tuple(range(backend.world_size))
+    own = own if backend.rank == source else None
+    parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+    deliver(backend, [parcel], phase)
+    assert parcel.tensors is not None
+    return parcel.tensors
+
+
+def _is_continued(before: Block, after: Block) -> bool:
+    """Return whether a block is of the same module, seen by the same method."""
+    return before.helper.module is after.helper.module and describe(before.method) == describe(
+        after.method
+    )
+
+
+def _is_cut(before: Block, after: Block) -> bool:
+    """Return whether factors are as they were, or lose the rows and columns that inputs lose."""
+    if before.shape == after.shape:
+        return True
+    if len(before.factors) != len(after.factors):
+        return False
+    for one, other in zip(before.factors, after.factors, strict=True):
+        sizes = (one.size, other.size)
+        as_inputs = one.side == "right" and sizes == (
+            before.shape.in_features,
+            after.shape.in_features,
+        )
+        as_ever = one.side == "left" and sizes[0] == sizes[1]
+        if one.groups != other.groups or not (as_inputs or as_ever):
+            return False
+    return True
+
+
+def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:
+    """Return which input columns remain; None if there are new ones."""
+    had = (before.weight is not None, before.bias is not None)
+    has = (after.weight is not None, after.bias is not None)
+    if any(now and not then for then, now in zip(had, has, strict=True)):
+        return None
+    if had == has:
+        return slice(None)
+    return slice(-1) if has[0] else slice(-1, None)
+
+
+def _cut(factor: Tensor, size: int, columns: slice) -> Tensor:
+    cut = unpack(factor, size)[:, columns, columns].contiguous()
+    return cut if factor.dim() == 3 else pack(cut)

@@ -1,0 +1,328 @@
+"""The statistics of one window: from calls to sums, from sums on all ranks to running factors.
+
+A window is everything since the last step. Each call adds its moments to the block's sums as soon
+as its output gradient arrives; nothing else is kept of it. At the step, every rank says how much
+its sums weigh; once the weights of all ranks are known, the sums are added up and enter the
+running average (`soframe.statistics.running`). Sums that are not finite, on any rank, are dropped
+on all.
+
+A rank that does not contribute to a factor only counts samples, which N is made of. So it is for
+blocks whose turn it is not: they take no statistics in this window, and their samples count for
+those that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.capture.counting import Batch, Passes, Samples
+from soframe.capture.hooks import Capture, Probe
+from soframe.capture.sampling import Sampler
+from soframe.comm.base import Backend
+from soframe.layers.base import LayerHelper, Unit
+from soframe.layers.sharing import SharedInputs, Together
+from soframe.methods.base import Call
+from soframe.methods.scaling import Contribution, Scale
+from soframe.specs import FactorSpec
+from soframe.statistics.running import enter
+from soframe.strategies.placement import Placement
+
+
+class Statistics:
+    """The sums of a window on this rank.
+
+    Attributes:
+        due: The blocks that take statistics in the window under way, the same on every rank.
+        share: What the backward passes from now on count besides, until the window ends: of
+            micro-batches of unequal sizes, that of each over their mean.
+
+    Args:
+        blocks: The blocks, in the placement's order.
+        placement: Who contributes to which factor.
+        backend: The backend.
+        scale: The scaling convention.
+        samples: What the loss averages over where nobody says it of the batch: ``"batch"`` (the
+            leading dimension), ``"positions"`` (every position has a loss of its own), or a
+            callable that returns the number of samples of the backward pass under way.
+        grad_scale: Returns what the loss of the backward pass under way is multiplied by.
+        capture: Sees the calls.
+        sampler: Takes some of their rows.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        placement: Placement,
+        backend: Backend,
+        scale: Scale,
+        samples: Samples,
+        grad_scale: Callable[[], float],
+        capture: Capture,
+        sampler: Sampler,
+    ) -> None:
+        self._placed = list(zip(blocks, placement.blocks, strict=True))
+        self._backend = backend
+        self._mine = {
+            block: [
+                factor
+                for index, factor in enumerate(block.factors)
+                if place.contributes(backend.rank, index)
+            ]
+            for block, place in self._placed
+        }
+        self._blocks = blocks
+        self.due: frozenset[Block] = frozenset()
+        self._capture, self._sampler = capture, sampler
+        self._block_of = {helper: block for block in blocks for helper in block.helpers}
+        self._scale = scale
+        self._samples = samples
+        self._grad_scale = grad_scale
+        self._passes = Passes(samples, compares=scale.scaling == "fisher")
+        self._loss_scales: dict[int, float] = {}
+        self.share = 1.0
+        self._shared = SharedInputs()
+
+    def listen(self) -> None:
+        """Take the calls that the capture sees from now on."""
+        self._capture.sink = self.add
+        self._capture.attach({helper: block.name for helper, block in self._block_of.items()})
+        self._expect(self.due)
+
+    def _expect(self, due: Iterable[Block]) -> None:
+        """Let the capture keep what blocks need."""
+        self.due = frozenset(due)
+        self._capture.enabled = bool(self.due)
+        self._capture.together = Together() if len(self.due) == len(self._blocks) else None
+        helpers = self._block_of if self.due else ()
+        self._capture.counting = frozenset(h for h in helpers if not self._wants_inputs(h))
+
+    def _wants_inputs(self, helper: LayerHelper) -> bool:
+        """Return whether a layer's inputs are needed in this window on this rank."""
+        block = self._block_of[helper]
+        return block in self.due and any(factor.side == "right" for factor in self._mine[block])
+
+    @property
+    def first(self) -> dict[str, str]:
+        """For blocks that share an input in this window the first one; known if all are due."""
+        together = self._capture.together
+        found = {} if together is None else together.first
+        of = self._block_of
+        return {of[a].name: of[b].name for a, b in found.items() if a in of and b in of}
+
+    def add(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
+        said: Batch | None = None,
+    ) -> None:
+        """Add one call.
+
+        Args:
+            helper: The helper of the module that was called.
+            inputs: What it was called with.
+            gradient: The gradient of its output.
+            number: The number of the backward pass within the window.
+            probe: The probe that the gradient comes from, if it is not the loss's.
+            said: What is known of the forward pass.
+        """
+        block = self._block_of[helper]
+        rows = helper.output_rows(gradient)
+        batch, shared = rows.shape[1], rows.shape[2]
+        if batch * shared == 0:
+            return
+        data = self._data(block, helper, rows, said)
+        own = _left(data, batch, shared)
+        told = None if said is None else said.terms
+        told = told if probe is None else probe.samples
+        samples = self._passes.enter(number, block.name, own, told, said)
+        shared = 1 if block.method.reduces else shared
+        again = probe is not None and not probe.first
+        if not again:
+            block.counts.add(number, samples, _left(data, batch, shared)[1])
+        if number not in self._loss_scales:
+            self._loss_scales[number] = self._grad_scale()
+        mine = self._mine[block] if block in self.due else []
+        if not mine or own[1] == 0:
+            return
+        loss_scale = self._loss_scales[number]
+        scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
+        counted = again or not self._wants_inputs(helper)
+        taken = (() if counted else inputs, rows)
+        inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces, data)
+        call = Call(helper, None if counted else inputs, rows.to(block.dtype), self._shared)
+        added = block.method.statistics(call)
+        weight = 1.0 if probe is None else probe.weight
+        for factor in mine:
+            if factor.name not in added:
+                continue
+            multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
+            multiplier *= part * self.share
+            moment, total = added[factor.name], block.sums.get(factor.name)
+            if not isinstance(moment, Tensor):
+                block.sums[factor.name] = moment(total, multiplier)
+            elif total is None:
+                block.sums[factor.name] = moment * multiplier
+            else:
+                total.add_(moment, alpha=multiplier)
+
+    def _data(
+        self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None
+    ) -> tuple[Tensor, Unit] | None:
+        """Return which rows or samples of a call are data; None for all."""
+        if self._capture.told and said is not None and not said.declared:
+            self._passes.fail(
+                RuntimeError(
+                    f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
+                    f"it is used, call it before the forward pass of every micro-batch"
+                )
+            )
+        if said is None or said.rows is None:
+            return None
+        found = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
+        if found is None:
+            return None
+        if found[1] == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+            found = (found[0], "sample")
+        if helper.unit is None or (
+            found[1] == "row" and (helper.unit != "row" or block.method.reduces)
+        ):
+            self._passes.fail(
+                ValueError(
+                    f"count(rows=...) cannot leave single rows out of {block.name!r}: "
+                    f"{type(helper).__name__} under {block.method!r} takes "
+                    f"{'whole calls' if helper.unit is None else 'whole samples'}; give it a mask "
+                    f"of samples [N], skip the layer, or choose method='kfac' for a linear one"
+                )
+            )
+            return None
+        return found
+
+    def require_counted(self) -> None:
+        """Check that the samples of the window could be counted; see `Passes.require_counted`."""
+        if self._capture.failure is not None:
+            self._passes.fail(self._capture.failure)
+        self._passes.require_counted()
+
+    def finite(self) -> bool:
+        """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
+        found: dict[torch.device, list[Tensor]] = {}
+        for block in self._blocks:
+            for total in block.sums.values():
+                diagonal = total.diagonal(dim1=-2, dim2=-1).reshape(-1)
+                found.setdefault(total.device, []).append(diagonal)
+        # Together on one device: the host waits for it once.
+        each = [torch.cat(diagonals).isfinite().all() for diagonals in found.values()]
+        return not each or bool(torch.stack([one.to(each[0].device) for one in each]).all())
+
+    def weights(self) -> list[float]:
+        """Return this rank's weights, to be added up over ranks.
+
+        Returns:
+            For each block that is due two numbers: the weights of its inputs and output
+            gradients. Where not all ranks contribute: its weight in each factor, zero unless it
+            contributes to it; that of its output gradients, zero unless it contributes at all; and
+            that of its inputs.
+        """
+        numbers = []
+        for block, place in self._placed:
+            if block not in self.due:
+                continue
+            own = self._contribution(block)
+            if not place.contributors:
+                numbers += [own.input_weight, own.output_weight]
+                continue
+            # On paper this rank speaks for those that contribute.
+            mine = block.factors if self._backend.on_paper else self._mine[block]
+            numbers += [_weight(own, f) if f in mine else 0.0 for f in block.factors]
+            numbers += [own.output_weight if mine else 0.0, own.input_weight]
+        return numbers
+
+    def fold(self, weights: Sequence[float], decay: float) -> None:
+        """Add up the sums of all ranks and let them enter the running factors.
+
+        Args:
+            weights: The added-up `weights` of all ranks.
+            decay: What the running average keeps of its past.
+        """
+        self._shared.forget()
+        numbers = iter(weights)
+        used = []
+        contributions: dict[Block, dict[str, Tensor]] = {}
+        for block, place in self._placed:
+            if block not in self.due:
+                continue
+            if place.contributors:
+                divisors = [next(numbers) for _ in block.factors]
+                outputs, everybodys = next(numbers), next(numbers)
+            else:
+                everybodys, outputs = next(numbers), next(numbers)
+                both = Contribution(input_weight=everybodys, output_weight=outputs)
+                divisors = [_weight(both, factor) for factor in block.factors]
+            if not (outputs > 0 and all(divisor > 0 for divisor in divisors)):
+                # Nobody used the block, it keeps its factors; all ranks know.
+                continue
+            used.append((block, place))
+            own = self._contribution(block)
+            contributions[block] = {}
+            for factor, divisor in zip(block.factors, divisors, strict=True):
+                if (total := block.sums.pop(factor.name, None)) is None:
+                    continue
+                if factor.side == "right":
+                    multiplier = own.inputs / divisor
+                else:
+                    multiplier = own.outputs * self._scale.gradient_scale(everybodys) / divisor
+                contributions[block][factor.name] = total.mul_(multiplier)
+        enter(self._backend, used, contributions, decay, self._scale.scaling == "kaisa")
+
+    def _contribution(self, block: Block) -> Contribution:
+        return self._scale.contribution(block.counts, self._passes.samples)
+
+    def resume(self, before: Statistics) -> None:
+        """Go on with the window of other statistics, whose sums the blocks have taken over.
+
+        Args:
+            before: The statistics of the model as it was before.
+        """
+        self._passes, self._loss_scales = before._passes, before._loss_scales
+        names = {block.name for block in before.due}
+        self.due = frozenset(block for block in self._blocks if block.name in names)
+
+    def arrive(self) -> None:
+        """Let the statistics of earlier windows enter the running factors, if they travel still."""
+        for block in self._blocks:
+            block.arrive()
+
+    def begin(self, due: Iterable[Block], step: int) -> None:
+        """Begin a new window.
+
+        Args:
+            due: The blocks that take statistics in it.
+            step: Completed steps.
+        """
+        self._sampler.begin(step)
+        self._expect(due)
+        self._passes = self._passes.anew()
+        self._loss_scales = {}
+        self.share = 1.0
+        self._shared.forget()
+        for block in self._blocks:
+            block.forget_window()
+
+
+def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:
+    """Return how many samples, and how many rows, a call has without those that are no data."""
+    if data is None:
+        return batch, batch * shared
+    index, unit = data
+    return (len(index), len(index) * shared) if unit == "sample" else (batch, len(index))
+
+
+def _weight(own: Contribution, factor: FactorSpec) -> float:
+    return own.input_weight if factor.side == "right" else own.output_weight
