@@ -9,35 +9,134 @@ from typing import Literal
 
 from torch import Tensor
 
+VALUE = "value"
+"""Under this name a factor without a solver is part of a block's second-order data."""
+
 SecondOrder = Mapping[str, Mapping[str, Tensor]]
 """Second-order data of a block: factor name -> tensor name -> tensor."""
 
 
+FactorKind = Literal["psd", "diagonal", "vector", "elementwise"]
+"""``"psd"``: positive semi-definite matrices; ``"diagonal"``: their diagonals alone; ``"vector"``: a
+mean that may have any sign; ``"elementwise"``: one number for each entry of the gradient's matrix."""
+
+Reads = Literal["inputs", "outputs", "both", "gradient"]
+"""What statistics are made of: a call's inputs, its output gradients, both together; or the
+averaged gradient, at the step."""
+
+MeanOver = Literal["samples", "rows", "group rows"]
+"""What a statistic is a mean over: the samples of the loss, the rows of all groups of a layer, or
+the rows that reach each group (experts)."""
+
+
 @dataclass(frozen=True)
 class FactorSpec:
-    """One positive semi-definite matrix of a block.
+    """One statistic of a block that is averaged over time.
 
     Attributes:
         name: For K-FAC ``"A"`` or ``"G"``.
-        side: Which side of the gradient matrix ``[groups, out, in]`` it acts on.
+        side: Which side of the gradient matrix ``[groups, out, in]`` it acts on: ``"left"``
+            (outputs), ``"right"`` (inputs), or ``"both"``.
         groups: The leading dimension of the factor.
-        size: The factor is ``[groups, size, size]``.
+        size: The number of rows of the factor; for an elementwise one that of the gradient's.
+        kind: What it is.
+        reads: What its statistics are made of; by default inputs on the right side, output
+            gradients on the left, and both on both.
+        degree: Its degree in the gradient, which says how it scales with the loss; by default 0 for
+            what reads inputs, 2 for everything else.
+        mean_over: What it is a mean over; by default rows for what reads output gradients, samples
+            for everything else.
+        columns: The number of columns of an elementwise factor.
+        needs: The factors whose second-order data its statistics are made with. New data of one of
+            them drop what was gathered with the old.
+        decay: What its running average keeps of its past; None for the preconditioner's.
     """
 
     name: str
-    side: Literal["left", "right"]
+    side: Literal["left", "right", "both"]
     groups: int
     size: int
+    kind: FactorKind
+    reads: Reads
+    degree: int
+    mean_over: MeanOver
+    columns: int
+    needs: tuple[str, ...]
+    decay: float | None
+
+    def __init__(
+        self,
+        name: str,
+        side: Literal["left", "right", "both"],
+        groups: int,
+        size: int,
+        *,
+        kind: FactorKind = "psd",
+        reads: Reads | None = None,
+        degree: int | None = None,
+        mean_over: MeanOver | None = None,
+        columns: int = 0,
+        needs: tuple[str, ...] = (),
+        decay: float | None = None,
+    ) -> None:
+        by_side: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
+        reads = by_side[side] if reads is None else reads
+        if degree is None:
+            degree = 0 if reads == "inputs" else 2
+        if mean_over is None:
+            mean_over = "rows" if reads == "outputs" else "samples"
+        if degree not in (0, 1, 2):
+            raise ValueError(f"factor {name!r}: degree must be 0, 1 or 2, not {degree}")
+        if (kind == "elementwise") != (columns > 0):
+            raise ValueError(
+                f"factor {name!r}: columns= belongs to kind='elementwise', and to it alone"
+            )
+        values = {
+            "name": name,
+            "side": side,
+            "groups": groups,
+            "size": size,
+            "kind": kind,
+            "reads": reads,
+            "degree": degree,
+            "mean_over": mean_over,
+            "columns": columns,
+            "needs": tuple(needs),
+            "decay": decay,
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The factor's shape."""
-        return (self.groups, self.size, self.size)
+    def shape(self) -> tuple[int, ...]:
+        """The factor's shape: ``[groups, n, n]``, ``[groups, n]`` or ``[groups, n, columns]``."""
+        if self.kind == "psd":
+            return (self.groups, self.size, self.size)
+        if self.kind == "elementwise":
+            return (self.groups, self.size, self.columns)
+        return (self.groups, self.size)
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Its shape as it travels and is saved: triangles of matrices, all of everything else."""
+        if self.kind == "psd":
+            return (self.groups, self.size * (self.size + 1) // 2)
+        return self.shape
 
     @property
     def packed_numel(self) -> int:
-        """Elements of its lower triangle."""
-        return self.groups * self.size * (self.size + 1) // 2
+        """Elements of it that travel."""
+        return prod(self.packed_shape)
+
+    @property
+    def captured(self) -> bool:
+        """Whether its statistics are made of calls, rather than of the averaged gradient."""
+        return self.reads != "gradient"
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether its statistics need the inputs of calls."""
+        return self.reads in ("inputs", "both")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A block at run time: its helpers, its running factors, its second-order data."""
+"""A block at run time: its layout, its running factors, its second-order data, its state."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.comm.tasks import Task, finish
 from soframe.kernels.gram import mirror
 from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.layout import Layout
 from soframe.methods.base import Method
 from soframe.methods.scaling import Counts
 from soframe.solvers.base import Solver, mean_of, mean_trace
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import VALUE, FactorSpec, TensorSpec
 from soframe.strategies.placement import BlockWork
 
 
 @dataclass(eq=False)
 class Block:
-    """The curvature of one layer's parameters.
+    """The curvature of some parameters, most often of one layer's.
 
     Attributes:
-        name: The qualified name of the (first) module.
-        helpers: One per module; several where modules share the parameters.
+        name: The qualified name of the (first) module, or of the parameter.
+        helpers: One per module whose calls are observed; several where modules share the
+            parameters, none where the method reads gradients alone.
         method: The curvature method.
-        solver: The solver.
+        solver: The solver of factors for which the method chooses none.
         dtype: The dtype of factors and second-order data.
-        arrived: The running factors that this rank holds, by name: ``[groups, n, n]``, or packed
-            ``[groups, n (n + 1) / 2]`` where its placement says so; empty before the first
-            statistics. Without what is under way: see ``running``.
+        layout: How the parameters become the gradient matrix; by default the first helper.
+        arrived: The running factors that this rank holds, by name: in their shape, or packed as
+            triangles where the placement says so; empty before the first statistics. Without what
+            is under way: see ``running``.
         lower: Of these the ones of which the lower triangle counts, until somebody looks: most
             statistics steps are followed by another before the next solve.
         under_way: What will bring statistics that travel still into ``arrived``.
-        mass: The weight that the running factors' average has gathered: 1 without start-up bias,
-            0 before the first statistics. The same on every rank.
+        masses: The weight that each running factor's average has gathered, one number or one for
+            each group: 1 without start-up bias, 0 before the first statistics. The same on every
+            rank.
         pending: The part of ``mass`` that is in the ranks' accumulators still.
         local: This rank's accumulators, by factor, ``[groups, n (n + 1) / 2]``; empty unless the
             placement defers the reduction of statistics to the solves.
@@ -45,8 +49,13 @@ class Block:
         solved_factors: The factors whose data gradient workers have: the same on every rank.
         failed_factors: Those that could not be solved since it was emptied: likewise.
         failures: How often each factor could not be solved so far: likewise.
-        sums: The statistics of the window, by factor: the lower triangles of ``[groups, n, n]``.
-        counts: What they count.
+        state: What the method keeps from step to step, by name; empty on ranks that do not
+            precondition the block, and before its first update.
+        updates: How many updates the method has made: the same on every rank.
+        sums: The statistics of the window, by factor: of matrices the lower triangles.
+        gathered: The factors that take statistics in the window under way, if the block does: those
+            whose statistics need second-order data only where these are there.
+        counts: What the sums count.
         rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
         input_of: The name of the first block that was called with the same input then.
         damping: In place of the preconditioner's; None for that. The same on every rank.
@@ -57,16 +66,19 @@ class Block:
     method: Method
     solver: Solver
     dtype: torch.dtype
+    layout: Layout = None  # type: ignore[assignment]  # the first helper, see __post_init__
     arrived: dict[str, Tensor] = field(default_factory=dict)
     lower: set[str] = field(default_factory=set)
     under_way: list[Task] = field(default_factory=list)
-    mass: float = 0.0
+    masses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     pending: float = 0.0
     local: dict[str, Tensor] = field(default_factory=dict)
     second_order: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     solved_factors: set[str] = field(default_factory=set)
     failed_factors: set[str] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    updates: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     rows: int = 0
@@ -74,12 +86,100 @@ class Block:
     damping: float | None = None
 
     def __post_init__(self) -> None:
-        self.shape: BlockShape = self.helper.shape
-        self.factors: tuple[FactorSpec, ...] = self.method.factors(self.shape)
+        if self.layout is None:
+            self.layout = self.helpers[0]
+        self.shape: BlockShape = self.layout.shape
+        factors = self.method.factors(self.shape)
+        if isinstance(self.layout, LayerHelper):
+            factors = tuple(map(self.layout.factor, factors))
+        self.factors: tuple[FactorSpec, ...] = factors
+        self.captured = tuple(factor for factor in factors if factor.captured)
+        self.psd = frozenset(factor.name for factor in factors if factor.kind == "psd")
+        self.unequal = any(factor.mean_over == "group rows" for factor in factors)
         self.device: torch.device = next(iter(self.parameters.values())).device
-        self.tensors: dict[str, dict[str, TensorSpec]] = {
-            factor.name: self.solver.tensors(factor) for factor in self.factors
+        self.solvers: dict[str, Solver | None] = {
+            factor.name: self.method.solver(factor, self.solver) for factor in factors
         }
+        self.tensors: dict[str, dict[str, TensorSpec]] = {
+            factor.name: solver.tensors(factor)
+            for factor in factors
+            if (solver := self.solvers[factor.name]) is not None
+        }
+        self.states: Mapping[str, TensorSpec] = self.method.state(self.shape)
+        self.gathered: frozenset[str] = self._gatherable()
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    @property
+    def mass(self) -> float:
+        """The weight of the statistics so far: 0 before the first; 1 where there are no factors.
+
+        Factors whose statistics need second-order data come later, and do not count.
+        """
+        if not self.factors:
+            return 1.0
+        first = [factor for factor in self.factors if not factor.needs]
+        return min(max(self.masses.get(factor.name, (0.0,))) for factor in first)
+
+    def gain(
+        self, factor: FactorSpec, keep: float, reached: Sequence[float] | None = None
+    ) -> float | list[float]:
+        """Let the mass of a factor grow by that of one statistic.
+
+        Args:
+            factor: The factor.
+            keep: What its average keeps of its past.
+            reached: How many rows reached each group, where each has an average of its own: those
+                that none has reached keep theirs.
+
+        Returns:
+            How much of the statistic enters the average, of each group where they differ. Dividing
+            by the gathered mass frees the average of its start (Adam's bias correction).
+        """
+        if factor.mean_over != "group rows":
+            mass = keep * self.masses.get(factor.name, (0.0,))[0] + (1 - keep)
+            self.masses[factor.name] = (mass,)
+            return (1 - keep) / mass
+        assert reached is not None
+        before = self.masses.get(factor.name, (0.0,) * factor.groups)
+        pairs = list(zip(before, reached, strict=True))
+        after = tuple(keep * mass + (1 - keep) if rows > 0 else mass for mass, rows in pairs)
+        self.masses[factor.name] = after
+        return [
+            (1 - keep) / mass if rows > 0 else 0.0
+            for mass, rows in zip(after, reached, strict=True)
+        ]
+
+    def gathers(self, factor: FactorSpec) -> bool:
+        """Return whether a factor takes statistics in the window under way, if the block does.
+
+        Args:
+            factor: The factor.
+        """
+        return factor.name in self.gathered
+
+    @property
+    def lacks(self) -> bool:
+        """Whether a factor waits for its first statistics, which it could take now."""
+        able = self._gatherable()
+        return any(f.needs and f.name in able and f.name not in self.masses for f in self.captured)
+
+    def _gatherable(self) -> frozenset[str]:
+        solved = self.solved_factors
+        return frozenset(f.name for f in self.captured if solved.issuperset(f.needs))
+
+    def renew(self, name: str) -> None:
+        """Drop what was gathered with second-order data that are about to be replaced.
+
+        Args:
+            name: The factor whose data these are.
+        """
+        for factor in self.factors:
+            if name in factor.needs:
+                self.gathered -= {factor.name}
+                for kept in (self.masses, self.arrived, self.sums):
+                    kept.pop(factor.name, None)  # type: ignore[attr-defined]  # all are dicts
+                self.lower.discard(factor.name)
 
     @property
     def running(self) -> dict[str, Tensor]:
@@ -110,29 +210,83 @@ class Block:
         """
         return damping if self.damping is None else self.damping
 
-    @property
-    def helper(self) -> LayerHelper:
-        """The helper that packs and unpacks the gradient."""
-        return self.helpers[0]
+    # -- second-order data and state --------------------------------------------------------------
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
-        return self.helper.parameters
+        return self.layout.parameters
 
     @property
     def solved(self) -> bool:
-        """Whether the gradient workers have second-order data for every factor."""
-        return len(self.solved_factors) == len(self.factors)
+        """Whether the gradient workers have second-order data for every factor that is solved."""
+        return len(self.solved_factors) == len(self.tensors)
+
+    @property
+    def active(self) -> bool:
+        """Whether the method makes a direction of the block's gradient yet."""
+        return self.solved or self.method.starts_at_once
+
+    @property
+    def data(self) -> dict[str, Mapping[str, Tensor]]:
+        """What `Method.direct` is given: second-order data, and factors that are their own."""
+        data: dict[str, Mapping[str, Tensor]] = dict(self.second_order) if self.solved else {}
+        for factor in self.factors:
+            if self.solvers[factor.name] is None and factor.name in self.masses:
+                data[factor.name] = {VALUE: self.running[factor.name]}
+        return data
+
+    @property
+    def solved_here(self) -> list[tuple[int, FactorSpec, Solver]]:
+        """The factors that are solved: the index of each, what it is, and who solves it."""
+        return [
+            (index, factor, solver)
+            for index, factor in enumerate(self.factors)
+            if (solver := self.solvers[factor.name]) is not None
+        ]
+
+    def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+        """Return the share of the damping of each factor that is solved.
+
+        Args:
+            traces: The mean trace of each, ``[groups]``.
+            damping: The preconditioner's damping.
+
+        Returns:
+            ``[groups]`` for each: those of one solver are split by it together.
+        """
+        damping = self.damped_with(damping)
+        shares: dict[int, Tensor] = {}
+        solvers = [solver for _, _, solver in self.solved_here]
+        for one in {id(solver): solver for solver in solvers}.values():
+            mine = [number for number, solver in enumerate(solvers) if solver is one]
+            split = one.shares([traces[number] for number in mine], damping)
+            shares.update(zip(mine, split, strict=True))
+        return [shares[number] for number in range(len(solvers))]
 
     @property
     def work(self) -> BlockWork:
         """What has to be placed."""
-        second_order = tuple(tuple(specs.values()) for specs in self.tensors.values())
-        dtype = str(self.dtype).removeprefix("torch.")
-        device, parameters = str(self.device), len(self.parameters)
+        solvers = [self.solvers[factor.name] for factor in self.factors]
+        resident = tuple(
+            not factor.captured or (solver is not None and solver.continues)
+            for factor, solver in zip(self.factors, solvers, strict=True)
+        )
         return BlockWork(
-            self.name, self.shape, self.factors, second_order, dtype, device, parameters
+            name=self.name,
+            shape=self.shape,
+            factors=self.factors,
+            second_order=tuple(
+                tuple(self.tensors.get(factor.name, {}).values()) for factor in self.factors
+            ),
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
+            parameters=len(self.parameters),
+            resident=resident if any(resident) else (),
+            unsolved=tuple(f.name for f in self.factors if self.solvers[f.name] is None),
+            state=tuple(self.states.values()),
+            effort=self.method.effort(self.shape),
+            after=self.method.refreshes_after,
         )
 
     def gradient(self) -> Tensor | None:
@@ -142,15 +296,14 @@ class Block:
             ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
             none counts as zero.
         """
-        own = self.parameters
-        if all(parameter.grad is None for parameter in own.values()):
+        parameters = self.parameters
+        if all(parameter.grad is None for parameter in parameters.values()):
             return None
-        parts = {
+        tensors = {
             name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            for name, parameter in own.items()
+            for name, parameter in parameters.items()
         }
-        matrix = self.helper.to_matrix(parts.get("weight"), parts.get("bias"))
-        return matrix.to(self.dtype)
+        return self.layout.pack(tensors).to(self.dtype)
 
     def write(self, matrix: Tensor) -> None:
         """Write a matrix into the parameters' gradients, in place.
@@ -158,11 +311,11 @@ class Block:
         Args:
             matrix: ``[groups, out, in]``.
         """
-        weight, bias = self.helper.from_matrix(matrix)
-        for name, value in (("weight", weight), ("bias", bias)):
-            parameter = self.parameters.get(name)
-            if value is not None and parameter is not None and parameter.grad is not None:
-                parameter.grad.copy_(value)
+        parameters = self.parameters
+        for name, value in self.layout.unpack(matrix).items():
+            gradient = parameters[name].grad
+            if gradient is not None:
+                gradient.copy_(value)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a running factor that this rank holds, as whole matrices.
@@ -171,10 +324,13 @@ class Block:
             factor: The factor.
 
         Returns:
-            ``[groups, n, n]``; the running factor itself unless it is packed.
+            ``[groups, n, n]``, or the factor's own shape where it is no matrix; the running factor
+            itself unless it is packed.
         """
         stored = self.running[factor.name]
-        return stored if stored.dim() == 3 else unpack_triangle(stored, factor.size)
+        if factor.kind == "psd" and stored.dim() == 2:
+            return unpack_triangle(stored, factor.size)
+        return stored
 
     def mean_trace(self, factor: FactorSpec) -> Tensor:
         """Return the trace of a running factor that this rank holds, over its size.
@@ -186,6 +342,8 @@ class Block:
             ``[groups]``.
         """
         stored = self.running[factor.name]
+        if factor.kind != "psd":
+            return mean_of(stored.flatten(1))
         if stored.dim() == 3:
             return mean_trace(stored)
         return mean_of(packed_diagonal(stored, factor.size))
@@ -194,6 +352,7 @@ class Block:
         """Drop the statistics of the window."""
         self.sums = {}
         self.counts = Counts()
+        self.gathered = self._gatherable()
 
     def flat_specs(self) -> list[tuple[str, str, TensorSpec]]:
         """Return (factor, tensor, spec) of the second-order data, in the order of travel."""

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.capture.counting import Batch
 from soframe.layers.base import LayerHelper
+from soframe.layers.layout import parameter_of
 from soframe.layers.sharing import Together
 
 
@@ -158,6 +159,7 @@ class Capture:
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
         counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
+        rereading: The helpers whose inputs are handed on with every probe, not the first alone.
         together: Which layers have an input in common; None where nobody asks.
         called: The helpers whose modules were called in this window with outputs to differentiate,
             with the version of a parameter then: an optimizer that steps changes it.
@@ -171,6 +173,7 @@ class Capture:
     enabled: bool = True
     probing: bool = False
     counting: frozenset[LayerHelper] = frozenset()
+    rereading: frozenset[LayerHelper] = frozenset()
     together: Together | None = None
     called: dict[LayerHelper, int] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
@@ -361,7 +364,8 @@ class Capture:
         ours = torch.autocast(device, enabled=False)  # entering it takes a while
         with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
             inputs: tuple[Tensor, ...] = ()
-            if kept is not None and (self._probe is None or self._probe.first):
+            again = self._probe is not None and not self._probe.first
+            if kept is not None and (not again or helper in self.rereading):
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
@@ -490,8 +494,8 @@ def _is_functional(helper: LayerHelper) -> bool:
     """Return whether a module runs within ``torch.func``: transformed, or with other tensors."""
     if torch._C._are_functorch_transforms_active():
         return True
-    own = helper.module._parameters
-    return any(own.get(name) is not p for name, p in helper.parameters.items())
+    module = helper.module
+    return any(parameter_of(module, name) is not p for name, p in helper.parameters.items())
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

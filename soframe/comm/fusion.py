@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -160,30 +161,39 @@ def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:
 
 @dataclass
 class Sum:
-    """Symmetric matrices of one factor, on the ranks that contribute to it.
+    """The statistics of one factor, on the ranks that contribute to it.
 
     Attributes:
         way: Who takes part, and who has the sum.
-        shape: ``(groups, n, n)``.
-        dtype: The matrices' dtype.
+        shape: ``(groups, n, n)``; any other where they are not symmetric.
+        dtype: Their dtype.
         wire: The dtype in which they travel and are added up.
         device: Their device.
         tensor: This rank's part: ``[groups, n, n]``, or packed ``[groups, n (n + 1) / 2]``; None
             for zeros. After `add_up`, on every rank that is to have it, the sum: packed if it
             travelled, else the part itself.
+        symmetric: Whether they are symmetric matrices, of which triangles travel.
     """
 
     way: Reduction
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     wire: torch.dtype
     device: torch.device
     tensor: Tensor | None = None
+    symmetric: bool = True
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape in which they travel."""
+        if not self.symmetric:
+            return self.shape
+        return (self.shape[0], packed_size(self.shape[1]))
 
     @property
     def numel(self) -> int:
         """Elements that travel."""
-        return self.shape[0] * packed_size(self.shape[1])
+        return prod(self.packed_shape)
 
     @property
     def travels(self) -> bool:
@@ -193,9 +203,12 @@ class Sum:
     def packed(self) -> Tensor:
         """Return this rank's part, packed: ``[groups, n (n + 1) / 2]``."""
         if self.tensor is None:
-            groups, n, _ = self.shape
-            return torch.zeros(groups, packed_size(n), dtype=self.dtype, device=self.device)
-        return pack_triangle(self.tensor) if self.tensor.dim() == 3 else self.tensor
+            return torch.zeros(self.packed_shape, dtype=self.dtype, device=self.device)
+        return pack_triangle(self.tensor) if self._whole else self.tensor
+
+    @property
+    def _whole(self) -> bool:
+        return self.symmetric and self.tensor is not None and self.tensor.dim() == 3
 
     def write(self, part: Tensor) -> None:
         """Write this rank's part into a buffer, and forget it.
@@ -205,7 +218,7 @@ class Sum:
         """
         if self.tensor is None:
             part.zero_()
-        elif self.tensor.dim() == 3:
+        elif self._whole:
             pack_triangle(self.tensor, out=part)
         else:
             part.copy_(self.tensor.flatten())
@@ -217,7 +230,7 @@ class Sum:
         Args:
             part: ``[numel]``, in the dtype of the wire.
         """
-        self.tensor = part.view(self.shape[0], -1).to(self.device, self.dtype)
+        self.tensor = part.view(self.packed_shape).to(self.device, self.dtype)
 
 
 def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:

@@ -16,28 +16,24 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
+from soframe.layers.layout import BlockShape
+from soframe.specs import FactorSpec
+
+__all__ = ["FEW", "BlockShape", "LayerHelper", "Unit", "moment"]
 
 Unit = Literal["row", "sample"]
 """What can be taken of a call by itself."""
 
 FEW = 2**15
 """Numbers: fewer are copied, beside ones for the bias; that takes less than a border of the sum."""
-
-
-class BlockShape(NamedTuple):
-    """The shape of a block's gradient matrix, bias column included."""
-
-    groups: int
-    out_features: int
-    in_features: int
 
 
 class LayerHelper(ABC):
@@ -113,6 +109,68 @@ class LayerHelper(ABC):
             return f"it has parameters that {cls.__name__} does not know: {', '.join(extra)}"
         return None
 
+    @classmethod
+    def of(
+        cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
+    ) -> Sequence[LayerHelper]:
+        """Return the helpers of a module, one for each block.
+
+        Args:
+            module: The module, which `unsupported` has nothing against.
+            trained: The names of the parameters that are to be in blocks; those of submodules are
+                dotted. Blocks without any are left out.
+            joint: Whether a block may have several parameters; else it has its weight alone.
+
+        Returns:
+            By default one, for ``weight`` and ``bias``.
+        """
+        weight, bias = "weight" in trained, "bias" in trained and joint
+        return [cls(module, weight=weight, bias=bias)] if weight or bias else []
+
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the parameters that this helper can put into blocks.
+
+        Args:
+            module: The module.
+
+        Returns:
+            By default the module's own ``weight`` and ``bias``; dotted where they are a
+            submodule's, which then has no blocks of its own.
+        """
+        own = module._parameters
+        return tuple(name for name in ("weight", "bias") if own.get(name) is not None)
+
+    @property
+    def part(self) -> str:
+        """What tells this block from others of its module; by default nothing does."""
+        return ""
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        """Return a factor of the method as this layer has it.
+
+        Args:
+            spec: The factor.
+
+        Returns:
+            By default the same; a layer whose inputs are indices makes that of its inputs diagonal,
+            one whose groups see rows of their own takes means over these.
+        """
+        return spec
+
+    def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+        """Return how many rows reach each group.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups]``; None, the default, where all rows reach all groups.
+        """
+        del inputs, output_rows
+        return None
+
     @property
     def groups(self) -> int:
         """The number of independent sub-layers."""
@@ -145,6 +203,29 @@ class LayerHelper(ABC):
         if kwargs:
             args = tuple(self._signature.bind(*args, **kwargs).arguments.values())
         return tuple(value for value in args if isinstance(value, Tensor))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return tensors of the parameters' shapes as the block's matrix.
+
+        Args:
+            tensors: The tensors, by the names of `parameters`.
+
+        Returns:
+            ``[groups, out, in]``. By default what ``to_matrix`` makes of weight and bias.
+        """
+        return self.to_matrix(tensors.get("weight"), tensors.get("bias"))
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """Undo ``pack``.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+
+        Returns:
+            Views of the matrix in the shapes of the parameters, by name.
+        """
+        named = zip(("weight", "bias"), self.from_matrix(matrix), strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Pack tensors of the parameters' shapes into the block's matrix.

@@ -1,24 +1,30 @@
-"""The method: which factors a block has, what a call adds to them, how they precondition.
+"""The method: which factors a block has, what becomes of its gradient, what is kept for that.
 
-A method sees one call of one layer at a time, as rows, and adds plain sums to the statistics; how
-sums and counts become averages is `soframe.methods.scaling`. At the end of the step it is given
-the gradient as a matrix ``[groups, out, in]`` and the second-order data of the block's factors.
+A method that reads calls sees one call of one layer at a time, as rows, and adds plain sums to the
+statistics (`Method.statistics`); one that reads gradients is given the averaged gradient at the
+step (`Method.observe`). How sums and counts become averages is `soframe.methods.scaling`. Then it
+is given the gradient as a matrix ``[groups, out, in]``, the second-order data of the block's
+factors and its own state, and returns a direction and a new state (`Method.direct`).
+
+A method keeps nothing in itself: one instance serves many blocks, some of them at once. Methods
+are chained by `soframe.methods.chain.Chain`; each is then a stage.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.kernels.gram import add_moment, zeros
-from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.base import LayerHelper
+from soframe.layers.layout import BlockShape
 from soframe.layers.sharing import SharedInputs
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 Addend = Callable[[Tensor | None, float], Tensor]
 """Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
@@ -34,12 +40,14 @@ class Call:
             the output gradients are new.
         output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
         shared: Knows the moments of inputs that other layers have in common; None for nothing.
+        data: The second-order data of the block, for factors whose statistics need them.
     """
 
     helper: LayerHelper
     inputs: tuple[Tensor, ...] | None
     output_rows: Tensor
     shared: SharedInputs | None = None
+    data: SecondOrder = field(default_factory=dict)
 
     def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
@@ -98,15 +106,84 @@ class Call:
         return self.helper.output_moment(self.output_rows.sum(2, keepdim=True), total, scale)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a method makes a direction of.
+
+    Attributes:
+        gradient: The averaged gradient, ``[groups, out, in]`` in the factors' dtype.
+        incoming: What the stage before has made of it; the gradient itself for the first.
+        data: The second-order data of the factors that are solved, and the values of those that are
+            not, ``data[name]["value"]``. A factor that has no data yet is missing.
+        state: What the method keeps for the block, by name: zeros before the first update.
+        updates: How many updates there were.
+        solver: The user's solver, which made the data of factors for which the method chooses none.
+        damping: The damping of this step.
+    """
+
+    gradient: Tensor
+    incoming: Tensor
+    data: SecondOrder
+    state: Mapping[str, Tensor]
+    updates: int
+    solver: Solver
+    damping: float
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What a method makes of a gradient.
+
+    Attributes:
+        matrix: ``[groups, out, in]``, in a tensor that is not the gradient's.
+        state: The state after the update, in new tensors: the old ones stay as they are, since the
+            update may be given up. A name that is missing keeps its tensor.
+    """
+
+    matrix: Tensor
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that a method may take or leave.
+
+    Attributes:
+        name: The name of the module, or of the parameter.
+        module: The module.
+        parameters: The names of the parameters in it.
+        shape: The shape of the gradient matrix.
+        last: Whether it is the model's head: tied to an embedding, or else the last Linear.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    shape: BlockShape
+    last: bool = False
+
+
 class Method(ABC):
-    """A curvature approximation.
+    """What becomes of the gradient of a block.
 
     Attributes:
         reduces: Whether all positions of a sample make one row, so that a call has as many rows as
             samples.
+        joint: Whether a weight and its bias are one block, rather than one each.
+        clipped: Whether the clips scale its directions: so it is for those that have the length of
+            a Newton step, not for those whose length is part of their definition.
+        starts_at_once: Whether it makes directions before its factors are solved.
+        refreshes_after: Whether statistics of the averaged gradient, and the solves of its factors,
+            come after the direction of the step.
+        scalings: The conventions of `soframe.methods.scaling` under which it is defined.
     """
 
     reduces: ClassVar[bool] = False
+    joint: bool = True
+    clipped: bool = True
+    starts_at_once: bool = False
+    refreshes_after: bool = False
+    scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
 
     @abstractmethod
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
@@ -119,7 +196,6 @@ class Method(ABC):
             The factors, in a fixed order.
         """
 
-    @abstractmethod
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
         """Return what a call adds to each factor: plain sums over samples and positions.
 
@@ -127,17 +203,58 @@ class Method(ABC):
             call: The call.
 
         Returns:
-            For each factor a tensor of its shape, or, to save that tensor, a function that adds to
-            a sum in place, such as ``call.output_moment``. It is called at once, if this rank
-            contributes to the factor. Of either, the lower triangle counts. For factors of the
-            outputs' side alone where the call has no inputs.
+            For each factor that is made of calls a tensor of its shape, or, to save that tensor, a
+            function that adds to a sum in place, such as ``call.output_moment``. It is called at
+            once, if this rank contributes to the factor. Of matrices the lower triangle counts.
+            For factors of the outputs' side alone where the call has no inputs. By default nothing.
         """
+        del call
+        return {}
 
-    @abstractmethod
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """Return the statistics of the averaged gradient, once in a step.
+
+        Args:
+            gradient: ``[groups, out, in]``.
+            data: The second-order data of the block.
+
+        Returns:
+            For each factor with ``reads="gradient"`` a tensor of its shape; by default nothing.
+        """
+        del gradient, data
+        return {}
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """Return what the method keeps for a block from step to step; by default nothing.
+
+        Args:
+            shape: The shape of the block's gradient matrix.
+
+        Returns:
+            Names and shapes, ``[groups, ...]``. The tensors have the dtype of the factors, begin
+            with zeros, live on the gradient workers, and are saved and moved like second-order
+            data.
+        """
+        del shape
+        return {}
+
+    def direct(self, given: Given) -> Direction:
+        """Return what becomes of the gradient.
+
+        Args:
+            given: What there is to make it of.
+
+        Returns:
+            The direction, which is the same whenever ``given`` is; by default that of
+            ``precondition``.
+        """
+        direction = self.precondition(given.incoming, given.data, given.solver, given.damping)
+        return Direction(direction)
+
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
-        """Return the preconditioned gradient.
+        """Return the preconditioned gradient, for methods without a state.
 
         Args:
             gradient: ``[groups, out, in]``.
@@ -148,6 +265,75 @@ class Method(ABC):
         Returns:
             ``[groups, out, in]``, in a new tensor.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither direct() nor precondition()")
+
+    def rebase(
+        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+    ) -> Mapping[str, Tensor]:
+        """Return the state in new second-order data, before the first direction with these.
+
+        Args:
+            state: The state.
+            old: The data that it was kept with.
+            new: The data that take their place.
+
+        Returns:
+            The tensors that change, by name; by default none.
+        """
+        del state, old, new
+        return {}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """Return who solves a factor.
+
+        Args:
+            factor: The factor.
+            default: The solver that the user chose.
+
+        Returns:
+            A solver; None for a factor that is used as it is. By default the user's, for matrices
+            and diagonals.
+        """
+        return default if factor.kind in ("psd", "diagonal") else None
+
+    def unsuited(self, candidate: Candidate) -> str | None:
+        """Return why a block is none for this method, or None if it is.
+
+        Args:
+            candidate: The block.
+
+        Returns:
+            The reason for the registration report; by default None.
+        """
+        del candidate
+        return None
+
+    def effort(self, shape: BlockShape) -> float:
+        """Return the operations of a direction up to a constant, where they are to be balanced.
+
+        Args:
+            shape: The shape of the block's gradient matrix.
+
+        Returns:
+            ``groups n^3`` in the units of a solve: by default those of a product with the smaller
+            side, for methods that read no calls; 0 for others, whose solves count.
+        """
+        factors = self.factors(shape)
+        if any(factor.captured for factor in factors):
+            return 0.0
+        groups, out, into = shape
+        return float(groups * out * into * min(out, into))
+
+    @property
+    def captures(self) -> bool:
+        """Whether it has factors that are made of calls."""
+        return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether it needs all rows of a sample together."""
+        factors = self.factors(BlockShape(1, 2, 2))
+        return self.reduces or any(factor.reads == "both" for factor in factors)
 
     def forward_only(self) -> Method:
         """Return this method without the factor of the outputs, which is the identity then.

@@ -30,10 +30,14 @@ divided by the added-up *weight*: statistics stay linear until they are used.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
+
+from soframe.specs import FactorSpec
 
 LossAverage = Literal["local", "global", "sum"]
 Scaling = Literal["fisher", "kaisa"]
@@ -41,10 +45,21 @@ Scaling = Literal["fisher", "kaisa"]
 
 @dataclass(frozen=True)
 class CallScale:
-    """How one call enters the sums: multipliers of its ``sum a a^T`` and ``sum g0 g0^T``."""
+    """How one call enters the sums, by the degree of the factor in the gradient.
 
-    inputs: float
-    outputs: float
+    Attributes:
+        degrees: The multipliers of sums of degree 0 (``a a^T``), 1 and 2 (``g0 g0^T``).
+    """
+
+    degrees: tuple[float, float, float]
+
+    def of(self, factor: FactorSpec) -> float:
+        """Return the multiplier of a factor's sums.
+
+        Args:
+            factor: The factor.
+        """
+        return self.degrees[factor.degree]
 
 
 @dataclass
@@ -55,21 +70,29 @@ class Counts:
         samples: Samples per backward pass, by the pass's number: those of the loss, not those that
             reached the block.
         rows: Rows (samples times positions) per backward pass, by the pass's number.
+        group_rows: Rows that reach each group, likewise; empty where all rows reach all.
         calls: Calls of the block's modules.
     """
 
     samples: dict[int, int] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
+    group_rows: dict[int, list[float]] = field(default_factory=dict)
     calls: int = 0
 
-    def add(self, backward: int, samples: int, rows: int) -> None:
+    def add(
+        self, backward: int, samples: int, rows: int, reached: Sequence[float] | None = None
+    ) -> None:
         """Count one call.
 
         Args:
             backward: The number of the backward pass.
             samples: Its samples, the same for all calls.
             rows: The call's rows.
+            reached: How many rows reach each group; None where all rows reach all.
         """
+        if reached is not None:
+            before = self.group_rows.get(backward, [0.0] * len(reached))
+            self.group_rows[backward] = [a + b for a, b in zip(before, reached, strict=True)]
         self.samples.setdefault(backward, samples)
         self.rows[backward] = self.rows.get(backward, 0) + rows
         self.calls += 1
@@ -80,16 +103,33 @@ class Contribution:
     """What one rank contributes: multipliers of its sums, and weights to divide by.
 
     Attributes:
-        inputs: Multiplier of the sum over inputs.
-        outputs: Multiplier of the sum over output gradients.
-        input_weight: The rank's share of the divisor of A.
-        output_weight: The rank's share of the divisor of G.
+        degrees: Multipliers of its sums of degree 0, 1 and 2.
+        input_weight: The rank's share of the divisor of means over samples.
+        output_weight: The rank's share of the divisor of means over rows.
+        group_weights: Its share of those of means over the rows of each group; empty where all rows
+            reach all groups.
     """
 
-    inputs: float = 0.0
-    outputs: float = 0.0
+    degrees: tuple[float, float, float] = (0.0, 0.0, 0.0)
     input_weight: float = 0.0
     output_weight: float = 0.0
+    group_weights: tuple[float, ...] = ()
+
+    def of(self, factor: FactorSpec) -> float:
+        """Return the multiplier of a factor's sum.
+
+        Args:
+            factor: The factor.
+        """
+        return self.degrees[factor.degree]
+
+    def weight(self, factor: FactorSpec) -> float:
+        """Return the rank's share of the divisor of a factor; of all groups together.
+
+        Args:
+            factor: The factor.
+        """
+        return self.input_weight if factor.mean_over == "samples" else self.output_weight
 
 
 @dataclass(frozen=True)
@@ -129,11 +169,15 @@ class Scale:
             per_row = 1.0 / (batch * shared)
             if isinstance(module, nn.modules.conv._ConvNd):
                 per_row /= shared**2
-            return CallScale(per_row, per_row * unscale)
+            return CallScale((per_row, math.nan, per_row * unscale))
         if self.loss_average == "local":
             weight = 1.0 / max(1, samples)
-            return CallScale(weight, weight if self.own_gradients else samples * unscale)
-        return CallScale(1.0, 1.0 if self.own_gradients else unscale)
+            if self.own_gradients:
+                return CallScale((weight, weight, weight))
+            return CallScale((weight, 1.0 / grad_scale, samples * unscale))
+        if self.own_gradients:
+            return CallScale((1.0, 1.0, 1.0))
+        return CallScale((1.0, 1.0 / grad_scale, unscale))
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
         """Return what this rank adds to the sum over ranks.
@@ -149,23 +193,36 @@ class Scale:
         if not passes:
             return Contribution()
         if self.scaling == "kaisa":
-            return Contribution(1.0, 1.0, counts.calls, counts.calls)
+            return Contribution((1.0, math.nan, 1.0), counts.calls, counts.calls)
         if self.loss_average == "local":
             k = len(passes)
             positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
-            return Contribution(1.0 / k, 1.0 / k if self.own_gradients else k, 1.0, positions / k)
+            each = _added_up(
+                [n / max(1, counts.samples[c]) / k for n in reached]
+                for c, reached in counts.group_rows.items()
+            )
+            by_degree = (1.0 / k,) * 3 if self.own_gradients else (1.0 / k, 1.0, float(k))
+            return Contribution(by_degree, 1.0, positions / k, each)
         samples = sum(counts.samples.get(c, own) for c, own in passes.items())
-        return Contribution(1.0, 1.0, samples, sum(counts.rows.values()))
+        each = _added_up(counts.group_rows.values())
+        return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)
 
-    def gradient_scale(self, input_weight: float) -> float:
-        """Return what is left to multiply G by once the weights of all ranks are known.
+    def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
+        """Return what is left to multiply a factor by once the weights of all ranks are known.
 
         Args:
+            factor: The factor.
             input_weight: The added-up ``input_weight`` (N for ``"global"``).
 
         Returns:
-            The square of the factor between ``g`` and ``g0`` that no rank can know alone.
+            That power of the factor between ``g`` and ``g0``, which no rank can know alone, that is
+            the factor's degree.
         """
         if self.scaling == "fisher" and self.loss_average == "global" and not self.own_gradients:
-            return (input_weight / self.world_size) ** 2
+            return (input_weight / self.world_size) ** factor.degree
         return 1.0
+
+
+def _added_up(each: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """Return the sums of equally long lists, place by place; nothing for none."""
+    return tuple(map(sum, zip(*each, strict=True)))

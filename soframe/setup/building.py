@@ -26,7 +26,7 @@ from soframe.registry import KINDS, describe
 from soframe.solving.background import Background, require_able
 from soframe.solving.refresh import require_followable
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import Placement
+from soframe.strategies.placement import Placement, complete
 
 
 def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
@@ -154,7 +154,7 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
         ValueError: If the strategy's placement is not one.
     """
     work = tuple(block.work for block in blocks)
-    placement = strategy.place(work, ranks)
+    placement = complete(strategy.place(work, ranks))
     placement.validate()
     if (placement.work, placement.world_size) != (work, ranks):
         raise ValueError(

@@ -11,7 +11,7 @@ may be taken in either order. *Eagerly*, over ranks first, at every statistics s
     L_r <- decay L_r + (1 - decay) c_r,    p <- decay p + (1 - decay)    at a statistics step
     R <- ((m - p) R + sum_r L_r) / m,      L_r <- 0,  p <- 0             at a solve
 
-The weights ``m`` and ``p`` (`Block.mass` and `Block.pending`) are known to every rank.
+The weights ``m`` and ``p`` (`Block.masses` and `Block.pending`) are known to every rank.
 
 Eager sums are needed by the next solve at the earliest. They travel while the model goes on, and
 enter when somebody looks at the running factor, at the latest in the next step.
@@ -28,12 +28,14 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Sum, add_up, additions, own_memory
-from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.specs import FactorSpec
 from soframe.strategies.placement import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
+Rates = dict[tuple[Block, str], float | list[float]]
+"""How much of a new statistic enters a running factor, of each group where these differ."""
 _Total = tuple[Block, BlockPlacement, FactorSpec, Tensor | None]
 
 
@@ -43,6 +45,7 @@ def enter(
     contributions: Mapping[Block, dict[str, Tensor]],
     decay: float,
     start_from_identity: bool,
+    reached: Mapping[Block, Sequence[float]],
 ) -> None:
     """Let the contributions of all ranks enter the running factors, or the accumulators.
 
@@ -54,19 +57,23 @@ def enter(
             of each block those of the factors that the rank contributes to. They are used up.
         decay: What the running average keeps of its past.
         start_from_identity: Whether averages start from the identity, as kfac-pytorch's do.
+        reached: Of blocks whose groups have averages of their own: how many rows reached each.
     """
+    rates: Rates = {}
     for block, place in used:
         block.arrive()
         if block.mass == 0 and start_from_identity:
-            block.mass = 1.0
+            for factor in block.factors:
+                block.masses[factor.name] = (1.0,)
             _start_from_identity(block, place, backend.rank)
-        # Dividing by the gathered mass frees the average of its start (Adam's bias correction).
-        block.mass = decay * block.mass + (1 - decay)
+        for factor in block.captured:
+            if block.gathers(factor):
+                keep = decay if factor.decay is None else factor.decay
+                rates[block, factor.name] = block.gain(factor, keep, reached.get(block))
         if place.deferred:
             _gather(block, place, backend.rank, contributions[block], decay)
     eager = [(block, place) for block, place in used if not place.deferred]
     jobs = _jobs(backend, eager, contributions)
-    rates = {block: (1 - decay) / block.mass for block, _ in eager}
     if any(len(job.sum.way.spread) > 1 for job in jobs):
         # What travels twice is waited for here: the second way would start out of order.
         add_up(backend, [job.sum for job in jobs], "reduce")
@@ -85,26 +92,31 @@ def enter(
             _enter(job, rates)
 
 
-def _arrival(addition: Task, jobs: Sequence[_Job], rates: Mapping[Block, float]) -> Task:
+def _arrival(addition: Task, jobs: Sequence[_Job], rates: Rates) -> Task:
     """Add up, and let the sums enter when they are there."""
     yield from addition
     for job in jobs:
         _enter(job, rates)
 
 
-def _enter(job: _Job, rates: Mapping[Block, float]) -> None:
+def _enter(job: _Job, rates: Rates) -> None:
     total = job.total()
     if total is None:
         return
     # Not `running`, which waits for this.
     factors, name = job.block.arrived, job.factor.name
-    if total.dim() == 3 and not job.place.packed:
+    if job.factor.kind == "psd" and total.dim() == 3 and not job.place.packed:
         job.block.lower.add(name)  # sums are lower triangles; what travelled is packed
+    rate = rates[job.block, name]
     if name not in factors:
-        factors[name] = store(total, job.factor.size, job.place)
+        factors[name] = store(total, job.factor, job.place)
         return
-    new = pack(total) if job.place.packed else unpack(total, job.factor.size)
-    factors[name].lerp_(new, rates[job.block])
+    new = pack(total, job.factor) if job.place.packed else unpack(total, job.factor)
+    if isinstance(rate, float):
+        factors[name].lerp_(new, rate)
+    else:
+        weight = new.new_tensor(rate).view(-1, *(1 for _ in new.shape[1:]))
+        factors[name].lerp_(new, weight)
 
 
 def _gather(
@@ -116,12 +128,42 @@ def _gather(
         if not place.contributes(rank, index):
             continue
         if factor.name not in block.local:
-            numel = packed_size(factor.size)
-            empty = torch.zeros(factor.groups, numel, dtype=block.dtype, device=block.device)
+            empty = torch.zeros(factor.packed_shape, dtype=block.dtype, device=block.device)
             block.local[factor.name] = empty
         local = block.local[factor.name].mul_(decay)
         if factor.name in new:
             local.add_(pack_triangle(new.pop(factor.name)), alpha=1 - decay)
+
+
+def observe(
+    block: Block, factors: Mapping[str, Tensor], places: BlockPlacement, rank: int, decay: float
+) -> None:
+    """Let statistics of the averaged gradient enter the running factors; every rank must call.
+
+    They are the same on every gradient worker, so that nothing travels.
+
+    Args:
+        block: The block.
+        factors: The statistics, on gradient workers; nothing elsewhere.
+        places: The block's placement.
+        rank: This rank.
+        decay: What running averages keep of their past, where factors have no decay of their own.
+    """
+    for index, factor in enumerate(block.factors):
+        if factor.captured:
+            continue
+        keep = decay if factor.decay is None else factor.decay
+        rate = block.gain(factor, keep)
+        assert isinstance(rate, float)
+        if not places.holds(rank, index):
+            continue
+        new = factors[factor.name]
+        if factor.name not in block.arrived:
+            block.arrived[factor.name] = store(new.to(block.dtype), factor, places)
+        else:
+            block.arrived[factor.name].lerp_(
+                pack(new, factor) if places.packed else unpack(new, factor), rate
+            )
 
 
 def settle(backend: Backend, placed: Sequence[Placed]) -> None:
@@ -134,7 +176,7 @@ def settle(backend: Backend, placed: Sequence[Placed]) -> None:
     due = [(block, place) for block, place in placed if block.pending > 0]
     for block, place, factor, total in _settled(backend, due, "reduce"):
         if total is not None:
-            block.running[factor.name] = store(total, factor.size, place)
+            block.running[factor.name] = store(total, factor, place)
     for block, _ in due:
         block.pending = 0.0
         for local in block.local.values():
@@ -154,7 +196,8 @@ def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -
         The factors that this rank holds, packed: ``[groups, n (n + 1) / 2]``.
     """
     if block.pending == 0:
-        return {name: pack(factor) for name, factor in block.running.items()}
+        running = block.running
+        return {f.name: pack(running[f.name], f) for f in block.factors if f.name in running}
     found = _settled(backend, [(block, place)], phase)
     return {factor.name: total for _, _, factor, total in found if total is not None}
 
@@ -168,10 +211,10 @@ def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total
         new = None
         block, name = job.block, job.factor.name
         if (total := job.total()) is not None:
-            new = pack(total) / block.mass
+            new = pack(total, job.factor) / block.mass
             if name in block.running:
                 share = (block.mass - block.pending) / block.mass
-                new.add_(pack(block.running[name]), alpha=share)
+                new.add_(pack(block.running[name], job.factor), alpha=share)
         found.append((block, job.place, job.factor, new))
     return found
 
@@ -202,41 +245,55 @@ def _jobs(
     for block, place in placed:
         wire = getattr(torch, place.wire) if place.wire else block.dtype
         for index, factor in enumerate(block.factors):
+            if not factor.captured or not block.gathers(factor):
+                continue
             own = parts[block].pop(factor.name, None)
-            way = place.reductions[index]
-            one = Sum(way, factor.shape, block.dtype, wire, block.device, own)
+            one = Sum(
+                way=place.reductions[index],
+                shape=factor.shape,
+                dtype=block.dtype,
+                wire=wire,
+                device=block.device,
+                tensor=own,
+                symmetric=factor.kind == "psd",
+            )
             jobs.append(_Job(block, place, factor, one, place.holds(backend.rank, index)))
     return jobs
 
 
-def pack(factor: Tensor) -> Tensor:
-    """Return a factor as packed triangles, whichever way it is stored.
+def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
+    """Return a factor as it travels, whichever way it is stored: matrices as triangles.
 
     Args:
-        factor: ``[groups, n, n]`` or ``[groups, n (n + 1) / 2]``.
+        stored: ``[groups, n, n]`` or ``[groups, n (n + 1) / 2]``; of the spec's shape where it is
+            no matrix.
+        spec: What it is.
     """
-    return pack_triangle(factor) if factor.dim() == 3 else factor
+    return pack_triangle(stored) if spec.kind == "psd" and stored.dim() == 3 else stored
 
 
-def unpack(factor: Tensor, size: int) -> Tensor:
-    """Return a factor as whole matrices, whichever way it is stored.
+def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
+    """Return a factor in its own shape, whichever way it is stored.
 
     Args:
-        factor: ``[groups, n, n]`` or ``[groups, n (n + 1) / 2]``.
-        size: n.
+        stored: ``[groups, n, n]`` or ``[groups, n (n + 1) / 2]``; of the spec's shape where it is
+            no matrix.
+        spec: What it is.
     """
-    return unpack_triangle(factor, size) if factor.dim() == 2 else factor
+    if spec.kind == "psd" and stored.dim() == 2:
+        return unpack_triangle(stored, spec.size)
+    return stored
 
 
-def store(factor: Tensor, size: int, place: BlockPlacement) -> Tensor:
+def store(stored: Tensor, spec: FactorSpec, place: BlockPlacement) -> Tensor:
     """Return a running factor the way that its placement stores it, in memory of its own.
 
     Args:
-        factor: ``[groups, n, n]`` or ``[groups, n (n + 1) / 2]``.
-        size: n.
+        stored: See `pack`.
+        spec: What it is.
         place: The block's placement.
     """
-    return own_memory(pack(factor) if place.packed else unpack(factor, size))
+    return own_memory(pack(stored, spec) if place.packed else unpack(stored, spec))
 
 
 def _start_from_identity(block: Block, place: BlockPlacement, rank: int) -> None:

@@ -27,7 +27,6 @@ from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
-from soframe.specs import FactorSpec
 from soframe.statistics.running import enter
 from soframe.strategies.placement import Placement
 
@@ -70,10 +69,16 @@ class Statistics:
             block: [
                 factor
                 for index, factor in enumerate(block.factors)
-                if place.contributes(backend.rank, index)
+                if factor.captured and place.contributes(backend.rank, index)
             ]
             for block, place in self._placed
         }
+        self._both = frozenset(
+            helper
+            for block in blocks
+            if any(factor.reads == "both" for factor in block.factors)
+            for helper in block.helpers
+        )
         self._blocks = blocks
         self.due: frozenset[Block] = frozenset()
         self._capture, self._sampler = capture, sampler
@@ -90,20 +95,24 @@ class Statistics:
         """Take the calls that the capture sees from now on."""
         self._capture.sink = self.add
         self._capture.attach({helper: block.name for helper, block in self._block_of.items()})
+        self._capture.rereading = self._both
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
         """Let the capture keep what blocks need."""
-        self.due = frozenset(due)
+        self.due = frozenset(block for block in due if block.captured)
         self._capture.enabled = bool(self.due)
-        self._capture.together = Together() if len(self.due) == len(self._blocks) else None
+        every = sum(bool(block.captured) for block in self._blocks)
+        self._capture.together = Together() if len(self.due) == every else None
         helpers = self._block_of if self.due else ()
         self._capture.counting = frozenset(h for h in helpers if not self._wants_inputs(h))
 
     def _wants_inputs(self, helper: LayerHelper) -> bool:
         """Return whether a layer's inputs are needed in this window on this rank."""
         block = self._block_of[helper]
-        return block in self.due and any(factor.side == "right" for factor in self._mine[block])
+        return block in self.due and any(
+            factor.reads_inputs and block.gathers(factor) for factor in self._mine[block]
+        )
 
     @property
     def first(self) -> dict[str, str]:
@@ -145,25 +154,35 @@ class Statistics:
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         if not again:
-            block.counts.add(number, samples, _left(data, batch, shared)[1])
+            reached = helper.group_rows(inputs, rows) if inputs else None
+            each = None if reached is None else reached.tolist()
+            block.counts.add(number, samples, _left(data, batch, shared)[1], each)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
-        mine = self._mine[block] if block in self.due else []
-        if not mine or own[1] == 0:
+        mine = [factor for factor in self._mine[block] if block.gathers(factor)]
+        if block not in self.due or not mine or own[1] == 0:
             return
         loss_scale = self._loss_scales[number]
         scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
-        counted = again or not self._wants_inputs(helper)
-        taken = (() if counted else inputs, rows)
-        inputs, rows, part = self._sampler.take(helper, taken, number, block.method.reduces, data)
-        call = Call(helper, None if counted else inputs, rows.to(block.dtype), self._shared)
+        reads = (not again or helper in self._both) and self._wants_inputs(helper)
+        inputs, rows, part = self._sampler.take(
+            helper, (inputs if reads else (), rows), number, block.method.takes_samples, data
+        )
+        call = Call(
+            helper=helper,
+            inputs=inputs if reads else None,
+            output_rows=rows.to(block.dtype),
+            shared=self._shared,
+            data=block.second_order,
+        )
         added = block.method.statistics(call)
         weight = 1.0 if probe is None else probe.weight
         for factor in mine:
-            if factor.name not in added:
+            if factor.name not in added or (again and factor.reads == "inputs"):
                 continue
-            multiplier = scale.inputs if factor.side == "right" else scale.outputs * weight
-            multiplier *= part * self.share
+            multiplier = scale.of(factor) * part * self.share
+            if factor.reads != "inputs":
+                multiplier *= weight
             moment, total = added[factor.name], block.sums.get(factor.name)
             if not isinstance(moment, Tensor):
                 block.sums[factor.name] = moment(total, multiplier)
@@ -214,8 +233,9 @@ class Statistics:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
         found: dict[torch.device, list[Tensor]] = {}
         for block in self._blocks:
-            for total in block.sums.values():
-                diagonal = total.diagonal(dim1=-2, dim2=-1).reshape(-1)
+            for name, total in block.sums.items():
+                diagonal = total.diagonal(dim1=-2, dim2=-1) if name in block.psd else total
+                diagonal = diagonal.reshape(-1)
                 found.setdefault(total.device, []).append(diagonal)
         # Together on one device: the host waits for it once.
         each = [torch.cat(diagonals).isfinite().all() for diagonals in found.values()]
@@ -225,8 +245,9 @@ class Statistics:
         """Return this rank's weights, to be added up over ranks.
 
         Returns:
-            For each block that is due two numbers: the weights of its inputs and output
-            gradients. Where not all ranks contribute: its weight in each factor, zero unless it
+            For each block that is due two numbers: the weights of means over samples and over
+            rows; and, where groups see rows of their own, one for each. Where not all ranks
+            contribute: its weight in each factor, zero unless it
             contributes to it; that of its output gradients, zero unless it contributes at all; and
             that of its inputs.
         """
@@ -237,11 +258,13 @@ class Statistics:
             own = self._contribution(block)
             if not place.contributors:
                 numbers += [own.input_weight, own.output_weight]
-                continue
-            # On paper this rank speaks for those that contribute.
-            mine = block.factors if self._backend.on_paper else self._mine[block]
-            numbers += [_weight(own, f) if f in mine else 0.0 for f in block.factors]
-            numbers += [own.output_weight if mine else 0.0, own.input_weight]
+            else:
+                # On paper this rank speaks for those that contribute.
+                mine = block.captured if self._backend.on_paper else self._mine[block]
+                numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
+                numbers += [own.output_weight if mine else 0.0, own.input_weight]
+            if block.unequal:
+                numbers += own.group_weights or (0.0,) * block.shape.groups
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float) -> None:
@@ -255,31 +278,43 @@ class Statistics:
         numbers = iter(weights)
         used = []
         contributions: dict[Block, dict[str, Tensor]] = {}
+        reached: dict[Block, list[float]] = {}
         for block, place in self._placed:
             if block not in self.due:
                 continue
             if place.contributors:
-                divisors = [next(numbers) for _ in block.factors]
+                divisors = [next(numbers) for _ in block.captured]
                 outputs, everybodys = next(numbers), next(numbers)
             else:
                 everybodys, outputs = next(numbers), next(numbers)
                 both = Contribution(input_weight=everybodys, output_weight=outputs)
-                divisors = [_weight(both, factor) for factor in block.factors]
+                divisors = [both.weight(factor) for factor in block.captured]
+            if block.unequal:
+                reached[block] = [next(numbers) for _ in range(block.shape.groups)]
             if not (outputs > 0 and all(divisor > 0 for divisor in divisors)):
                 # Nobody used the block, it keeps its factors; all ranks know.
                 continue
             used.append((block, place))
             own = self._contribution(block)
             contributions[block] = {}
-            for factor, divisor in zip(block.factors, divisors, strict=True):
+            for factor, divisor in zip(block.captured, divisors, strict=True):
                 if (total := block.sums.pop(factor.name, None)) is None:
                     continue
-                if factor.side == "right":
-                    multiplier = own.inputs / divisor
+                multiplier = own.of(factor) * self._scale.gradient_scale(factor, everybodys)
+                if factor.mean_over == "group rows":
+                    shares = [multiplier / rows if rows > 0 else 0.0 for rows in reached[block]]
+                    total.mul_(total.new_tensor(shares).view(-1, *(1 for _ in total.shape[1:])))
                 else:
-                    multiplier = own.outputs * self._scale.gradient_scale(everybodys) / divisor
-                contributions[block][factor.name] = total.mul_(multiplier)
-        enter(self._backend, used, contributions, decay, self._scale.scaling == "kaisa")
+                    total.mul_(multiplier / divisor)
+                contributions[block][factor.name] = total
+        enter(
+            self._backend,
+            used,
+            contributions,
+            decay=decay,
+            start_from_identity=self._scale.scaling == "kaisa",
+            reached=reached,
+        )
 
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.counts, self._passes.samples)
@@ -323,6 +358,3 @@ def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[in
     index, unit = data
     return (len(index), len(index) * shared) if unit == "sample" else (batch, len(index))
 
-
-def _weight(own: Contribution, factor: FactorSpec) -> float:
-    return own.input_weight if factor.side == "right" else own.output_weight

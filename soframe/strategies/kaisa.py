@@ -36,7 +36,7 @@ class _Grid(Strategy):
         self, name: str, work: Sequence[BlockWork], ranks: int, columns: int, *notes: str
     ) -> Placement:
         members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-        totals = [sum(self.cost(factor) for factor in block.factors) for block in work]
+        totals = [b.effort + sum(self.cost(factor) for factor in b.factors) for b in work]
         column_of = assign_to_groups(totals, [len(ranks_) for ranks_ in members])
         owners = [[0] * len(block.factors) for block in work]
         for column, ranks_ in enumerate(members):

@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from soframe.layers.base import BlockShape
 from soframe.specs import FactorSpec, TensorSpec
@@ -43,6 +44,14 @@ class BlockWork:
         dtype: The dtype of factors and second-order data, by its name; likewise.
         device: Where they live; likewise.
         parameters: How many parameters the block has; likewise.
+        resident: For each factor whether a gradient worker must own it: it is made of the averaged
+            gradient, or its solves start from the last one's data; empty where none must.
+        unsolved: The names of the factors that are used as they are, by all gradient workers.
+        state: What the method keeps on gradient workers; for plans, as ``second_order``.
+        effort: The operations of a direction, up to a constant, where they count: of methods that
+            make one of the gradient alone.
+        after: Whether statistics of the averaged gradient, and the solves of the block, come after
+            its direction; for plans.
     """
 
     name: str
@@ -52,6 +61,23 @@ class BlockWork:
     dtype: str = field(default="float32", compare=False)
     device: str = field(default="cpu", compare=False)
     parameters: int = field(default=1, compare=False)
+    resident: tuple[bool, ...] = ()
+    unsolved: tuple[str, ...] = ()
+    state: tuple[TensorSpec, ...] = field(default=(), compare=False)
+    effort: float = 0.0
+    after: bool = field(default=False, compare=False)
+
+    @property
+    def elements(self) -> float:
+        """The elements that a direction takes on a gradient worker, where they count."""
+        if not self.effort:
+            return 0.0
+        return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all factors are matrices, made of calls, and solved as they are."""
+        return not self.resident and not self.unsolved and not any(f.needs for f in self.factors)
 
 
 @dataclass(frozen=True)
@@ -88,6 +114,10 @@ class BlockPlacement:
         packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and are
             whole only while they are solved.
         wire: The dtype in which statistics travel, by its name; None for the factors' own.
+        made: For each factor whether its holders make its statistics themselves, of the averaged
+            gradient, so that nothing is reduced; empty for none.
+        readers: For each factor the sorted ranks that need its second-order data besides the
+            gradient workers, since statistics are made with it; empty for none.
     """
 
     block: str
@@ -99,6 +129,8 @@ class BlockPlacement:
     deferred: bool = False
     packed: bool = False
     wire: str | None = None
+    made: tuple[bool, ...] = ()
+    readers: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def everyone(self) -> tuple[int, ...]:
@@ -139,6 +171,23 @@ class BlockPlacement:
         """
         return not self.holders or rank in self.holders[factor]
 
+    def needing(self, factor: int) -> tuple[int, ...]:
+        """Return the sorted ranks that need the second-order data of a factor.
+
+        Args:
+            factor: Its index.
+        """
+        readers = self.readers[factor] if self.readers else ()
+        return tuple(sorted({*self.gradient_workers, *readers}))
+
+    def sharing(self, factor: int) -> tuple[int, ...]:
+        """Return the sorted ranks among which the second-order data of a factor are shared.
+
+        Args:
+            factor: Its index.
+        """
+        return share_group(self.owners[factor], self.needing(factor))
+
     @cached_property
     def reductions(self) -> tuple[Reduction, ...]:
         """How the statistics of each factor get from those that have them to its holders."""
@@ -146,6 +195,8 @@ class BlockPlacement:
 
     def _reduction(self, factor: int) -> Reduction:
         holders = self.holding(factor)
+        if self.made and self.made[factor]:
+            return Reduction((), None, ())
         group = tuple(sorted({*self.contributing(factor), *holders}))
         if holders == self.everyone:
             return Reduction(group, None, ())
@@ -226,15 +277,38 @@ class Placement:
         for index, owner in enumerate(block.owners):
             held = block.holds(owner, index)
             require(held, work.name, f"owner {owner} does not hold what it solves")
+        self._validate_residents(work, block, require)
         known = block.wire is None or block.wire in ITEM_BYTES
         require(known, work.name, f"wire must be one of {', '.join(ITEM_BYTES)}, not {block.wire}")
+
+    def _validate_residents(
+        self, work: BlockWork, block: BlockPlacement, require: Callable[[bool, str, str], None]
+    ) -> None:
+        workers, name = block.gradient_workers, work.name
+        for index, factor in enumerate(work.factors):
+            made = bool(block.made) and block.made[index]
+            resident = bool(work.resident) and work.resident[index]
+            require(made != factor.captured, name, f"factor {factor.name}: made or reduced")
+            if resident:
+                owned = block.owners[index] in workers
+                require(owned, name, f"factor {factor.name} must be owned by a gradient worker")
+            if made:
+                where = block.holding(index) == tuple(sorted(workers))
+                require(where, name, f"factor {factor.name} is held by other than its makers")
+            if factor.name in work.unsolved:
+                holding = set(workers) <= set(block.holding(index))
+                require(holding, name, f"factor {factor.name} is not held where it is used")
+            for needed in factor.needs:
+                ranks = block.needing([f.name for f in work.factors].index(needed))
+                told = set(block.contributing(index)) <= set(ranks)
+                require(told, name, f"contributors to {factor.name} lack the data of {needed}")
 
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; equal on all ranks, or they must not start."""
         everything = asdict(self)
         for work in everything["work"]:
-            for name in ("second_order", "dtype", "device", "parameters"):
+            for name in ("second_order", "dtype", "device", "parameters", "state", "after"):
                 del work[name]
         text = json.dumps(everything, sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
@@ -247,8 +321,7 @@ class Placement:
         """
         found = set()
         for block in self.blocks:
-            for owner in block.owners:
-                found.add(share_group(owner, block.gradient_workers))
+            found.update(map(block.sharing, range(len(block.owners))))
             for worker in block.gradient_workers:
                 found.add(exchange_group(worker, block.sources))
             for way in block.reductions:
@@ -337,6 +410,59 @@ class Placement:
             f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
         )
         return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
+
+
+def complete(placement: Placement) -> Placement:
+    """Return a placement with what follows from the work, whichever strategy it is of.
+
+    What is made of the averaged gradient stays with the gradient workers, who have it. What solves
+    start from is at their owners. A factor that is used as it is comes to those who use it, and
+    second-order data come to those who make statistics with them.
+
+    Args:
+        placement: A strategy's answer.
+
+    Returns:
+        The same object, where nothing is to be changed.
+    """
+    pairs = list(zip(placement.work, placement.blocks, strict=True))
+    if all(work.plain for work, _ in pairs):
+        return placement
+    blocks = tuple(block if work.plain else _completed(work, block) for work, block in pairs)
+    return replace(placement, blocks=blocks)
+
+
+def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
+    workers = tuple(sorted(block.gradient_workers))
+    owners, contributors, holders = [], [], []
+    for index, factor in enumerate(work.factors):
+        owner, holding = block.owners[index], set(block.holding(index))
+        if work.resident and work.resident[index] and owner not in workers:
+            owner = block.gradient_workers[0]
+            holding.add(owner)
+        if factor.name in work.unsolved:
+            holding.update(workers)
+        owners.append(owner)
+        contributors.append(block.contributing(index) if factor.captured else workers)
+        holders.append(tuple(sorted(holding)) if factor.captured else workers)
+    everyone = (block.everyone,) * len(work.factors)
+    names = [factor.name for factor in work.factors]
+    readers: list[set[int]] = [set() for _ in names]
+    for index, factor in enumerate(work.factors):
+        for needed in factor.needs:
+            readers[names.index(needed)].update(contributors[index])
+    made = tuple(not factor.captured for factor in work.factors)
+    return replace(
+        block,
+        owners=tuple(owners),
+        contributors=() if tuple(contributors) == everyone else tuple(contributors),
+        holders=() if tuple(holders) == everyone else tuple(holders),
+        deferred=block.deferred and not work.unsolved and not any(made),
+        made=made if any(made) else (),
+        readers=tuple(tuple(sorted(r.difference(workers))) for r in readers)
+        if any(r.difference(workers) for r in readers)
+        else (),
+    )
 
 
 def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class _Sharded(Strategy):
         wire: str | None = None,
     ) -> Placement:
         groups, notes = _groups(ranks, ranks if group is None else group)
-        totals = [sum(self.cost(factor) for factor in block.factors) for block in work]
+        totals = [b.elements + sum(self.cost(factor) for factor in b.factors) for b in work]
         chosen = assign_to_groups(totals, [len(members) for members in groups])
         workers, owners = [0] * len(work), [0] * len(work)
         for number, members in enumerate(groups):

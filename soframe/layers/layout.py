@@ -1,0 +1,86 @@
+"""Layouts: how parameters become the gradient matrix of a block, and back.
+
+A `LayerHelper` is a layout that also knows rows. A method that reads gradients alone needs a layout
+and nothing else, and the plain one fits any parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+
+class BlockShape(NamedTuple):
+    """The shape of a block's gradient matrix, bias column included."""
+
+    groups: int
+    out_features: int
+    in_features: int
+
+
+class Layout(Protocol):
+    """How the parameters of a block become the matrix ``[groups, out, in]``."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose parameters they are."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters, by their names in the module (dotted for those of a submodule)."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the matrix."""
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return tensors of the parameters' shapes, by name, as the matrix."""
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """Undo `pack`."""
+
+
+class PlainLayout:
+    """The layout of one parameter, of any shape: ``[1, shape[0], the rest]``.
+
+    A scalar is ``[1, 1, 1]``, a vector ``[1, n, 1]``, and the weight of a convolution has a row for
+    each output channel.
+
+    Args:
+        module: The module.
+        name: The parameter's name in it.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self.module, self._name, self._parameter = module, name, parameter
+        rows = parameter.shape[0] if parameter.dim() > 0 else 1
+        self.shape = BlockShape(1, rows, prod(parameter.shape[1:]))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """See `Layout.parameters`: one."""
+        return {self._name: self._parameter}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See `Layout.pack`: a view."""
+        return tensors[self._name].reshape(tuple(self.shape))
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """See `Layout.unpack`: a view."""
+        return {self._name: matrix.reshape(self._parameter.shape)}
+
+
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return what a module has under a name now, which may be dotted.
+
+    Args:
+        module: The module.
+        name: ``"weight"``, or ``"out_proj.weight"`` for that of a submodule.
+    """
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path)._parameters.get(last)
