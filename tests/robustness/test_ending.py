@@ -65,7 +65,9 @@ def destroy(rank: int, ranks: int, strategy: str) -> tuple[int, int, str]:
         run.step(step)
     before = threads_of_gloo()
     dist.destroy_process_group()
-    after = threads_of_gloo()
+    until = time.monotonic() + 10  # a thread that has returned is in /proc for a moment still
+    while (after := threads_of_gloo()) and time.monotonic() < until:
+        time.sleep(0.01)
     try:
         run.preconditioner.step()
     except RuntimeError as error:

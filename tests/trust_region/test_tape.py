@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
+from soframe.derivatives import tape
 from soframe.derivatives.forward import Forward, Outputs
 from soframe.derivatives.jacobian import jacobian_product, jacobian_products
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
 from soframe.kernels import products
 from soframe.testing import compare
-from soframe.trust_region import tape
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import vector
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.derivatives import jacobian, tangents
 from soframe.derivatives.twice import tangents_by_gradients
 from soframe.testing import compare
-from soframe.trust_region import jacobian, tangents
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import run_ranks
 from tests.trust_region.kit import trust_region, vector
