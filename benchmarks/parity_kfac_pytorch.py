@@ -157,8 +157,8 @@ def attach_soframe(
     def factors() -> Numbers:
         found = {f"{b.name}.{f}": tensor[0] for b in own._blocks for f, tensor in b.running.items()}
         for block in own._blocks:
-            if isinstance(block.helper.module, nn.Conv2d):
-                order = patch_order(block.helper.module, len(found[f"{block.name}.A"]))
+            if isinstance(block.layout.module, nn.Conv2d):
+                order = patch_order(block.layout.module, len(found[f"{block.name}.A"]))
                 found[f"{block.name}.A"] = found[f"{block.name}.A"][order][:, order]
         return found
 

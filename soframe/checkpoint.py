@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from soframe.blocks.block import Block
 from soframe.comm.agreement import gather_texts
-from soframe.comm.packing import packed_size
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
@@ -88,9 +87,12 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
         sums = settled(backend, block, place, "state") if block.pending > 0 else block.running
         for index, factor in enumerate(block.factors):
             if backend.rank == place.owners[index] and factor.name in sums:
-                found[_factor(block, factor.name)] = pack(sums[factor.name]).clone()
+                found[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
+        if block.updates and backend.rank == place.gradient_workers[0]:
+            for name in block.states:
+                found[_state(block, name)] = block.state[name]
         if block.solved:
-            for index, factor in enumerate(block.factors):
+            for index, factor, _ in block.solved_here:
                 if backend.rank == _writer(place, index):
                     for name, tensor in block.second_order[factor.name].items():
                         found[_second_order(block, factor.name, name)] = tensor
@@ -194,7 +196,7 @@ def _check_tensors_named(saved: dict[str, Any], blocks: list[Block]) -> None:
     Raises:
         ValueError: If it has not.
     """
-    if saved["version"] < state.VERSION:
+    if saved["version"] < 3:
         return
     entries = saved.get(TENSORS)
     if not isinstance(entries, dict):
@@ -210,8 +212,8 @@ def _names(saved: dict[str, Any], blocks: list[Block]) -> list[str]:
     names = []
     for block in blocks:
         header = saved["blocks"][block.name]
-        if header["mass"] > 0:
-            names += [_factor(block, factor.name) for factor in block.factors]
+        names += [_factor(block, name) for name in state.masses_of(header, block)]
+        names += [_state(block, name) for name in block.states if header.get("updates")]
         if _usable(header, block):
             names += [_second_order(block, factor, name) for factor, name, _ in block.flat_specs()]
     return names
@@ -233,13 +235,16 @@ def _wanted(
     for block, place in zip(blocks, placement.blocks, strict=True):
         header = saved["blocks"][block.name]
         for index, factor in enumerate(block.factors):
-            if header["mass"] > 0 and place.holds(rank, index):
-                shape: tuple[int, ...] = (factor.groups, packed_size(factor.size))
+            if factor.name in state.masses_of(header, block) and place.holds(rank, index):
                 name = _factor(block, factor.name)
-                wanted[name] = room(name, shape, block)
-        if _usable(header, block) and rank in place.gradient_workers:
-            for factor_name, tensor_name, spec in block.flat_specs():
-                name = _second_order(block, factor_name, tensor_name)
+                wanted[name] = room(name, factor.packed_shape, block)
+            if _usable(header, block) and rank in place.needing(index):
+                for tensor_name, spec in block.tensors.get(factor.name, {}).items():
+                    name = _second_order(block, factor.name, tensor_name)
+                    wanted[name] = room(name, tuple(spec.shape), block)
+        if header.get("updates") and rank in place.gradient_workers:
+            for state_name, spec in block.states.items():
+                name = _state(block, state_name)
                 wanted[name] = room(name, tuple(spec.shape), block)
     return wanted
 
@@ -248,7 +253,10 @@ def _arrange(saved: dict[str, Any], blocks: list[Block], tensors: dict[str, Tens
     """Put tensors where a state has them; what this rank does not hold stays away."""
     for block in blocks:
         header = saved["blocks"][block.name]
-        factors = [factor.name for factor in block.factors]
+        factors = list(state.masses_of(header, block))
+        header["state"] = {
+            name: tensors[full] for name in block.states if (full := _state(block, name)) in tensors
+        }
         header["factors"] = {f: tensors.get(_factor(block, f)) for f in factors}
         header["second_order"] = {
             factor: {
@@ -256,7 +264,7 @@ def _arrange(saved: dict[str, Any], blocks: list[Block], tensors: dict[str, Tens
                 for name in block.tensors[factor]
                 if (full := _second_order(block, factor, name)) in tensors
             }
-            for factor in factors
+            for factor in block.tensors
             if _usable(header, block)
         }
 
@@ -274,6 +282,10 @@ def _writer(place: BlockPlacement, factor: int) -> int:
 
 def _factor(block: Block, factor: str) -> str:
     return f"{block.name}/factors/{factor}"
+
+
+def _state(block: Block, name: str) -> str:
+    return f"{block.name}/state/{name}"
 
 
 def _second_order(block: Block, factor: str, name: str) -> str:

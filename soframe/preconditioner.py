@@ -12,7 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,8 +42,10 @@ from soframe.damping.policies import DampingChoice
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
 from soframe.gradients.accumulation import Accumulation
+from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Limits, clip
 from soframe.gradients.effect import Effect
+from soframe.gradients.incoming import Incoming
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -56,6 +58,7 @@ from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.transfer import Watch, hand_over
+from soframe.statistics.running import observe
 from soframe.statistics.window import Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
@@ -130,12 +133,15 @@ class Preconditioner(Joinable):
         loss: What the Fisher is of, where it is not empirical: a name, class or instance.
         gradients: What ``.grad`` holds before `step`: ``"averaged"`` over ranks, as DDP does, or
             ``"local"``, this rank's own, which `step` averages (`soframe.comm.leave_gradients`).
+        auxiliary: The method of all trainable parameters that ``method`` leaves out, such as
+            ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
 
     Attributes:
         backend: How tensors travel.
         placement: Who owns, preconditions and receives what.
         counters: Updates and statistics that were skipped since something was not finite, and
             factorisations that were retried in float64 or failed.
+        updated: Whether the last step rewrote gradients; False where it zeroed them.
 
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
@@ -179,6 +185,7 @@ class Preconditioner(Joinable):
         fisher: str = "empirical",
         loss: str | type[Loss] | Loss | None = None,
         gradients: Literal["averaged", "local"] = "averaged",
+        auxiliary: Choice = None,
     ) -> None:
         super().__init__()
         self.backend = building.choose_backend(backend)
@@ -207,10 +214,20 @@ class Preconditioner(Joinable):
             self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
             self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
             self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+            self.updated = False
             chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
             self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
-            parts = (method, solver, dict(layers or {}), tuple(skip), dtype)
-            self._choices = Choices(*parts, fisher == "forward-only", self._damping)
+            self._choices = Choices(
+                method=method,
+                solver=solver,
+                layers=dict(layers),
+                skip=tuple(skip),
+                dtype=dtype,
+                forward_only=fisher == "forward-only",
+                damping=self._damping,
+                scaling=scaling,
+                auxiliary=auxiliary,
+            )
             self._capture = Capture(probing=self._fisher.probed)
             self._closed = False
             self._blocks: list[Block] = []
@@ -281,16 +298,23 @@ class Preconditioner(Joinable):
     def _take_step(self) -> None:
         self._statistics.arrive()
         finite, weights, now = self._agree()
-        work = (self.placement, self.backend, now.damping, self.counters)
         if weights is not None:
             self._refresh.learn(self._blocks, self._statistics, self.backend, self._steps)
             self._statistics.fold(weights, now.decay)
-        due = self._refresh.due(self._blocks, self.placement, self._steps)
-        rest = (self._raw.raw, self._steps, () if weights is None else self._statistics.due)
-        raw, results = self._background.update(self._blocks, due, *work, *rest)
-        if finite and clip(results, raw, self._raw, now.limits, self._lrs, self._steps):
+        incoming = Incoming(self._blocks, self._raw)
+        if finite:
+            self._observe(incoming, now, after=False)
+        directions = self._update(incoming, now, () if weights is None else self._statistics.due)
+        results = directions.matrices
+        self.updated = finite and clip(
+            results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
+        )
+        if self.updated:
             for block, result in results.items():
                 block.write(result)
+            directions.commit()
+            self._observe(incoming, now, after=True)
+            self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
             gradients.discard(self._model)
@@ -299,18 +323,70 @@ class Preconditioner(Joinable):
         self._refresh.owed = max(0, self._refresh.owed - 1)
         self._begin()
 
+    def _observe(self, incoming: Incoming, now: Now, *, after: bool) -> None:
+        """Let methods that read averaged gradients take their statistics."""
+        for block, place in zip(self._blocks, self.placement.blocks, strict=True):
+            reads = len(block.captured) < len(block.factors)
+            if not reads or block.method.refreshes_after != after:
+                continue
+            if block not in incoming.gradients:
+                continue
+            gradient = incoming.gradients[block]
+            factors = {} if gradient is None else block.method.observe(gradient, block.data)
+            observe(block, factors, place, self.backend.rank, now.decay)
+
+    def _due(self, *, after: bool) -> list[Block]:
+        due = self._refresh.due(self._blocks, self.placement, self._steps)
+        return [block for block in due if block.method.refreshes_after == after]
+
+    def _update(self, incoming: Incoming, now: Now, changed: Collection[Block]) -> Directions:
+        """Solve what is due before directions are made, and make them."""
+        _, directions = self._background.update(
+            self._blocks,
+            self._due(after=False),
+            self.placement,
+            self.backend,
+            now.damping,
+            self.counters,
+            gradients=incoming.raw,
+            step=self._steps,
+            changed=changed,
+        )
+        return directions
+
+    def _solve_after(self, now: Now) -> None:
+        """Solve what is due once directions are made."""
+        self._background.solve_after(
+            self._blocks,
+            self._due(after=True),
+            self.placement,
+            self.backend,
+            damping=now.damping,
+            counters=self.counters,
+            step=self._steps,
+        )
+
     @torch.no_grad()
     def precondition_again(self, damping: float) -> None:
         """After `step`, precondition what `.grad` holds now, with another damping.
+
+        Nothing that methods keep changes.
 
         Args:
             damping: The damping, of blocks without one of their own. Solvers that damp when they
                 solve stay with it until they solve.
         """
         due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
-        work = (self.placement, self.backend, damping, self.counters, self._raw.now)
-        _, results = self._background.update(self._blocks, due, *work)
-        for block, result in results.items():
+        _, directions = self._background.update(
+            self._blocks,
+            due,
+            self.placement,
+            self.backend,
+            damping,
+            self.counters,
+            gradients=self._raw.now,
+        )
+        for block, result in directions.matrices.items():
             block.write(result)
 
     @property
@@ -403,14 +479,30 @@ class Preconditioner(Joinable):
 
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
-        numbers = (self._damping, self._decay, self._bounds, self._refresh)
-        words = (self._scaling, self._loss_average, self._fisher.kind, self._lrs)
-        tensors = building.averaged_tensors(self._model, self._gradients)
-        counted = building.describe_samples(self._samples)
-        others = (*numbers, *words, tensors, counted, self._sampler, self.backend.fused)
-        parts = (self._model, self._choices, self._lrs, self._strategy, self.backend)
+        settings = (
+            self._damping,
+            self._decay,
+            self._bounds,
+            self._refresh,
+            self._scaling,
+            self._loss_average,
+            self._fisher.kind,
+            self._lrs,
+            building.averaged_tensors(self._model, self._gradients),
+            building.describe_samples(self._samples),
+            self._sampler,
+            self.backend.fused,
+        )
         registration, placement = building.build(
-            *parts, self._background, others, owner=self._capture, first=not self._blocks
+            self._model,
+            choices=self._choices,
+            rates=self._lrs,
+            strategy=self._strategy,
+            backend=self.backend,
+            background=self._background,
+            settings=settings,
+            owner=self._capture,
+            first=not self._blocks,
         )
         if self._blocks:
             self._land("Preconditioner.step()")
@@ -424,12 +516,25 @@ class Preconditioner(Joinable):
         if old:
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)
-        seen = (self._capture, self._accumulation)
-        self._effect = Effect(self._model, self._blocks, *seen, rebuilt=bool(old))
-        averages = (self._loss_average, self.backend.world_size, self._fisher.probed)
-        scale = Scale(self._scaling, *averages)
-        how = (scale, self._samples, self._loss_scale.now, self._capture, self._sampler)
-        statistics = Statistics(self._blocks, placement, self.backend, *how)
+        self._effect = Effect(
+            self._model, self._blocks, self._capture, self._accumulation, rebuilt=bool(old)
+        )
+        scale = Scale(
+            scaling=self._scaling,
+            loss_average=self._loss_average,
+            world_size=self.backend.world_size,
+            own_gradients=self._fisher.probed,
+        )
+        statistics = Statistics(
+            self._blocks,
+            placement,
+            self.backend,
+            scale=scale,
+            samples=self._samples,
+            grad_scale=self._loss_scale.now,
+            capture=self._capture,
+            sampler=self._sampler,
+        )
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
@@ -530,8 +635,15 @@ class Preconditioner(Joinable):
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
         self._land("Preconditioner.state_dict()")
-        now = (self.counters, self._steps, self._refresh.owed, self._scaling)
-        saved = state.save(self._blocks, self.placement, self.backend, *now)
+        saved = state.save(
+            self._blocks,
+            self.placement,
+            self.backend,
+            counters=self.counters,
+            step=self._steps,
+            owed_statistics=self._refresh.owed,
+            scaling=self._scaling,
+        )
         return checksums.seal({**saved, "initial_lrs": self._lrs.state()})
 
     def _land(self, what: str) -> None:

@@ -131,7 +131,7 @@ def put_gradients(model: nn.Module, seed: int = 7) -> None:
 
 def gradient_matrix(block: Block) -> Tensor:
     """The gradient ``[groups, out, in]`` of a block, taken from the parameters by hand."""
-    module = block.helper.module  # features of a convolution: kernel position, channel
+    module = block.layout.module  # features of a convolution: kernel position, channel
     groups = getattr(module, "groups", 1)
     columns = []
     for name, parameter in module.named_parameters():
@@ -173,7 +173,7 @@ def check_exact(
     if loss_average != "local":
         batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
     for name, block in blocks(own).items():
-        layer = "" if block.helper.module is model else name
+        layer = "" if block.layout.module is model else name
         exact = [layer_fisher(model, layer, x, loss, y, kind=kind) for x, y in batches]
         result = gradient_matrix(block)
         for group, (a, g) in enumerate(zip(*factors(own, name), strict=True)):

@@ -197,7 +197,7 @@ def test_the_moment_of_a_common_input_is_computed_once_at_its_turn(calls: list[A
             model(randn(4, 2, 3, seed=step), other=False).square().mean().backward()
             own.step()
             inputs = [helper for name, helper in calls if name == "input_moment"]
-            attention = {blocks(own)[name].helper for name in "qk"}
+            attention = {blocks(own)[name].layout for name in "qk"}
             taken = len(attention.intersection(inputs))
             assert taken in (0, 1)
             seen += taken

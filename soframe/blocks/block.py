@@ -32,7 +32,7 @@ class Block:
         method: The curvature method.
         solver: The solver of factors for which the method chooses none.
         dtype: The dtype of factors and second-order data.
-        layout: How the parameters become the gradient matrix; by default the first helper.
+        layout: How the parameters become the gradient matrix: the first helper, where there is one.
         arrived: The running factors that this rank holds, by name: in their shape, or packed as
             triangles where the placement says so; empty before the first statistics. Without what
             is under way: see ``running``.
@@ -59,6 +59,7 @@ class Block:
         rows: How many rows, over all ranks, statistics were made of when last asked; 0 if never.
         input_of: The name of the first block that was called with the same input then.
         damping: In place of the preconditioner's; None for that. The same on every rank.
+        auxiliary: Whether its method is the auxiliary one.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Block:
     method: Method
     solver: Solver
     dtype: torch.dtype
-    layout: Layout = None  # type: ignore[assignment]  # the first helper, see __post_init__
+    layout: Layout
     arrived: dict[str, Tensor] = field(default_factory=dict)
     lower: set[str] = field(default_factory=set)
     under_way: list[Task] = field(default_factory=list)
@@ -84,10 +85,9 @@ class Block:
     rows: int = 0
     input_of: str = ""
     damping: float | None = None
+    auxiliary: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout is None:
-            self.layout = self.helpers[0]
         self.shape: BlockShape = self.layout.shape
         factors = self.method.factors(self.shape)
         if isinstance(self.layout, LayerHelper):
@@ -178,7 +178,7 @@ class Block:
             if name in factor.needs:
                 self.gathered -= {factor.name}
                 for kept in (self.masses, self.arrived, self.sums):
-                    kept.pop(factor.name, None)  # type: ignore[attr-defined]  # all are dicts
+                    kept.pop(factor.name, None)
                 self.lower.discard(factor.name)
 
     @property

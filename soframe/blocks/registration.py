@@ -15,7 +15,8 @@ from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
-from soframe.methods.base import Method
+from soframe.layers.layout import Layout, PlainLayout, parameter_of
+from soframe.methods.base import Candidate, Method
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
@@ -36,6 +37,8 @@ class Choices:
         dtype: The dtype of factors; None for the parameters', at least float32.
         forward_only: Whether the factors of the outputs are the identity.
         damping: The damping policy, which may put a solver around each block's.
+        scaling: The convention of scale, for which not every method is defined.
+        auxiliary: The method of every parameter that no other has; None to leave them alone.
     """
 
     method: Choice
@@ -45,6 +48,8 @@ class Choices:
     dtype: torch.dtype | None = None
     forward_only: bool = False
     damping: DampingPolicy | None = None
+    scaling: str = "fisher"
+    auxiliary: Choice = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -94,8 +99,14 @@ class Registration:
                 raise TypeError(f"layers[{pattern!r}] must be a LayerHelper class, not {helper!r}")
         self._methods = _PerLayer("method", choices.method, Method)
         self._solvers = _PerLayer("solver", choices.solver, Solver)
+        self._auxiliary: Method | None = None
+        if choices.auxiliary is not None:
+            self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
+        for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
+            _require_direction(method)
         self.blocks: list[Block] = []
         self._register()
+        self._register_parameters()
         self.report = self._make_report()
         self._warn_unused()
 
@@ -114,10 +125,17 @@ class Registration:
                     sharers.setdefault(id(parameter), []).append((name, module))
         attention = [n for n, m in modules if isinstance(m, nn.MultiheadAttention)]
         self._sharers = sharers
+        self._in_block: dict[int, Block] = {}
         done: set[int] = set()
         for name, module in modules:
-            if id(module) in done:
+            if id(module) in done or not self._is_observed(name):
                 continue
+            helper = self._helper_class(name, module)
+            if helper is not None and self._reason(name, module, attention) is None:
+                names = helper.names(module)
+                if not set(names) <= {"weight", "bias"}:
+                    done.update(self._add_blocks(name, module, helper, names))
+                    continue
             weight = module._parameters.get("weight")
             tied = sharers[id(weight)] if weight is not None else [(name, module)]
             tied = list({id(m): (n, m) for n, m in tied}.values())  # one has it by two names
@@ -146,7 +164,10 @@ class Registration:
             return f"it has parameters without elements: {', '.join(empty)}"
         if name.rpartition(".")[0] in attention and name.endswith("out_proj"):
             return "nn.MultiheadAttention uses its weight without calling it"
-        return helper.unsupported(module)
+        why = helper.unsupported(module)
+        if why is None and not helper.names(module):
+            raise _nameless(name, module, helper)
+        return why
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
@@ -167,8 +188,6 @@ class Registration:
 
     def _add_block(self, tied: Sequence[tuple[str, nn.Module]]) -> None:
         name, module = tied[0]
-        for other_name, other in tied:
-            self._require_known_names(other_name, other)
         weight = module._parameters["weight"]
         biases = [m._parameters.get("bias") for _, m in tied]
         # A bias belongs to the block only if the block has all of its gradient.
@@ -199,38 +218,181 @@ class Registration:
             for _, other in tied:
                 self._explain(other, "its weight is shared with a layer of another geometry")
             return
-        parameters = list(helpers[0].parameters.values())
-        method: Method = self._methods.choose(name)
-        solver: Solver = self._solvers.choose(name)
-        damping = self._choices.damping
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
-        block = Block(
-            name or type(module).__name__,
-            tuple(helpers),
-            method.forward_only() if self._choices.forward_only else method,
-            solver if damping is None else damping.solver(solver),
-            factor_dtype(parameters, self._choices.dtype),
-        )
-        if (why := block.solver.unsupported(block.factors)) is not None:
-            raise ValueError(
-                f"{block.name}: {block.solver!r} cannot solve the factors of {block.method!r}: "
-                f"{why}"
-            )
-        self.blocks.append(block)
+        self._append(name, self._methods.choose(name), tuple(helpers))
 
-    def _require_known_names(self, name: str, module: nn.Module) -> None:
-        """Check that a module which a helper says it serves has what blocks are made of."""
-        if module._parameters.get("weight") is None:
-            own = ", ".join(n for n, p in module._parameters.items() if p is not None)
-            helper = self._helper_class(name, module)
-            assert helper is not None
+    def _add_blocks(
+        self, name: str, module: nn.Module, helper: type[LayerHelper], names: Sequence[str]
+    ) -> list[int]:
+        """Add the blocks of a module whose helper names its parameters.
+
+        Returns:
+            The modules that need no further look.
+
+        Raises:
+            ValueError: If the helper names what the module has not, or one parameter twice.
+        """
+        method: Method = self._methods.choose(name)
+        trained = []
+        for key in names:
+            parameter = parameter_of(module, key)
+            if parameter is None:
+                raise ValueError(
+                    f"module {name!r}: {helper.__name__}.names() has {key!r}, and "
+                    f"{type(module).__name__} has no such parameter"
+                )
+            owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
+            if not parameter.requires_grad:
+                self._reasons[id(parameter)] = "frozen"
+            elif len(owners) > 1:
+                self._reasons[id(parameter)] = (
+                    f"{key} is shared with another module, and {helper.__name__} sees this one's "
+                    f"calls alone"
+                )
+            else:
+                trained.append(key)
+        for one in helper.of(module, trained, joint=method.joint):
+            _require_own_parameters(name, one)
+            for parameter in one.parameters.values():
+                if id(parameter) in self._in_block:
+                    raise ValueError(f"{name}: {helper.__name__}.of() has a parameter twice")
+            self._append(f"{name}.{one.part}" if one.part else name, method, (one,))
+        inner = {key.rpartition(".")[0] for key in names}
+        return [id(module), *(id(module.get_submodule(path)) for path in inner if path)]
+
+    def _append(
+        self,
+        name: str,
+        method: Method,
+        helpers: tuple[LayerHelper, ...],
+        layout: Layout | None = None,
+        *,
+        auxiliary: bool = False,
+    ) -> None:
+        """Add a block."""
+        damping, solver = self._choices.damping, self._solvers.find(name)
+        if solver is None:
+            # Methods that read gradients alone choose their solvers themselves.
+            solver = self._solvers.choose(name) if method.captures else _eigen()
+        one = helpers[0] if layout is None else layout
+        if self._choices.forward_only and method.captures:
+            method = method.forward_only()
+        if self._choices.scaling not in method.scalings:
             raise ValueError(
-                f"module {name!r} ({type(module).__name__}) has no parameter 'weight' but {own}, "
-                f"while {helper.__name__}.unsupported() accepts it: blocks are made of parameters "
-                f"named 'weight' and 'bias'. Let unsupported() return a reason, skip the module "
-                f"(skip=[{name!r}]), or give the parameters these names"
+                f"{name}: {method!r} is not defined under scaling={self._choices.scaling!r}: pass "
+                f"scaling='fisher', or skip the module"
             )
+        block = Block(
+            name=name or type(one.module).__name__,
+            helpers=helpers,
+            method=method,
+            solver=solver if damping is None else damping.solver(solver),
+            dtype=factor_dtype(list(one.parameters.values()), self._choices.dtype),
+            layout=one,
+            auxiliary=auxiliary,
+        )
+        for chosen in dict.fromkeys(solver for _, _, solver in block.solved_here):
+            mine = [factor for _, factor, solver in block.solved_here if solver is chosen]
+            if (why := chosen.unsupported(mine)) is not None:
+                raise ValueError(
+                    f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"
+                )
+        self.blocks.append(block)
+        self._in_block.update({id(p): block for p in block.parameters.values()})
+
+    # -- parameters whose gradients alone are read --------------------------------------------
+
+    def _is_observed(self, name: str) -> bool:
+        """Return whether the calls of a module are to be observed, if it can have a block."""
+        method: Method | None = self._methods.find(name)
+        return self._auxiliary is None if method is None else method.captures
+
+    def _register_parameters(self) -> None:
+        """Add blocks of single parameters, for methods that read gradients alone."""
+        owners = {id(m): n for n, m in self._model.named_modules()}
+        last = self._last_linear()
+        for full, parameter in self._model.named_parameters():
+            if id(parameter) in self._in_block:
+                continue
+            sharers = self._sharers.get(id(parameter), [])
+            if not parameter.requires_grad:
+                self._reasons.setdefault(id(parameter), "frozen")
+                continue
+            name, module = sharers[0] if sharers else (full.rpartition(".")[0], self._model)
+            name = owners.get(id(module), name)
+            reason = self._add_parameter(full, parameter, name, module, last)
+            if reason is None:
+                continue
+            if self._auxiliary is None:
+                self._reasons.setdefault(id(parameter), reason)
+                continue
+            self._require_trainable(full, parameter)
+            layout = PlainLayout(module, full.rpartition(".")[2])
+            self._notes[full] = self._reasons.get(id(parameter), reason)
+            self._append(full, self._auxiliary, (), layout, auxiliary=True)
+
+    def _add_parameter(
+        self,
+        full: str,
+        parameter: nn.Parameter,
+        name: str,
+        module: nn.Module,
+        last: nn.Parameter | None,
+    ) -> str | None:
+        """Add the block of a parameter, or return why it has none."""
+        pattern = self._skipping(module)
+        if pattern is not None:
+            return f"skipped by {pattern!r}"
+        method: Method | None = self._methods.find(name)
+        if method is None:
+            return "no pattern of method= matches its module"
+        if method.captures:
+            return self._reasons.get(id(parameter), "its layer has no block")
+        self._require_trainable(full, parameter)
+        layout = self._layout(name, module, full.rpartition(".")[2])
+        embeds = any(isinstance(m, nn.Embedding) for _, m in self._sharers[id(parameter)])
+        candidate = Candidate(
+            name=full,
+            module=module,
+            parameters=tuple(layout.parameters),
+            shape=layout.shape,
+            last=parameter is last or embeds,
+        )
+        reason = method.unsuited(candidate)
+        if reason is not None:
+            return reason
+        sharers = [n for n, _ in self._sharers[id(parameter)]]
+        if len(set(sharers)) > 1:
+            self._notes[full] = "shared by " + ", ".join(dict.fromkeys(sharers))
+        self._append(full, self._methods.choose(name), (), layout)
+        return None
+
+    def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
+        """Return the layout of one parameter: its layer's, where that has another shape."""
+        plain = PlainLayout(module, key)
+        helper = self._helper_class(name, module)
+        if helper is None or key not in helper.names(module) or helper.unsupported(module):
+            return plain
+        for one in helper.of(module, [key], joint=False):
+            if set(one.parameters) == {key} and tuple(one.shape) != tuple(plain.shape):
+                return one
+        return plain
+
+    def _last_linear(self) -> nn.Parameter | None:
+        """Return the weight of the head: tied to an embedding, or else the last Linear's."""
+        linear = [m for m in self._model.modules() if isinstance(m, nn.Linear)]
+        weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
+        embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        tied = [weight for weight in weights if id(weight) in embeddings]
+        every = tied or weights
+        return every[-1] if every else None
+
+    def _require_trainable(self, full: str, parameter: nn.Parameter) -> None:
+        """Check that a parameter can have a block of its own."""
+        if parameter.is_complex() or parameter.numel() == 0:
+            what = "is complex" if parameter.is_complex() else "has no elements"
+            raise ValueError(f"{full} {what}, which no method takes: freeze it")
 
     def _explain(self, module: nn.Module, reason: str, name: str = "") -> None:
         for parameter in module._parameters.values():
@@ -251,7 +413,8 @@ class Registration:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
             else:
-                method = f"{_name(block.method)} / {_name(block.solver)}"
+                solvers = [_name(solver) for _, _, solver in block.solved_here]
+                method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
                 note = self._notes.get(block.name, "")
                 rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows))
@@ -277,6 +440,14 @@ class _PerLayer:
         self._by_pattern = {key: registry.build(value, base) for key, value in patterns.items()}
         self._used: set[str] = set()
 
+    def all(self) -> list[Any]:
+        return list(self._by_pattern.values())
+
+    def find(self, name: str) -> Any | None:
+        """Return the component of a module, if a pattern matches its name."""
+        pattern = first_match(self._by_pattern, name)
+        return None if pattern is None else self._by_pattern[pattern]
+
     def choose(self, name: str) -> Any:
         pattern = first_match(self._by_pattern, name)
         if pattern is None:
@@ -299,16 +470,40 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
         )
 
 
+def _eigen() -> Solver:
+    """Return the solver of blocks that no pattern of ``solver=`` names, and that may need none."""
+    solver: Solver = KINDS["solver"].build("eigen", Solver)
+    return solver
+
+
+def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:
+    names = ", ".join(n for n, p in module._parameters.items() if p is not None)
+    return ValueError(
+        f"module {name!r} ({type(module).__name__}) has no parameter 'weight' but {names}, "
+        f"while {helper.__name__}.unsupported() accepts it: let {helper.__name__}.names() "
+        f"return the names of its parameters, let unsupported() return a reason, or skip the "
+        f"module (skip=[{name!r}])"
+    )
+
+
 def _require_own_parameters(name: str, helper: LayerHelper) -> None:
-    """Check that a helper names parameters as the module does: it finds their tensors by that."""
-    own = helper.module._parameters
+    """Check that a helper names parameters as the module does: hooks find them by that."""
     for key, parameter in helper.parameters.items():
-        if key not in ("weight", "bias") or own.get(key) is not parameter:
+        if parameter_of(helper.module, key) is not parameter:
             raise ValueError(
-                f"module {name!r}: {type(helper).__name__}.parameters has {key!r}, which is no "
-                f"'weight' or 'bias' of the module's own ({', '.join(own)}): use the module's "
-                f"names, or skip the module (skip=[{name!r}])"
+                f"module {name!r}: {type(helper).__name__}.parameters has {key!r}, which is not "
+                f"what the module has under that name ({', '.join(helper.module._parameters)}): "
+                f"use the module's names, or skip the module (skip=[{name!r}])"
             )
+
+
+def _require_direction(method: Method) -> None:
+    """Check that a method says what becomes of a gradient."""
+    kind = type(method)
+    if kind.direct is Method.direct and kind.precondition is Method.precondition:
+        raise TypeError(
+            f"method {kind.__name__} has neither direct() nor precondition(): write one"
+        )
 
 
 def _name(component: object) -> str:

@@ -18,6 +18,7 @@ from soframe.blocks.block import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
 from soframe.kernels import products
+from soframe.methods.base import Given
 from soframe.specs import TensorSpec
 from soframe.strategies.placement import Placement, exchange_group
 
@@ -36,7 +37,7 @@ def precondition(
     damping: float,
     gradients: Mapping[Block, Tensor | None],
     arrive: Callable[[Block], None],
-) -> dict[Block, Tensor]:
+) -> Directions:
     """Precondition on the gradient workers and send the result to the receivers.
 
     Every rank enters the same collectives whatever gradients it has: a worker without a gradient
@@ -52,13 +53,14 @@ def precondition(
         arrive: Called for a block before its second-order data is used.
 
     Returns:
-        The preconditioned gradient of each of these blocks, ``[groups, out, in]``.
+        The directions of these blocks.
     """
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
     batches: list[Batch] = []
+    made: list[Batch] = []
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not block.solved:
+        if not block.active:
             continue
         spec = (TensorSpec(tuple(block.shape)),)
         for worker in place.gradient_workers:
@@ -68,6 +70,8 @@ def precondition(
             if worker == backend.rank and gradient is not None:
                 joins = _joins(block, gradient)
                 batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
+                if not batch.gradients:
+                    made.append(batch)
                 batch.gradients[block] = gradient
                 parcel.make = functools.partial(batch.result, block)
             parcels.append((block, parcel))
@@ -77,7 +81,32 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
-    return {block: results[block] for block in gradients}
+    states: dict[Block, Mapping[str, Tensor]] = {}
+    for batch in made:
+        states.update(batch.states)
+    return Directions({block: results[block] for block in gradients}, states)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What has become of the gradients of a step.
+
+    Attributes:
+        matrices: The direction of each block that has a gradient, ``[groups, out, in]``, on its
+            receivers.
+        states: The new state of each block that this rank has made a direction of, where its method
+            keeps one: to be put to use by `commit` if the step is taken.
+    """
+
+    matrices: dict[Block, Tensor]
+    states: dict[Block, Mapping[str, Tensor]]
+
+    def commit(self) -> None:
+        """Let blocks have their new states, and count the update; every rank must call."""
+        for block, state in self.states.items():
+            block.state.update(state)
+        for block in self.matrices:
+            block.updates += 1
 
 
 @dataclass(eq=False)
@@ -91,6 +120,7 @@ class Batch:
         arrive: Called for a block before its second-order data is used.
         gradients: The blocks' raw gradients, ``[groups, out, in]``.
         results: What is not fetched yet.
+        states: The new states of the blocks, once they are applied.
     """
 
     workers: tuple[int, ...]
@@ -98,6 +128,7 @@ class Batch:
     arrive: Callable[[Block], None]
     gradients: dict[Block, Tensor] = field(default_factory=dict)
     results: dict[Block, Tensor] = field(default_factory=dict)
+    states: dict[Block, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def takes(self, block: Block, workers: tuple[int, ...]) -> bool:
         """Return whether a block may join.
@@ -108,9 +139,10 @@ class Batch:
         """
         one = next(iter(self.gradients))
         return (
-            (self.workers, one.shape, one.dtype, one.device, one.tensors)
-            == (workers, block.shape, block.dtype, block.device, block.tensors)
-        ) and (one.method, one.solver, one.damping) == (block.method, block.solver, block.damping)
+            self.workers == workers
+            and _same_tensors(one, block)
+            and (one.method, one.solver, one.damping) == (block.method, block.solver, block.damping)
+        )
 
     def result(self, block: Block) -> list[Tensor]:
         """Return the preconditioned gradient of a block, once.
@@ -130,17 +162,65 @@ class Batch:
         for block in blocks:
             self.arrive(block)
         one = blocks[0]
-        if len(blocks) == 1:
-            gradient, data = self.gradients[one], one.second_order
-        else:
-            gradient = torch.cat(list(self.gradients.values()))
-            data = {
-                factor: {name: side_by_side(blocks, factor, name) for name in specs}
-                for factor, specs in one.tensors.items()
-            }
-        damping = one.damped_with(self.damping)
-        found = one.method.precondition(gradient, data, one.solver, damping)
-        self.results.update(zip(blocks, found.split(one.shape.groups), strict=True))
+        gradients = list(self.gradients.values())
+        gradient = gradients[0] if len(blocks) == 1 else torch.cat(gradients)
+        given = Given(
+            gradient=gradient,
+            incoming=gradient,
+            data=one.data if len(blocks) == 1 else _data_of(blocks),
+            state=_state_of(blocks),
+            updates=one.updates,
+            solver=one.solver,
+            damping=one.damped_with(self.damping),
+        )
+        direction = one.method.direct(given)
+        groups = one.shape.groups
+        self.results.update(zip(blocks, direction.matrix.split(groups), strict=True))
+        if one.states:
+            # A tensor that the method has left alone is the state from the first update on.
+            new = {**given.state, **direction.state}
+            for number, block in enumerate(blocks):
+                rows = slice(number * groups, (number + 1) * groups)
+                self.states[block] = {name: tensor[rows] for name, tensor in new.items()}
+
+
+def _same_tensors(one: Block, other: Block) -> bool:
+    """Return whether the same tensors are there of two blocks, in the same shapes."""
+    return (
+        (one.shape, one.dtype, one.device, one.tensors, one.updates, one.solved)
+        == (other.shape, other.dtype, other.device, other.tensors, other.updates, other.solved)
+    ) and bool(one.state) == bool(other.state)
+
+
+def _data_of(blocks: Sequence[Block]) -> dict[str, dict[str, Tensor]]:
+    """Return the second-order data of blocks as that of one."""
+    one = blocks[0]
+    if not one.solved:
+        return {}
+    return {
+        factor: {name: side_by_side(blocks, factor, name) for name in specs}
+        for factor, specs in one.tensors.items()
+    }
+
+
+def _state_of(blocks: Sequence[Block]) -> dict[str, Tensor]:
+    """Return the states of blocks as that of one: zeros before the first update."""
+    one = blocks[0]
+    if not one.states:
+        return {}
+    if not one.state:
+        return {
+            name: torch.zeros(
+                len(blocks) * spec.shape[0], *spec.shape[1:], dtype=one.dtype, device=one.device
+            )
+            for name, spec in one.states.items()
+        }
+    states = {}
+    for name in one.states:
+        states[name], parts = _together([block.state[name] for block in blocks])
+        for block, part in zip(blocks, parts, strict=False):
+            block.state[name] = part
+    return states
 
 
 def _batch_of(
@@ -169,7 +249,10 @@ def _joins(block: Block, gradient: Tensor) -> bool:
         work = out * into * max(out, into)  # of the larger product
         if out * into > SMALL or (groups == 1 and products.serves(gradient, work)):
             return False
+    if any(solver is None for solver in block.solvers.values()):
+        return False  # running factors, which others change, stay where they are
     specs = [spec for tensors in block.tensors.values() for spec in tensors.values()]
+    specs += block.states.values()
     return all(len(spec.shape) > 0 and spec.shape[0] == groups for spec in specs)
 
 
@@ -186,7 +269,15 @@ def side_by_side(blocks: Sequence[Block], factor: str, name: str) -> Tensor:
     Returns:
         ``[blocks * groups, ...]``.
     """
-    tensors = [block.second_order[factor][name] for block in blocks]
+    whole, parts = _together([block.second_order[factor][name] for block in blocks])
+    for block, part in zip(blocks, parts, strict=False):
+        # In a new dict: what others kept of the data stays what it was.
+        block.second_order[factor] = {**block.second_order[factor], name: part}
+    return whole
+
+
+def _together(tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return tensors as one, and their parts of it where it is a copy; else none."""
     first, size = tensors[0], tensors[0].numel()
     base, begin = first.untyped_storage().data_ptr(), first.storage_offset()
     if all(
@@ -195,10 +286,7 @@ def side_by_side(blocks: Sequence[Block], factor: str, name: str) -> Tensor:
         and tensor.is_contiguous()
         for number, tensor in enumerate(tensors)
     ):
-        shape = (len(blocks) * len(first), *first.shape[1:])
-        return first.as_strided(shape, first.stride(), begin)
-    whole = torch.cat(tensors)
-    for block, part in zip(blocks, whole.split(len(first)), strict=True):
-        # In a new dict: what others kept of the data stays what it was.
-        block.second_order[factor] = {**block.second_order[factor], name: part}
-    return whole
+        shape = (len(tensors) * len(first), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), begin), ()
+    whole = torch.cat(list(tensors))
+    return whole, whole.split(len(first))

@@ -68,7 +68,7 @@ class AveragedGradients:
 
     def now(self) -> dict[Block, Tensor | None]:
         """Return what ``.grad`` holds for the blocks that are solved and have any gradient."""
-        own = {block: block.gradient() for block in self._placed if block.solved}
+        own = {block: block.gradient() for block in self._placed if block.active}
         return {block: gradient for block, gradient in own.items() if gradient is not None}
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
@@ -126,7 +126,7 @@ class LocalGradients(AveragedGradients):
         sums: list[tuple[int | None, Tensor]] = []
         for block, place in self._placed.items():
             own = [p for p in self._of_block[block] if p in known]
-            if not block.solved:
+            if not block.active:
                 everywhere += own
             elif own:
                 matrix = block.gradient()

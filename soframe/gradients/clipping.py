@@ -97,12 +97,15 @@ def clip(
         False if some are not finite, on every rank alike: all of them have the same.
     """
     every = list(results.values())
+    clipped = {block: result for block, result in results.items() if block.method.clipped}
     if limits.careful:
         bad = [result.isfinite().all().logical_not() for result in every]
         if every and bool(torch.stack([one.to(bad[0].device) for one in bad]).any()):
             return False
-        results = {block: result.double() for block, result in results.items()}
+        results = {block: result.double() for block, result in clipped.items()}
         raw = {block: own if own is None else own.double() for block, own in raw.items()}
+    else:
+        results = clipped
     if not results or (limits.kl is None and limits.norm is None):
         return True
     wide = list(results.values())
@@ -122,6 +125,7 @@ def clip(
     if limits.norm is not None:
         factors.append(norm_clip_factor(wide, rates.of(list(results), step), limits.norm))
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
+    every = list(clipped.values())
     factor = factor.to(every[0].dtype)
     if all(result.device == factor.device for result in every):
         torch._foreach_mul_(every, factor)

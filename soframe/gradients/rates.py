@@ -128,7 +128,7 @@ class LearningRates:
 
         Returns:
             Numbers, or the scalar tensors that capturable optimizers keep; for a block whose
-            weight and bias are in different groups a row ``[1, 1, in]`` of their rates.
+            parameters are in different groups a matrix ``[groups, out, in]`` of their rates.
         """
         if self._optimizer is None:
             return [self._scheduled(step)] * len(blocks)
@@ -227,9 +227,12 @@ class LearningRates:
         groups = [self._group_of[id(p)] for p in block.parameters.values()]
         if len(set(groups)) == 1:
             return rates[groups[0]]
-        row = torch.empty(1, 1, block.shape.in_features, dtype=block.dtype, device=block.device)
-        row[..., :-1], row[..., -1:] = (rates[group] for group in groups)
-        return row
+        # The rate of every entry of the matrix; a weight and its bias may be in two groups.
+        filled = {
+            name: torch.zeros_like(p, dtype=block.dtype) + rates[group]
+            for (name, p), group in zip(block.parameters.items(), groups, strict=True)
+        }
+        return block.layout.pack(filled)
 
     def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups

@@ -39,6 +39,11 @@ class Solver(ABC):
     follows: bool = False
     alone: ClassVar[bool] = False
 
+    @property
+    def continues(self) -> bool:
+        """Whether a solve starts from the last one's data: where ``solve_again`` is overridden."""
+        return type(self).solve_again is not Solver.solve_again
+
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         """Return why this solver cannot serve the factors of a block, or None if it can.
 

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.comm.base import Backend
+from soframe.gradients.applying import Directions
 from soframe.solving.refresh import follow
 from soframe.solving.solution import Solution, update
 from soframe.solving.worker import Worker
-from soframe.strategies.placement import Placement
+from soframe.strategies.placement import BlockPlacement, Placement
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Background:
         gradients: Callable[[], Mapping[Block, Tensor | None]],
         step: int | None = None,
         changed: Collection[Block] = (),
-    ) -> tuple[Mapping[Block, Tensor | None], dict[Block, Tensor]]:
+    ) -> tuple[Mapping[Block, Tensor | None], Directions]:
         """Land what lands, begin or solve what is due, and precondition.
 
         Args:
@@ -123,18 +124,64 @@ class Background:
             See `soframe.solving.solution.update`, which raises what solvers raised in the
             background too.
         """
-        beside = self.on and step is not None
-        now = [block for block in due if not (beside and block.solved)]
-        later = [block for block in due if beside and block.solved]
+        now, later = self._split(due, step)
         landing = self._land(-1 if step is None else step, due)
         own = _blocks(landing).union(changed).difference(now)
         follow(blocks, own, placement, backend.rank)
-        if later and step is not None:
-            where = dict(zip(blocks, placement.blocks, strict=True))
-            solution = Solution(later, where, backend, damping, self._worker)
+        where = dict(zip(blocks, placement.blocks, strict=True))
+        self._begin(later, where, backend, damping, step)
+        return update(blocks, now, placement, backend, damping, counters, gradients, landing)
+
+    def solve_after(
+        self,
+        blocks: Sequence[Block],
+        due: Sequence[Block],
+        placement: Placement,
+        backend: Backend,
+        damping: float,
+        counters: dict[str, int],
+        step: int,
+    ) -> None:
+        """Solve what is due once the directions of a step are made, or begin to.
+
+        Args:
+            blocks: All blocks, in the placement's order.
+            due: Those to solve, the same on every rank.
+            placement: Who owns, preconditions and receives what.
+            backend: The backend.
+            damping: The damping of this step.
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+            step: Completed steps.
+        """
+        if not due:
+            return
+        now, later = self._split(due, step)
+        where = dict(zip(blocks, placement.blocks, strict=True))
+        for solution in self._land(-1, due):
+            solution.conclude(counters)
+        self._begin(later, where, backend, damping, step)
+        solution = Solution(now, where, backend, damping)
+        solution.deliver()
+        solution.conclude(counters)
+
+    def _split(self, due: Sequence[Block], step: int | None) -> tuple[list[Block], list[Block]]:
+        """Return what is solved at once, and what in the background."""
+        beside = self.on and step is not None
+        now = [block for block in due if not (beside and block.solved)]
+        return now, [block for block in due if beside and block.solved]
+
+    def _begin(
+        self,
+        due: Sequence[Block],
+        where: Mapping[Block, BlockPlacement],
+        backend: Backend,
+        damping: float,
+        step: int | None,
+    ) -> None:
+        if due and step is not None:
+            solution = Solution(due, where, backend, damping, self._worker)
             lands = math.inf if self._ready else step + self._steps
             self._under_way.append(_UnderWay(solution, lands))
-        return update(blocks, now, placement, backend, damping, counters, gradients, landing)
 
     def _land(self, step: float, due: Collection[Block] = ()) -> list[Solution]:
         """Deliver what lands at a step, and what has a block that is about to be solved again."""
@@ -150,7 +197,7 @@ class Background:
             solution.deliver()
         for solution in landing:
             for block in solution.blocks:
-                if block in due or block.solver.follows:  # their data are about to be looked at
+                if block in due or _follows(block):  # their data are about to be looked at
                     solution.arrive(block)
         return landing
 
@@ -207,6 +254,10 @@ def _blocks(landing: Sequence[Solution]) -> set[Block]:
     return {block for solution in landing for block in solution.blocks}
 
 
+def _follows(block: Block) -> bool:
+    return any(solver.follows for _, _, solver in block.solved_here)
+
+
 def require_able(blocks: Sequence[Block], background: Background) -> None:
     """Check that solvers may solve while training goes on.
 
@@ -218,9 +269,10 @@ def require_able(blocks: Sequence[Block], background: Background) -> None:
         ValueError: If one may not.
     """
     for block in blocks if background.on else ():
-        if block.solver.alone:
-            raise ValueError(
-                f"{block.name}: {block.solver!r} changes settings of the whole process while it "
-                f"solves, so it cannot solve in the background: pass background=0 or another "
-                f"solver"
-            )
+        for _, _, solver in block.solved_here:
+            if solver.alone:
+                raise ValueError(
+                    f"{block.name}: {solver!r} changes settings of the whole process while it "
+                    f"solves, so it cannot solve in the background: pass background=0 or another "
+                    f"solver"
+                )

@@ -89,13 +89,15 @@ class Refresh:
             step: Completed steps.
 
         Returns:
-            All of them, where statistics are owed; otherwise those whose turn it is.
+            Of those that take statistics of calls: all, where statistics are owed; otherwise those
+            whose turn it is, and those with a factor that has none since what it needs is new.
         """
+        captured = [block for block in blocks if block.captured]
         if self.owed > 0:
-            return list(blocks)
+            return captured
         turn = step % self.statistics_every.at(step)
-        own = self._turns(blocks, placement, step).statistics
-        return [block for block, its in zip(blocks, own, strict=True) if turn == its]
+        turns = zip(blocks, self._turns(blocks, placement, step).statistics, strict=True)
+        return [block for block, its in turns if block.captured and (turn == its or block.lacks)]
 
     def due(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
         """Return the blocks to solve.
@@ -115,7 +117,7 @@ class Refresh:
         return [
             block
             for block, its in zip(blocks, own, strict=True)
-            if block.mass > 0 and (turn == its or not block.solved)
+            if block.tensors and block.mass > 0 and (turn == its or not block.solved)
         ]
 
     def learn(
@@ -203,7 +205,7 @@ def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
             the strategy.
     """
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not block.solver.follows:
+        if not any(solver.follows for _, _, solver in block.solved_here):
             continue
         if place.deferred:
             why = (
@@ -211,7 +213,7 @@ def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
                 "once (deferred=False)"
             )
             raise ValueError(_cannot_follow(block, placement, why))
-        for index, factor in enumerate(block.factors):
+        for index, factor, _ in block.solved_here:
             lacking = [w for w in place.gradient_workers if not place.holds(w, index)]
             if lacking:
                 why = (
@@ -245,15 +247,14 @@ def follow(
         rank: This rank.
     """
     for block, place in zip(blocks, placement.blocks, strict=True):
-        follows = block.solver.follows and block in changed
-        if not follows or not block.solved or block.pending > 0:
+        if block not in changed or not block.solved or block.pending > 0:
             continue
         workers = place.gradient_workers
-        for factor in block.factors:
-            if rank not in workers:
+        for _, factor, solver in block.solved_here:
+            if rank not in workers or not solver.follows:
                 continue
             data = block.second_order[factor.name]
-            new = block.solver.follow(block.matrix(factor), data)
+            new = solver.follow(block.matrix(factor), data)
             if new is not None:
                 # In new tensors: what others kept of the old data stays what it was.
                 block.second_order[factor.name] = {**data, **new}

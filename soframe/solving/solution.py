@@ -19,12 +19,12 @@ from soframe.blocks.block import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
-from soframe.gradients.applying import precondition
-from soframe.solvers.base import SolveFailedError, solve_safely
+from soframe.gradients.applying import Directions, precondition
+from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solving.worker import Work, Worker
 from soframe.specs import FactorSpec
 from soframe.statistics.running import settle, unpack
-from soframe.strategies.placement import BlockPlacement, Placement, share_group
+from soframe.strategies.placement import BlockPlacement, Placement
 
 log = logging.getLogger("soframe")
 
@@ -43,7 +43,7 @@ def update(
     counters: dict[str, int],
     gradients: Callable[[], Mapping[Block, torch.Tensor | None]],
     landing: Sequence[Solution] = (),
-) -> tuple[Mapping[Block, torch.Tensor | None], dict[Block, torch.Tensor]]:
+) -> tuple[Mapping[Block, torch.Tensor | None], Directions]:
     """Solve what is due and precondition.
 
     A rank preconditions with what has arrived while others solve still.
@@ -59,13 +59,13 @@ def update(
         landing: What was solved in the background and is on the way to the gradient workers.
 
     Returns:
-        The raw gradients, and the preconditioned ones.
+        The raw gradients, and what has become of them.
 
     Raises:
         RuntimeError: If a solver raised something else than its failure on another rank; there,
             what it raised.
     """
-    new = any(not block.solved for block in due)
+    new = any(not block.active for block in due)
     solution = Solution(due, dict(zip(blocks, placement.blocks, strict=True)), backend, damping)
     solution.deliver()
     if new or not backend.overlap:
@@ -110,7 +110,10 @@ class Solution:
     ) -> None:
         self._backend = backend
         self._jobs: dict[Block, list[_Job]] = {
-            block: [_Job(block, i, factor, where[block]) for i, factor in enumerate(block.factors)]
+            block: [
+                _Job(block, number, index, factor, solver, where[block])
+                for number, (index, factor, solver) in enumerate(block.solved_here)
+            ]
             for block in due
         }
         self._every = [job for jobs in self._jobs.values() for job in jobs]
@@ -121,9 +124,7 @@ class Solution:
         traces = _mean_traces(due, where, backend)
         own = [job for job in self._every if job.owner == backend.rank]
         shares = {
-            block: functools.cache(
-                functools.partial(block.solver.shares, each, block.damped_with(damping))
-            )
+            block: functools.cache(functools.partial(block.shares, each, damping))
             for block, each in traces.items()
         }
         for job in own:
@@ -184,9 +185,14 @@ class Solution:
         found = [job.arrive(self._backend.rank) for job in jobs]
         # All of a block or nothing: what the damping was split into belongs together.
         good = [data for data in found if data is not None]
-        if len(good) == len(jobs):
-            for job, data in zip(jobs, good, strict=True):
-                block.second_order[job.factor.name] = data
+        if jobs and len(good) == len(jobs):
+            new = {job.factor.name: data for job, data in zip(jobs, good, strict=True)}
+            old = dict(block.second_order)
+            block.second_order.update(new)
+            for name in new:
+                block.renew(name)
+            if old and block.state:
+                block.state.update(block.method.rebase(block.state, old, block.second_order))
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for everything, once.
@@ -214,14 +220,23 @@ class Solution:
                 block.failures[name] += 1
             elif block not in bad_blocks:
                 block.solved_factors.add(name)
+                block.renew(name)  # on every rank, also where no data have arrived
 
 
 class _Job:
     """One factor to solve."""
 
-    def __init__(self, block: Block, index: int, factor: FactorSpec, place: BlockPlacement) -> None:
-        self.block, self.index, self.factor = block, index, factor
-        self.owner, self.workers = place.owners[index], place.gradient_workers
+    def __init__(
+        self,
+        block: Block,
+        number: int,
+        index: int,
+        factor: FactorSpec,
+        solver: Solver,
+        place: BlockPlacement,
+    ) -> None:
+        self.block, self.number, self.factor, self.solver = block, number, factor, solver
+        self.owner, self.needing = place.owners[index], place.needing(index)
         self.specs = block.tensors[factor.name]
         self.failed = self.retried = 0
         self.error: Exception | None = None
@@ -230,7 +245,7 @@ class _Job:
         self.last: Mapping[str, torch.Tensor] | None = None
         self.task: Task | None = None
         self.taken = False
-        group = share_group(self.owner, self.workers)
+        group = place.sharing(index)
         specs = tuple(self.specs.values())
         self.parcel = Parcel(
             self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
@@ -256,13 +271,13 @@ class _Job:
         """Solve on the owner; None if that fails."""
         block, factor = self.block, self.factor
         try:
-            share = shares()[self.index]
+            share = shares()[self.number]
             if self.copy is not None:
-                matrix, last = unpack(self.copy, factor.size), self.last
+                matrix, last = unpack(self.copy, factor), self.last
             else:
                 # An owner that is no gradient worker has no data of the last solve.
                 matrix, last = block.matrix(factor), block.second_order.get(factor.name)
-            data, retried = solve_safely(block.solver, matrix, share, last)
+            data, retried = solve_safely(self.solver, matrix, share, last)
         except SolveFailedError as error:
             self.failed = 1
             if not block.failures[factor.name]:
@@ -293,7 +308,7 @@ class _Job:
         Returns:
             The second-order data, in memory of their own; None where there is nothing to take.
         """
-        if self.taken or rank not in self.workers:
+        if self.taken or rank not in self.needing:
             return None
         self.taken = True
         if self.task is not None and rank != self.owner:
@@ -313,10 +328,10 @@ def _mean_traces(
     Owners that do not hold all factors of a block are told the traces of the others.
     """
     told = [block for block in due if where[block].traces_travel]
-    sizes = [factor.groups for block in told for factor in block.factors]
+    sizes = [factor.groups for block in told for _, factor, _ in block.solved_here]
     numbers = torch.zeros(sum(sizes), dtype=torch.float64)
     for (block, index, factor), part in zip(
-        [(b, i, f) for b in told for i, f in enumerate(b.factors)],
+        [(b, i, f) for b in told for i, f, _ in b.solved_here],
         numbers.split(sizes),
         strict=True,
     ):
@@ -329,9 +344,9 @@ def _mean_traces(
     traces = {}
     for block in due:
         if block in told:
-            traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.factors]
+            traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.tensors]
         elif backend.rank in where[block].owners:
-            traces[block] = [block.mean_trace(factor) for factor in block.factors]
+            traces[block] = [block.mean_trace(factor) for _, factor, _ in block.solved_here]
     return traces
 
 

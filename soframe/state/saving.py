@@ -21,7 +21,6 @@ from soframe.blocks.block import Block
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
-from soframe.comm.packing import packed_size
 from soframe.gradients.rates import LearningRates
 from soframe.registry import describe
 from soframe.specs import TensorSpec
@@ -32,9 +31,10 @@ from soframe.strategies.placement import BlockPlacement, Placement
 
 FORMAT = "soframe.Preconditioner"
 # 2: the features of a convolution are in the order kernel row, kernel column, channel; before, the
-# channel came first. 3: with checksums; otherwise as 2.
-VERSION = 3
-READABLE = (2, VERSION)
+# channel came first. 3: with checksums; otherwise as 2. 4: with a mass for each factor, and with
+# what methods keep; otherwise as 3.
+VERSION = 4
+READABLE = (2, 3, VERSION)
 
 
 def save(
@@ -65,9 +65,11 @@ def save(
     state = header(blocks, counters, step, owed_statistics, scaling)
     factors = _gather_factors(blocks, placement, backend)
     data = _gather_second_order(blocks, placement, backend)
+    states = _gather_states(blocks, placement, backend)
     for block in blocks:
         saved = state["blocks"][block.name]
         saved.update(factors=factors[block], second_order=data[block])
+        saved["state"] = states.get(block, {})
     return state
 
 
@@ -103,6 +105,8 @@ def header(
                 "method": describe(block.method),
                 "solver": describe(block.solver),
                 "mass": block.mass,
+                "masses": {name: list(masses) for name, masses in block.masses.items()},
+                "updates": block.updates,
                 "rows": block.rows,
                 "input_of": block.input_of,
             }
@@ -129,19 +133,22 @@ def _gather_factors(
     found: dict[Block, dict[str, Tensor]] = {}
     for block, place in zip(blocks, placement.blocks, strict=True):
         found[block] = {}
-        if block.mass == 0:
+        if not block.masses:
             continue
         held = settled(backend, block, place, "state")
         for index, factor in enumerate(block.factors):
+            if factor.name not in block.masses:
+                continue
             own = held.get(factor.name)
             if place.holding(index) != place.everyone:
-                spec = TensorSpec((factor.groups, packed_size(factor.size)))
+                spec = TensorSpec(factor.packed_shape)
                 tensors = None if own is None else [own]
                 source = place.owners[index]
                 (own,) = to_everyone(backend, block, source, (spec,), tensors, "state")
             assert own is not None
             # What is packed already is the running factor itself, which will change.
-            found[block][factor.name] = own.clone() if place.packed else own
+            packed = place.packed or factor.kind != "psd"
+            found[block][factor.name] = own.clone() if packed else own
     return found
 
 
@@ -174,6 +181,25 @@ def _gather_second_order(
     return data
 
 
+def _gather_states(
+    blocks: Sequence[Block], placement: Placement, backend: Backend
+) -> dict[Block, dict[str, Tensor]]:
+    """Bring what methods keep to every rank."""
+    found: dict[Block, dict[str, Tensor]] = {}
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not block.updates or not block.states:
+            continue
+        if len(place.gradient_workers) == backend.world_size:
+            found[block] = {name: tensor.clone() for name, tensor in block.state.items()}
+            continue
+        source = place.gradient_workers[0]
+        own = [block.state[name] for name in block.states] if backend.rank == source else None
+        specs = tuple(block.states.values())
+        tensors = to_everyone(backend, block, source, specs, own, "state")
+        found[block] = dict(zip(block.states, tensors, strict=True))
+    return found
+
+
 def check(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
     """Check that a state belongs to these blocks, is whole, and is what was saved.
 
@@ -201,7 +227,7 @@ def verify(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If it is not.
     """
-    if state["version"] == VERSION:
+    if state["version"] > 2:
         checksums.verify(state)
     else:
         warn_unverified(f"the state has version {state['version']}")
@@ -228,7 +254,7 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
             f"{' and '.join(map(str, READABLE))}: load it with the soframe that wrote it or newer"
         )
     keys: tuple[str, ...] = ("step", "owed_statistics", "scaling", "counters", "blocks")
-    if version == VERSION:
+    if version > 2:
         keys = (*keys, "initial_lrs", checksums.KEY)
     elif checksums.KEY in state:
         raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
@@ -296,6 +322,8 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     mass = saved["mass"]
     if not isinstance(mass, float) or not 0 <= mass < math.inf:
         raise ValueError(f"the state is damaged: mass of block {name!r} is {mass!r}")
+    _check_masses(name, saved, block)
+    _check_count(f"number of updates of block {name!r}", saved.get("updates", 0))
     _check_count(f"number of rows of block {name!r}", saved.get("rows", 0))
     for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
         if not isinstance(saved.get(key, kind()), kind):
@@ -310,16 +338,16 @@ def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
 
 def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     _require(name, saved, "factors", "second_order")
-    mass, factors = saved["mass"], _mapping(f"factors of block {name!r}", saved["factors"])
-    wanted = {f.name: (f.groups, packed_size(f.size)) for f in block.factors}
-    if set(factors) != (set(wanted) if mass > 0 else set()):
+    factors = _mapping(f"factors of block {name!r}", saved["factors"])
+    wanted = {f.name: f.packed_shape for f in block.factors}
+    if set(factors) != set(masses_of(saved, block)):
         raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
     for factor, tensor in factors.items():
         _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
     second_order = _mapping(f"second-order data of block {name!r}", saved["second_order"])
     if saved["solver"] != describe(block.solver):
         return
-    if second_order and set(second_order) != set(wanted):
+    if second_order and set(second_order) != set(block.tensors):
         raise ValueError(f"the state is truncated: second-order data of block {name!r}")
     for factor, tensors in second_order.items():
         specs = block.tensors[factor]
@@ -328,6 +356,33 @@ def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
         for tensor_name, spec in specs.items():
             what = f"{tensor_name} of factor {factor} of block {name!r}"
             _check_tensor(what, tensors[tensor_name], spec.shape)
+    kept = _mapping(f"state of block {name!r}", saved.get("state", {}))
+    if set(kept) != (set(block.states) if saved.get("updates", 0) else set()):
+        raise ValueError(f"the state is truncated: block {name!r} keeps {sorted(kept)}")
+    for tensor_name, tensor in kept.items():
+        what = f"{tensor_name} of block {name!r}"
+        _check_tensor(what, tensor, block.states[tensor_name].shape)
+
+
+def masses_of(saved: Mapping[Any, Any], block: Block) -> dict[str, tuple[float, ...]]:
+    """Return the masses of a block's factors in a state; up to version 3 they had one in common.
+
+    Args:
+        saved: The block's part of the state.
+        block: The block.
+    """
+    if "masses" in saved:
+        return {name: tuple(masses) for name, masses in saved["masses"].items()}
+    mass = (float(saved["mass"]),)
+    return {factor.name: mass for factor in block.factors} if saved["mass"] > 0 else {}
+
+
+def _check_masses(name: str, saved: Mapping[Any, Any], block: Block) -> None:
+    sizes = {f.name: f.groups if f.mean_over == "group rows" else 1 for f in block.factors}
+    for factor, masses in _mapping(f"masses of block {name!r}", saved.get("masses", {})).items():
+        good = isinstance(masses, list | tuple) and len(masses) == sizes.get(factor)
+        if not good or not all(isinstance(m, float) and 0 <= m < math.inf for m in masses):
+            raise ValueError(f"the state is damaged: mass of {factor} of block {name!r}: {masses}")
 
 
 def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
@@ -367,7 +422,14 @@ def load(
         numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
         numbers["initial_lrs"] = [float(rate) for rate in state.get("initial_lrs", ())]
         known = {
-            name: [b["mass"], sorted(b["second_order"]), b.get("rows"), b.get("input_of")]
+            name: [
+                b["mass"],
+                b.get("masses"),
+                b.get("updates"),
+                sorted(b["second_order"]),
+                b.get("rows"),
+                b.get("input_of"),
+            ]
             for name, b in state["blocks"].items()
         }
         return json.dumps([numbers, known], sort_keys=True)
@@ -414,11 +476,17 @@ def load_blocks(
         data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
         # Without data of this solver the block is solved at the next step.
         block.solved_factors = set(data)
-        keep = rank in place.gradient_workers
+        index_of = {factor.name: index for index, factor in enumerate(block.factors)}
         block.second_order = {
             factor: {name: _own(tensor, block) for name, tensor in tensors.items()}
             for factor, tensors in data.items()
-            if keep
+            if rank in place.needing(index_of[factor])
+        }
+        block.updates = saved.get("updates", 0)
+        block.state = {
+            name: _own(tensor, block)
+            for name, tensor in saved.get("state", {}).items()
+            if rank in place.gradient_workers
         }
 
 
@@ -431,12 +499,12 @@ def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, 
         place: Who holds them.
         rank: This rank.
     """
-    block.mass, block.pending, block.local = float(saved["mass"]), 0.0, {}
+    block.masses, block.pending, block.local = masses_of(saved, block), 0.0, {}
     block.rows, block.input_of = saved.get("rows", 0), str(saved.get("input_of", ""))
     block.running = {
-        factor.name: store(_own(saved["factors"][factor.name], block), factor.size, place)
+        factor.name: store(_own(saved["factors"][factor.name], block), factor, place)
         for index, factor in enumerate(block.factors)
-        if block.mass > 0 and place.holds(rank, index)
+        if factor.name in block.masses and place.holds(rank, index)
     }
 
 
@@ -455,7 +523,7 @@ def memory_usage(
 
     Returns:
         ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"``, perhaps
-        ``"under_way"``, and their ``"total"``.
+        ``"state"`` and ``"under_way"``, and their ``"total"``.
     """
     held = {
         "factors": [t for b in blocks for t in b.running.values()],
@@ -463,6 +531,8 @@ def memory_usage(
         "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
         "statistics": [t for b in blocks for t in b.sums.values()],
     }
+    if any(block.states for block in blocks):
+        held["state"] = [t for b in blocks for t in b.state.values()]
     held |= {} if under_way is None else {"under_way": list(under_way)}
     usage = {name: sum(_bytes(t) for t in tensors) for name, tensors in held.items()}
     return {**usage, "total": sum(usage.values())}

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver, own_memory
-from soframe.comm.packing import packed_size
+from soframe.comm.packing import pack_triangle
 from soframe.layers.base import LayerHelper
+from soframe.layers.layout import Layout
 from soframe.registry import describe
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.statistics.running import pack, settle, store, unpack
@@ -61,11 +62,12 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
         before = by_name.get(block.name)
         columns = None
         if before is not None and _is_continued(before, block) and _is_cut(before, block):
-            columns = _remaining_columns(before.helper, block.helper)
+            columns = _remaining_columns(before.layout, block.layout)
         if before is None or columns is None:
             anew.append(block)
             continue
-        block.mass, block.counts = before.mass, before.counts
+        block.masses, block.counts = before.masses, before.counts
+        block.gathered = before.gathered
         block.rows, block.input_of = before.rows, before.input_of
         block.failures = before.failures
         same = before.shape == block.shape
@@ -74,8 +76,9 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
                 if factor.name in source:
                     tensor = source[factor.name]
                     keep = same or factor.side == "left"
-                    target[factor.name] = tensor if keep else _cut(tensor, factor.size, columns)
+                    target[factor.name] = tensor if keep else _cut(tensor, factor, columns)
         if same:
+            block.state, block.updates = before.state, before.updates
             block.second_order, block.solved_factors = before.second_order, before.solved_factors
     return anew
 
@@ -132,12 +135,14 @@ def redistribute(
         if was.contributors != place.contributors:
             block.forget_window()
             dropped = True
-        if block.mass > 0:
-            for index, factor in enumerate(block.factors):
+        for index, factor in enumerate(block.factors):
+            if factor.name in block.masses:
                 _move_factor(backend, block, index, factor, was, place)
-        for factor in block.factors:
+        for index, factor in enumerate(block.factors):
             if factor.name in block.solved_factors:
-                _move_second_order(backend, block, factor.name, was, place)
+                _move_second_order(backend, block, index, was, place)
+        if block.updates and block.states:
+            _move_state(backend, block, was, place)
     return dropped
 
 
@@ -151,27 +156,40 @@ def _move_factor(
 ) -> None:
     stored = block.running.pop(factor.name, None)
     if not set(place.holding(index)) <= set(was.holding(index)):
-        own = None if stored is None else [pack(stored)]
-        spec = TensorSpec((factor.groups, packed_size(factor.size)))
+        own = None if stored is None else [pack(stored, factor)]
+        spec = TensorSpec(factor.packed_shape)
         (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
     if place.holds(backend.rank, index):
         assert stored is not None
-        block.running[factor.name] = store(stored, factor.size, place)
+        block.running[factor.name] = store(stored, factor, place)
 
 
 def _move_second_order(
-    backend: Backend, block: Block, name: str, was: BlockPlacement, place: BlockPlacement
+    backend: Backend, block: Block, index: int, was: BlockPlacement, place: BlockPlacement
 ) -> None:
+    name = block.factors[index].name
     data = block.second_order.pop(name, None)
-    if not set(place.gradient_workers) <= set(was.gradient_workers):
+    if not set(place.needing(index)) <= set(was.needing(index)):
         specs = block.tensors[name]
         own = None if data is None else [data[key] for key in specs]
         source = was.gradient_workers[0]
         tensors = to_everyone(backend, block, source, tuple(specs.values()), own, "move")
         data = dict(zip(specs, map(own_memory, tensors), strict=True))
-    if backend.rank in place.gradient_workers:
+    if backend.rank in place.needing(index):
         assert data is not None
         block.second_order[name] = data
+
+
+def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: BlockPlacement) -> None:
+    state, block.state = block.state, {}
+    if not set(place.gradient_workers) <= set(was.gradient_workers):
+        source = was.gradient_workers[0]
+        own = [state[name] for name in block.states] if backend.rank == source else None
+        specs = tuple(block.states.values())
+        tensors = to_everyone(backend, block, source, specs, own, "move")
+        state = dict(zip(block.states, map(own_memory, tensors), strict=True))
+    if backend.rank in place.gradient_workers:
+        block.state = state
 
 
 def to_everyone(
@@ -205,9 +223,8 @@ def to_everyone(
 
 def _is_continued(before: Block, after: Block) -> bool:
     """Return whether a block is of the same module, seen by the same method."""
-    return before.helper.module is after.helper.module and describe(before.method) == describe(
-        after.method
-    )
+    same_module = before.layout.module is after.layout.module
+    return same_module and describe(before.method) == describe(after.method)
 
 
 def _is_cut(before: Block, after: Block) -> bool:
@@ -217,6 +234,8 @@ def _is_cut(before: Block, after: Block) -> bool:
     if len(before.factors) != len(after.factors):
         return False
     for one, other in zip(before.factors, after.factors, strict=True):
+        if one.kind != "psd":
+            return False
         sizes = (one.size, other.size)
         as_inputs = one.side == "right" and sizes == (
             before.shape.in_features,
@@ -228,8 +247,14 @@ def _is_cut(before: Block, after: Block) -> bool:
     return True
 
 
-def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:
-    """Return which input columns remain; None if there are new ones."""
+def _remaining_columns(before: Layout, after: Layout) -> slice | None:
+    """Return which input columns remain; None if there are new ones, or it cannot be told."""
+    if set(before.parameters) == set(after.parameters):
+        return slice(None)
+    if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
+        return None
+    if not {"weight", "bias"}.issuperset({*before.parameters, *after.parameters}):
+        return None
     had = (before.weight is not None, before.bias is not None)
     has = (after.weight is not None, after.bias is not None)
     if any(now and not then for then, now in zip(had, has, strict=True)):
@@ -239,6 +264,6 @@ def _remaining_columns(before: LayerHelper, after: LayerHelper) -> slice | None:
     return slice(-1) if has[0] else slice(-1, None)
 
 
-def _cut(factor: Tensor, size: int, columns: slice) -> Tensor:
-    cut = unpack(factor, size)[:, columns, columns].contiguous()
-    return cut if factor.dim() == 3 else pack(cut)
+def _cut(stored: Tensor, factor: FactorSpec, columns: slice) -> Tensor:
+    cut = unpack(stored, factor)[:, columns, columns].contiguous()
+    return cut if stored.dim() == 3 else pack_triangle(cut)

@@ -66,10 +66,7 @@ def enter(
             for factor in block.factors:
                 block.masses[factor.name] = (1.0,)
             _start_from_identity(block, place, backend.rank)
-        for factor in block.captured:
-            if block.gathers(factor):
-                keep = decay if factor.decay is None else factor.decay
-                rates[block, factor.name] = block.gain(factor, keep, reached.get(block))
+        rates.update(_gains(block, decay, reached.get(block)))
         if place.deferred:
             _gather(block, place, backend.rank, contributions[block], decay)
     eager = [(block, place) for block, place in used if not place.deferred]
@@ -90,6 +87,16 @@ def enter(
     for job in jobs:
         if not job.sum.travels:
             _enter(job, rates)
+
+
+def _gains(block: Block, decay: float, reached: Sequence[float] | None) -> Rates:
+    """Let the masses of a block's factors grow, and return how much of the statistics enters."""
+    rates: Rates = {}
+    for factor in block.captured:
+        if block.gathers(factor):
+            keep = decay if factor.decay is None else factor.decay
+            rates[block, factor.name] = block.gain(factor, keep, reached)
+    return rates
 
 
 def _arrival(addition: Task, jobs: Sequence[_Job], rates: Rates) -> Task:

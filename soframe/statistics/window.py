@@ -342,13 +342,13 @@ class Statistics:
             step: Completed steps.
         """
         self._sampler.begin(step)
+        for block in self._blocks:
+            block.forget_window()
         self._expect(due)
         self._passes = self._passes.anew()
         self._loss_scales = {}
         self.share = 1.0
         self._shared.forget()
-        for block in self._blocks:
-            block.forget_window()
 
 
 def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:
@@ -357,4 +357,3 @@ def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[in
         return batch, batch * shared
     index, unit = data
     return (len(index), len(index) * shared) if unit == "sample" else (batch, len(index))
-

@@ -75,6 +75,11 @@ class BlockWork:
         return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
 
     @property
+    def captured(self) -> bool:
+        """Whether the block takes statistics of calls."""
+        return any(factor.captured for factor in self.factors)
+
+    @property
     def plain(self) -> bool:
         """Whether all factors are matrices, made of calls, and solved as they are."""
         return not self.resident and not self.unsolved and not any(f.needs for f in self.factors)
@@ -319,7 +324,7 @@ class Placement:
         Returns:
             The sets of two or more ranks.
         """
-        found = set()
+        found: set[tuple[int, ...]] = set()
         for block in self.blocks:
             found.update(map(block.sharing, range(len(block.owners))))
             for worker in block.gradient_workers:

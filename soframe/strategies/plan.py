@@ -19,7 +19,6 @@ from soframe.strategies.placement import (
     Placement,
     Traffic,
     exchange_group,
-    share_group,
 )
 
 _FLAGS = 7  # of every step, see `soframe.comm.agreement.Poll`
@@ -50,12 +49,18 @@ def memory(
         for index, factor in enumerate(work.factors):
             if place.holds(rank, index):
                 numel = factor.packed_numel if place.packed else prod(factor.shape)
+                numel = prod(factor.shape) if factor.kind != "psd" else numel
                 usage["factors"] += item * numel
-            if place.deferred and place.contributes(rank, index):
+            if place.deferred and factor.captured and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
-        if rank in place.gradient_workers:
-            tensors = [spec for specs in work.second_order for spec in specs]
-            usage["second_order"] += item * sum(prod(spec.shape) for spec in tensors)
+        for index, specs in enumerate(work.second_order):
+            if rank in place.needing(index):
+                usage["second_order"] += item * sum(prod(spec.shape) for spec in specs)
+        if rank in place.gradient_workers and work.state:
+            numel = sum(prod(spec.shape) for spec in work.state)
+            usage["state"] = usage.get("state", 0) + item * numel
+    if any(work.state for work in placement.work):
+        usage.setdefault("state", 0)
     return {**usage, "total": sum(usage.values())}
 
 
@@ -71,7 +76,7 @@ def window(placement: Placement, rank: int, due: Collection[str] | None = None) 
         ITEM_BYTES[work.dtype] * prod(factor.shape)
         for work, place in zip(placement.work, placement.blocks, strict=True)
         for index, factor in enumerate(work.factors)
-        if place.contributes(rank, index) and (due is None or work.name in due)
+        if factor.captured and place.contributes(rank, index) and (due is None or work.name in due)
     )
 
 
@@ -103,18 +108,22 @@ def traffic(
     due = _named(active, solve)
     phases: Traffic = {}
     if placement.world_size > 1:
-        weights = sum(_weights(w, p) for w, p in _named(pairs, statistics))
-        taking = len(_named(pairs, statistics))
+        observed = [(w, p) for w, p in _named(pairs, statistics) if w.captured]
+        weights = sum(_weights(w, p) for w, p in observed)
+        taking = len(observed)
         reached = _REACHED + _REACHED_BLOCK * taking if taking else 0
         present = _present(pairs, local) if local is not None else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
-        _count(phases, "agree", _solve_agreements(due) if due else [])
+        for after in (False, True):
+            turn = [(w, p) for w, p in due if w.after == after]
+            _count(phases, "agree", _solve_agreements(turn) if turn else [])
         reduced = [(w, p) for w, p in due if p.deferred]
         reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]
         for eager in (True, False):
             own = [(w, p) for w, p in reduced if p.deferred != eager]
             _count(phases, "reduce", _reductions(own, rank))
-        _count(phases, "share", _shares(due, rank))
+        for after in (False, True):
+            _count(phases, "share", _shares([(w, p) for w, p in due if w.after == after], rank))
         _count(phases, "exchange", _exchanges(active, rank, fused))
         if local is not None:
             _count(phases, "gradients", _averages(active, local, fused))
@@ -142,14 +151,20 @@ def _count(phases: Traffic, phase: str, calls: Iterable[int]) -> None:
 
 def _weights(work: BlockWork, place: BlockPlacement) -> int:
     """Numbers that say what a block's statistics weigh."""
-    return len(work.factors) + 2 if place.contributors else 2
+    captured = [factor for factor in work.factors if factor.captured]
+    unequal = any(factor.mean_over == "group rows" for factor in captured)
+    return (len(captured) + 2 if place.contributors else 2) + work.shape.groups * unequal
 
 
 def _solve_agreements(active: Collection[tuple[BlockWork, BlockPlacement]]) -> list[int]:
     traces = [
-        factor.groups for work, place in active if place.traces_travel for factor in work.factors
+        factor.groups
+        for work, place in active
+        if place.traces_travel
+        for factor in work.factors
+        if factor.name not in work.unsolved
     ]
-    jobs = sum(len(work.factors) for work, _ in active)
+    jobs = sum(len(work.factors) - len(work.unsolved) for work, _ in active)
     return [_AGREED_BYTES * sum(traces)] * bool(traces) + [_OUTCOME_BYTES * _OUTCOMES * jobs]
 
 
@@ -161,6 +176,8 @@ def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) 
         for index, factor in enumerate(work.factors):
             way = place.reductions[index]
             size = factor.packed_numel * ITEM_BYTES[wire]
+            if not factor.captured:
+                continue
             if rank in way.group and len(way.group) > 1:
                 sums.append(((way.group, way.destination, wire, work.device), size))
             if rank in way.spread and len(way.spread) > 1:
@@ -171,8 +188,10 @@ def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) 
 def _shares(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
     parcels: list[tuple[Hashable, int]] = []
     for work, place in pairs:
-        for owner, specs in zip(place.owners, work.second_order, strict=True):
-            group = share_group(owner, place.gradient_workers)
+        for index, specs in enumerate(work.second_order):
+            owner, group = place.owners[index], place.sharing(index)
+            if work.factors[index].name in work.unsolved:
+                continue
             size = ITEM_BYTES[work.dtype] * sum(spec.packed_numel for spec in specs)
             if rank in group and len(group) > 1:
                 parcels.append(((owner, group, work.dtype, work.device), size))

@@ -117,7 +117,7 @@ def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
             number * factor.groups * factor.size**2
             for index, (own, number) in enumerate(zip(work, rows, strict=True))
             for factor in own.factors
-            if index == 0 or factor.side == "left"
+            if factor.captured and (index == 0 or factor.reads != "inputs")
         )
     )
 
