@@ -1,7 +1,24 @@
-"""Curvature methods: which factors a block has, and what they do to a gradient."""
+"""Methods: what becomes of the gradient of a block, of which statistics."""
 
-from soframe.methods.base import Call, Method
+from soframe.methods.base import Call, Candidate, Direction, Given, Method
+from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
+from soframe.methods.momentum import Momentum
+from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
 
-__all__ = ["FOOF", "KFAC", "Call", "KFACReduce", "Method"]
+__all__ = [
+    "FOOF",
+    "KFAC",
+    "Call",
+    "Candidate",
+    "Chain",
+    "Direction",
+    "Given",
+    "KFACReduce",
+    "MatchRMS",
+    "Method",
+    "Momentum",
+    "Muon",
+    "Orthogonalise",
+]
