@@ -25,6 +25,7 @@ from soframe.comm import Backend
 from soframe.layers import LayerHelper
 from soframe.losses import Loss
 from soframe.methods import Method
+from soframe.optimizer import Optimizer
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
 from soframe.solvers import Solver
@@ -42,6 +43,7 @@ __all__ = [
     "LayerHelper",
     "Loss",
     "Method",
+    "Optimizer",
     "Placement",
     "Preconditioner",
     "Registry",

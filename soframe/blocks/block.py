@@ -106,20 +106,33 @@ class Block:
             if (solver := self.solvers[factor.name]) is not None
         }
         self.states: Mapping[str, TensorSpec] = self.method.state(self.shape)
+        # The factors that are solved: the index of each, what it is, and who solves it.
+        self.solved_here: list[tuple[int, FactorSpec, Solver]] = [
+            (index, factor, solver)
+            for index, factor in enumerate(factors)
+            if (solver := self.solvers[factor.name]) is not None
+        ]
+        self.unsolved = tuple(f for f in factors if self.solvers[f.name] is None)
+        self._first = next((f.name for f in factors if not f.needs), "")
+        self.takes_samples = self.method.reduces or any(f.reads == "both" for f in factors)
+        self._dependent = any(f.needs for f in factors)
+        self._all_captured = frozenset(f.name for f in self.captured)
         self.gathered: frozenset[str] = self._gatherable()
 
     # -- statistics -------------------------------------------------------------------------------
 
     @property
     def mass(self) -> float:
-        """The weight of the statistics so far: 0 before the first; 1 where there are no factors.
+        """The weight of the first factor's statistics so far; 1 where there are no factors.
 
         Factors whose statistics need second-order data come later, and do not count.
         """
         if not self.factors:
             return 1.0
-        first = [factor for factor in self.factors if not factor.needs]
-        return min(max(self.masses.get(factor.name, (0.0,))) for factor in first)
+        masses = self.masses.get(self._first)
+        if masses is None:
+            return 0.0
+        return masses[0] if len(masses) == 1 else max(masses)
 
     def gain(
         self, factor: FactorSpec, keep: float, reached: Sequence[float] | None = None
@@ -150,21 +163,17 @@ class Block:
             for mass, rows in zip(after, reached, strict=True)
         ]
 
-    def gathers(self, factor: FactorSpec) -> bool:
-        """Return whether a factor takes statistics in the window under way, if the block does.
-
-        Args:
-            factor: The factor.
-        """
-        return factor.name in self.gathered
-
     @property
     def lacks(self) -> bool:
         """Whether a factor waits for its first statistics, which it could take now."""
+        if not self._dependent:
+            return False
         able = self._gatherable()
         return any(f.needs and f.name in able and f.name not in self.masses for f in self.captured)
 
     def _gatherable(self) -> frozenset[str]:
+        if not self._dependent:
+            return self._all_captured
         solved = self.solved_factors
         return frozenset(f.name for f in self.captured if solved.issuperset(f.needs))
 
@@ -174,7 +183,7 @@ class Block:
         Args:
             name: The factor whose data these are.
         """
-        for factor in self.factors:
+        for factor in self.factors if self._dependent else ():
             if name in factor.needs:
                 self.gathered -= {factor.name}
                 for kept in (self.masses, self.arrived, self.sums):
@@ -223,6 +232,11 @@ class Block:
         return len(self.solved_factors) == len(self.tensors)
 
     @property
+    def follows(self) -> bool:
+        """Whether second-order data follow the factors between solves."""
+        return any(solver.follows for _, _, solver in self.solved_here)
+
+    @property
     def active(self) -> bool:
         """Whether the method makes a direction of the block's gradient yet."""
         return self.solved or self.method.starts_at_once
@@ -231,19 +245,10 @@ class Block:
     def data(self) -> dict[str, Mapping[str, Tensor]]:
         """What `Method.direct` is given: second-order data, and factors that are their own."""
         data: dict[str, Mapping[str, Tensor]] = dict(self.second_order) if self.solved else {}
-        for factor in self.factors:
-            if self.solvers[factor.name] is None and factor.name in self.masses:
+        for factor in self.unsolved:
+            if factor.name in self.masses:
                 data[factor.name] = {VALUE: self.running[factor.name]}
         return data
-
-    @property
-    def solved_here(self) -> list[tuple[int, FactorSpec, Solver]]:
-        """The factors that are solved: the index of each, what it is, and who solves it."""
-        return [
-            (index, factor, solver)
-            for index, factor in enumerate(self.factors)
-            if (solver := self.solvers[factor.name]) is not None
-        ]
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return the share of the damping of each factor that is solved.
@@ -256,8 +261,10 @@ class Block:
             ``[groups]`` for each: those of one solver are split by it together.
         """
         damping = self.damped_with(damping)
-        shares: dict[int, Tensor] = {}
         solvers = [solver for _, _, solver in self.solved_here]
+        if all(solver is self.solver for solver in solvers):
+            return self.solver.shares(traces, damping)
+        shares: dict[int, Tensor] = {}
         for one in {id(solver): solver for solver in solvers}.values():
             mine = [number for number, solver in enumerate(solvers) if solver is one]
             split = one.shares([traces[number] for number in mine], damping)

@@ -271,10 +271,10 @@ class Registration:
         auxiliary: bool = False,
     ) -> None:
         """Add a block."""
-        damping, solver = self._choices.damping, self._solvers.find(name)
-        if solver is None:
-            # Methods that read gradients alone choose their solvers themselves.
-            solver = self._solvers.choose(name) if method.captures else _eigen()
+        damping = self._choices.damping
+        # Methods that read gradients alone choose their solvers themselves, as a rule.
+        asked = method.captures or self._solvers.find(name) is not None
+        solver = self._solvers.choose(name) if asked else _eigen()
         one = helpers[0] if layout is None else layout
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
@@ -292,7 +292,7 @@ class Registration:
             layout=one,
             auxiliary=auxiliary,
         )
-        for chosen in dict.fromkeys(solver for _, _, solver in block.solved_here):
+        for chosen in {id(solver): solver for _, _, solver in block.solved_here}.values():
             mine = [factor for _, factor, solver in block.solved_here if solver is chosen]
             if (why := chosen.unsupported(mine)) is not None:
                 raise ValueError(

@@ -249,7 +249,7 @@ def _joins(block: Block, gradient: Tensor) -> bool:
         work = out * into * max(out, into)  # of the larger product
         if out * into > SMALL or (groups == 1 and products.serves(gradient, work)):
             return False
-    if any(solver is None for solver in block.solvers.values()):
+    if block.unsolved:
         return False  # running factors, which others change, stay where they are
     specs = [spec for tensors in block.tensors.values() for spec in tensors.values()]
     specs += block.states.values()

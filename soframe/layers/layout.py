@@ -82,5 +82,7 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
         module: The module.
         name: ``"weight"``, or ``"out_proj.weight"`` for that of a submodule.
     """
+    if "." not in name:
+        return module._parameters.get(name)
     path, _, last = name.rpartition(".")
     return module.get_submodule(path)._parameters.get(last)

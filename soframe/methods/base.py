@@ -329,12 +329,6 @@ class Method(ABC):
         """Whether it has factors that are made of calls."""
         return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
 
-    @property
-    def takes_samples(self) -> bool:
-        """Whether it needs all rows of a sample together."""
-        factors = self.factors(BlockShape(1, 2, 2))
-        return self.reduces or any(factor.reads == "both" for factor in factors)
-
     def forward_only(self) -> Method:
         """Return this method without the factor of the outputs, which is the identity then.
 

@@ -225,4 +225,5 @@ class Scale:
 
 def _added_up(each: Iterable[Sequence[float]]) -> tuple[float, ...]:
     """Return the sums of equally long lists, place by place; nothing for none."""
-    return tuple(map(sum, zip(*each, strict=True)))
+    lists = list(each)
+    return tuple(map(sum, zip(*lists, strict=True))) if lists else ()

@@ -77,6 +77,11 @@ class Relative(Solver):
         scaled, trace = _scaled(matrix)
         return {**self.solver.solve(scaled, damping), "mean_trace": trace}
 
+    @property
+    def continues(self) -> bool:
+        """See `Solver.continues`: as the solver within does."""
+        return self.solver.continues
+
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:

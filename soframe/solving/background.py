@@ -197,7 +197,7 @@ class Background:
             solution.deliver()
         for solution in landing:
             for block in solution.blocks:
-                if block in due or _follows(block):  # their data are about to be looked at
+                if block in due or block.follows:  # their data are about to be looked at
                     solution.arrive(block)
         return landing
 
@@ -252,10 +252,6 @@ class Background:
 
 def _blocks(landing: Sequence[Solution]) -> set[Block]:
     return {block for solution in landing for block in solution.blocks}
-
-
-def _follows(block: Block) -> bool:
-    return any(solver.follows for _, _, solver in block.solved_here)
 
 
 def require_able(blocks: Sequence[Block], background: Background) -> None:

@@ -205,7 +205,7 @@ def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
             the strategy.
     """
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(solver.follows for _, _, solver in block.solved_here):
+        if not block.follows:
             continue
         if place.deferred:
             why = (
@@ -247,7 +247,7 @@ def follow(
         rank: This rank.
     """
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if block not in changed or not block.solved or block.pending > 0:
+        if block not in changed or not block.follows or not block.solved or block.pending > 0:
             continue
         workers = place.gradient_workers
         for _, factor, solver in block.solved_here:

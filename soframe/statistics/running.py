@@ -93,7 +93,7 @@ def _gains(block: Block, decay: float, reached: Sequence[float] | None) -> Rates
     """Let the masses of a block's factors grow, and return how much of the statistics enters."""
     rates: Rates = {}
     for factor in block.captured:
-        if block.gathers(factor):
+        if factor.name in block.gathered:
             keep = decay if factor.decay is None else factor.decay
             rates[block, factor.name] = block.gain(factor, keep, reached)
     return rates
@@ -252,7 +252,7 @@ def _jobs(
     for block, place in placed:
         wire = getattr(torch, place.wire) if place.wire else block.dtype
         for index, factor in enumerate(block.factors):
-            if not factor.captured or not block.gathers(factor):
+            if factor.name not in block.gathered:
                 continue
             own = parts[block].pop(factor.name, None)
             one = Sum(

@@ -73,6 +73,10 @@ class Statistics:
             ]
             for block, place in self._placed
         }
+        self._readers = {
+            block: frozenset(factor.name for factor in mine if factor.reads_inputs)
+            for block, mine in self._mine.items()
+        }
         self._both = frozenset(
             helper
             for block in blocks
@@ -110,9 +114,7 @@ class Statistics:
     def _wants_inputs(self, helper: LayerHelper) -> bool:
         """Return whether a layer's inputs are needed in this window on this rank."""
         block = self._block_of[helper]
-        return block in self.due and any(
-            factor.reads_inputs and block.gathers(factor) for factor in self._mine[block]
-        )
+        return block in self.due and not self._readers[block].isdisjoint(block.gathered)
 
     @property
     def first(self) -> dict[str, str]:
@@ -159,14 +161,15 @@ class Statistics:
             block.counts.add(number, samples, _left(data, batch, shared)[1], each)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
-        mine = [factor for factor in self._mine[block] if block.gathers(factor)]
-        if block not in self.due or not mine or own[1] == 0:
+        gathered = block.gathered if block in self.due else ()
+        mine = [factor for factor in self._mine[block] if factor.name in gathered]
+        if not mine or own[1] == 0:
             return
         loss_scale = self._loss_scales[number]
         scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
         inputs, rows, part = self._sampler.take(
-            helper, (inputs if reads else (), rows), number, block.method.takes_samples, data
+            helper, (inputs if reads else (), rows), number, block.takes_samples, data
         )
         call = Call(
             helper=helper,

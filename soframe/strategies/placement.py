@@ -177,13 +177,12 @@ class BlockPlacement:
         return not self.holders or rank in self.holders[factor]
 
     def needing(self, factor: int) -> tuple[int, ...]:
-        """Return the sorted ranks that need the second-order data of a factor.
+        """Return the ranks that need the second-order data of a factor.
 
         Args:
             factor: Its index.
         """
-        readers = self.readers[factor] if self.readers else ()
-        return tuple(sorted({*self.gradient_workers, *readers}))
+        return self.gradient_workers + (self.readers[factor] if self.readers else ())
 
     def sharing(self, factor: int) -> tuple[int, ...]:
         """Return the sorted ranks among which the second-order data of a factor are shared.

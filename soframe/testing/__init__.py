@@ -9,9 +9,11 @@ from soframe.testing.layer_blocks import (
     layer_matrix_basis,
     layer_parameters,
 )
+from soframe.testing.methods import check_method
 
 __all__ = [
     "check_layer_helper",
+    "check_method",
     "check_solver",
     "check_strategy",
     "compare",

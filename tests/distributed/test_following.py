@@ -86,6 +86,8 @@ def test_what_cannot_follow_everywhere_is_refused(
     strategy: Strategy, why: str, solver: Solver
 ) -> None:
     """Results would depend on the strategy; every rank finds it before the first collective."""
+    if isinstance(solver, Lazy) and "do not hold" in why:
+        pytest.skip("its solves start from the last one's data, so its owner is a gradient worker")
     sizes = [40, 56, 48, 40]  # the factors of some block lie elsewhere than its second-order data
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     for rank in range(2):
@@ -98,9 +100,9 @@ def test_what_cannot_follow_everywhere_is_refused(
 
 
 @pytest.mark.slow
-def test_owners_without_data_of_their_own_start_anew() -> None:
-    """Each solve is an eigendecomposition, as if none were warm."""
+def test_solves_that_go_on_from_the_last_have_its_data() -> None:
+    """Under a strategy whose owners are no gradient workers, they become some."""
     case = Case({"solver": OrthogonalIteration(), "strategy": Apart(), **EVERY})
-    expected = train_alone(Case({"solver": "eigen", **EVERY}))
+    expected = train_alone(Case({"solver": OrthogonalIteration(), **EVERY}))
     for own in run_ranks(train, 2, [case], timeout=60):
         torch.testing.assert_close(own[0][0], expected, rtol=0, atol=1e-10)

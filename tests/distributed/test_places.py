@@ -118,8 +118,10 @@ def history(
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
             for block in run.preconditioner._blocks:
-                for factor, stored in block.running.items() if not block.pending else ():
-                    compare(pack(stored), found[name][-1][block.name][factor], "every holder's")
+                for spec in block.factors if not block.pending else ():
+                    if (stored := block.running.get(spec.name)) is not None:
+                        saved = found[name][-1][block.name][spec.name]
+                        compare(pack(stored, spec), saved, "every holder's")
         assert run.preconditioner.counters["skipped_statistics"] == 1
     return found
 

@@ -69,7 +69,7 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
     "other format": (change("format", to="torch"), "not the state of a soframe.Preconditioner"),
     "other version": (
         change("version", to=1),
-        "has version 1; this soframe reads versions 2 and",
+        "has version 1; this soframe reads versions 2 to 4",
     ),
     "other scaling": (change("scaling", to="kaisa"), "made with scaling='kaisa', not 'fisher'"),
     "other method": (change(*HEAD, "method", to="Other()"), "was made by Other()"),

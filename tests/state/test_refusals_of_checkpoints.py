@@ -71,7 +71,7 @@ def forget_metadata(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[Path], None], str]] = {
     "not finished": (nothing, forget_metadata, "no complete checkpoint"),
     "truncated": (nothing, truncate, "no complete checkpoint"),
-    "newer": (in_header("version", to=state.VERSION + 1), nothing, "has version 4; this soframe"),
+    "newer": (in_header("version", to=state.VERSION + 1), nothing, "has version 5; this soframe"),
     "foreign": (in_header("format", to="x"), nothing, "not the state of a soframe.Precond"),
     "other model": (in_header("blocks", to={}), nothing, "of another model or another choice"),
     "other shape": (in_header("blocks", "head", "shape", to=[1]), nothing, r"has shape \[1\] in"),

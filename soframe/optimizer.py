@@ -1,0 +1,234 @@
+"""An optimizer that owns the step of any method, distributed as a preconditioner is.
+
+::
+
+    optimizer = soframe.Optimizer(model, method="soap-muon", lr=0.02, auxiliary="adamw",
+                                  auxiliary_lr=3e-3, strategy="sharded")
+    ...
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+Every trainable parameter belongs to a block: of ``method``, or of ``auxiliary``. What the methods
+make of the gradients is exchanged as a `soframe.Preconditioner` exchanges it; then each parameter
+takes its step, ``p <- (1 - lr weight_decay) p - lr direction`` (decoupled weight decay: Loshchilov
+and Hutter, 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.registration import Choice, unwrap
+from soframe.blocks.report import Report
+from soframe.checks.numbers import require_numbers
+from soframe.preconditioner import Preconditioner
+from soframe.registry import describe
+from soframe.strategies.placement import Placement
+
+PRECONDITIONER = "soframe"
+"""Where the state of an optimizer has that of its preconditioner."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates the parameters of a model by directions of any method.
+
+    Param groups are made by soframe, one for each method, in the order of their first parameters in
+    the model: ``group["method"]`` says which. Learning rates and weight decays may be changed there
+    at any time, and schedulers do.
+
+    Args:
+        model: The model; DistributedDataParallel and compiled wrappers are looked through.
+        method: The method: a name, class, instance, or a mapping from patterns on module names to
+            one of these. What no pattern matches, and what a method does not suit, is
+            ``auxiliary``'s: for orthogonalisation embeddings, vectors and the head.
+        lr: The learning rate of ``method``.
+        weight_decay: The decoupled weight decay of ``method``.
+        auxiliary: The method of all other trainable parameters.
+        auxiliary_lr: Its learning rate; None for ``lr``.
+        auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
+        optimizer: Not to be given: this is the optimizer.
+        **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
+            ``solver``, ``damping``, ``solve_every``, ``gradients``.
+
+    Attributes:
+        preconditioner: What makes the directions: its ``report``, ``memory_usage``, ``traffic``,
+            ``placement`` and ``observe`` are of use here, too.
+
+    Raises:
+        ValueError: If a setting is out of range, or a component does not exist.
+        TypeError: If a setting has the wrong type or does not exist.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Choice = "soap-muon",
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        auxiliary: Choice = "adamw",
+        auxiliary_lr: float | None = None,
+        auxiliary_weight_decay: float | None = None,
+        **preconditioner: Any,
+    ) -> None:
+        for name in ("optimizer", "lr"):
+            if name in preconditioner:
+                raise TypeError(f"{name}= is this optimizer's own; leave it out")
+        if auxiliary is None:
+            raise TypeError(
+                "auxiliary= names the method of parameters that method= leaves out; freeze those "
+                "that are not to be trained"
+            )
+        rates = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "auxiliary_lr": lr if auxiliary_lr is None else auxiliary_lr,
+            "auxiliary_weight_decay": (
+                weight_decay if auxiliary_weight_decay is None else auxiliary_weight_decay
+            ),
+        }
+        require_numbers("soframe.Optimizer", **rates)
+        for name, value in rates.items():
+            if not 0 <= float(value) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+        self._ready = False
+        every = [p for p in unwrap(model).parameters() if p.requires_grad]
+        super().__init__(every, {"lr": float(lr), "weight_decay": float(weight_decay)})
+        self.preconditioner = Preconditioner(
+            model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
+        )
+        self._group(rates)
+        self._ready = True
+
+    def _group(self, rates: Mapping[str, float]) -> None:
+        """Let every method have a param group of its own."""
+        blocks_of: dict[str, list[Block]] = {}
+        for block in self.preconditioner.blocks:
+            key = f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
+            blocks_of.setdefault(key, []).append(block)
+        self.param_groups.clear()
+        for blocks in blocks_of.values():
+            prefix = "auxiliary_" if blocks[0].auxiliary else ""
+            super().add_param_group(
+                {
+                    "params": [p for block in blocks for p in block.parameters.values()],
+                    "lr": float(rates[f"{prefix}lr"]),
+                    "weight_decay": float(rates[f"{prefix}weight_decay"]),
+                    "method": describe(blocks[0].method),
+                }
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: groups are the methods', and every parameter of the model is in one.
+
+        Raises:
+            ValueError: Always, once the optimizer is built.
+        """
+        if getattr(self, "_ready", False):
+            raise ValueError(
+                "soframe.Optimizer makes its param groups itself, one for each method: choose "
+                "methods by patterns, method={'pattern': ...}, and freeze or thaw parameters of "
+                "the model"
+            )
+        super().add_param_group(param_group)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters.
+
+        Args:
+            closure: Zeroes the gradients, runs the model and the backward pass, and returns the
+                loss; None where that has been done.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: See `soframe.Preconditioner.step`.
+            ValueError: See `soframe.Preconditioner.step`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.preconditioner.step()
+        if self.preconditioner.updated:
+            for group in self.param_groups:
+                moved = [p for p in group["params"] if p.grad is not None]
+                _move(moved, group["lr"], group["weight_decay"])
+        return loss
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, independent of world size and strategy.
+
+        Every rank must call it where `soframe.Preconditioner.state_dict` asks for that.
+
+        Returns:
+            The param groups, as any optimizer has them, and the preconditioner's state.
+        """
+        return {**super().state_dict(), PRECONDITIONER: self.preconditioner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue, on every rank, from a state, perhaps of another world size or strategy.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
+        """
+        if PRECONDITIONER not in state_dict:
+            raise ValueError("this is not the state of a soframe.Optimizer")
+        own = [(group["method"], len(group["params"])) for group in self.param_groups]
+        groups = state_dict.get("param_groups", ())
+        saved = [(group.get("method"), len(group.get("params", ()))) for group in groups]
+        if saved != own:
+            raise ValueError(
+                f"the state has param groups {saved} (method, parameters), and this optimizer {own}"
+            )
+        self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != PRECONDITIONER})
+
+    # -- what users ask -----------------------------------------------------------------------
+
+    def observe(self, outputs: Tensor) -> None:
+        """See `soframe.Preconditioner.observe`."""
+        self.preconditioner.observe(outputs)
+
+    def report(self) -> Report:
+        """See `soframe.Preconditioner.report`: every parameter, with its method."""
+        return self.preconditioner.report()
+
+    @property
+    def placement(self) -> Placement:
+        """See `soframe.Preconditioner.placement`."""
+        return self.preconditioner.placement
+
+    def close(self) -> None:
+        """See `soframe.Preconditioner.close`."""
+        self.preconditioner.close()
+
+
+def _move(parameters: list[nn.Parameter], lr: float | Tensor, weight_decay: float) -> None:
+    """Take a step along what gradients hold."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_device.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    rate = float(lr)
+    for same in by_device.values():
+        weights: list[Tensor] = list(same)
+        if weight_decay:
+            torch._foreach_mul_(weights, 1 - rate * weight_decay)
+        gradients = [p.grad for p in same if p.grad is not None]
+        torch._foreach_add_(weights, gradients, alpha=-rate)

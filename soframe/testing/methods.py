@@ -1,0 +1,264 @@
+"""The check of a method: what one process does, any number of ranks must do, however they do it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.multiprocessing.spawn import start_processes
+
+from soframe.methods.base import Method
+from soframe.optimizer import Optimizer
+from soframe.registry import KINDS
+from soframe.strategies.base import Strategy
+from soframe.strategies.sharded import Sharded
+from soframe.testing.compare import compare
+
+SAMPLES = 12
+FEATURES = 4
+ALL_CONTRIBUTE: tuple[Strategy | str, ...] = (
+    "comm-opt",
+    "mem-opt",
+    "hybrid-opt",
+    Sharded(group=None),
+    Sharded(group=None, deferred=True),
+)
+"""Strategies under which all ranks contribute to all statistics, so that they are one process."""
+
+Launch = Callable[..., Sequence[Any]]
+"""Runs ``function(rank, ranks, *args)`` on so many ranks of one group, and returns the results."""
+
+
+class Net(nn.Module):
+    """Square layers, whose factors have full spectra; two of them are alike, one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.twice = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs ``[N, features]`` of inputs ``[N, features]``."""
+        x = self.second(self.first(x).tanh()).tanh()
+        return self.head(self.twice(self.twice(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A short training run.
+
+    Attributes:
+        method: The method.
+        strategy: The distribution strategy.
+        fisher: The Fisher; those that are observed take squared errors as the loss.
+        passes: How many micro-batches each rank's batch is cut into.
+        begin: The first step.
+        end: The step after the last.
+        state: What to begin from; None for the start.
+        options: Further settings of `soframe.Optimizer`.
+    """
+
+    method: Method
+    strategy: Strategy | str = "comm-opt"
+    fisher: str = "empirical"
+    passes: int = 1
+    begin: int = 0
+    end: int = 6
+    state: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What has become of a run.
+
+    Attributes:
+        weights: All parameters and their names.
+        state: The states of the model and of the optimizer.
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def train(rank: int, ranks: int, training: Training) -> Trained:
+    """Train on one rank of a group, or alone.
+
+    Args:
+        rank: The rank.
+        ranks: The number of ranks; with one, no group is needed.
+        training: The run.
+
+    Returns:
+        What has become of it; the same on every rank.
+    """
+    torch.manual_seed(0)
+    model = Net().double()
+    observes = training.fisher in ("type-2", "monte-carlo")
+    settings: dict[str, Any] = {
+        "lr": 0.05,
+        "weight_decay": 0.01,
+        "kl_clip": None,
+        "damping": 0.1,
+        "statistics_every": 1,
+        "solve_every": 2,
+        "fisher": training.fisher,
+        **({"loss": "squared-error"} if observes else {}),
+        **training.options,
+    }
+    optimizer = Optimizer(
+        model, copy.deepcopy(training.method), strategy=training.strategy, **settings
+    )
+    if training.state is not None:
+        model.load_state_dict(training.state["model"])
+        optimizer.load_state_dict(training.state["optimizer"])
+    for step in range(training.begin, training.end):
+        optimizer.zero_grad()
+        x, y = _batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        size = SAMPLES // ranks // training.passes
+        for inputs, targets in zip(x[mine].split(size), y[mine].split(size), strict=True):
+            outputs = model(inputs)
+            if observes:
+                optimizer.observe(outputs)
+            (0.5 * (outputs - targets).square().sum(1).mean() / training.passes).backward()
+        for parameter in model.parameters() if ranks > 1 else ():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        optimizer.step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    optimizer.close()
+    return Trained(weights, copy.deepcopy(state))
+
+
+def check_method(
+    method: Method | str,
+    *,
+    ranks: Sequence[int] = (2, 3, 4),
+    strategies: Sequence[Strategy | str] = ALL_CONTRIBUTE,
+    fishers: Sequence[str] = ("empirical", "type-2"),
+    launch: Launch | None = None,
+    rtol: float = 1e-9,
+    **options: Any,
+) -> None:
+    """Check a method: every number of ranks, strategy and micro-batch is one process.
+
+    A small network of square layers is trained in float64 by `soframe.Optimizer`, on one process
+    with the whole batch, and then
+
+    - in micro-batches, and with a copy of the method for every layer in place of one instance,
+      which shows what a method keeps in itself;
+    - saved in the middle and resumed by a fresh optimizer, to the bit;
+    - on ranks, each with its part of the batch, under every strategy;
+    - saved on the most ranks and resumed on fewer, under another strategy.
+
+    Bases are unique only where spectra are full and apart: so they are in this network.
+
+    Args:
+        method: The method, or its name.
+        ranks: Numbers of ranks that divide 12; the default covers what differs.
+        strategies: The strategies; all ranks must contribute to all statistics.
+        fishers: The Fishers, where the method reads calls.
+        launch: Runs a function on ranks, see `Launch`; None for processes that are spawned here, to
+            which the method must be picklable.
+        rtol: The largest relative error of the weights after six steps.
+        **options: Further settings of `soframe.Optimizer`.
+
+    Raises:
+        AssertionError: If something differs; the message says under which setting, and by how much.
+    """
+    chosen = KINDS["method"].build(method, Method) if isinstance(method, str) else method
+    launch = spawn if launch is None else launch
+    for fisher in fishers if chosen.captures else ("empirical",):
+        name = f"{chosen!r}, fisher={fisher!r}"
+        one = Training(chosen, fisher=fisher, options=options)
+        whole = train(0, 1, one)
+        _check_moves(name, whole)
+        _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
+        patterns = {name: copy.deepcopy(chosen) for name in ("first", "second", "twice", "head")}
+        apart = train(0, 1, replace(one, method=patterns))  # type: ignore[arg-type]  # a mapping
+        _same(apart, whole, f"{name}, an instance for each layer", rtol)
+        first = train(0, 1, replace(one, end=3))
+        resumed = train(0, 1, replace(one, begin=3, state=first.state))
+        _same(resumed, whole, f"{name}, resumed", 0.0)
+        for number in ranks:
+            runs = [replace(one, strategy=strategy) for strategy in strategies]
+            runs.append(replace(one, passes=2 if number < 4 else 3))
+            each = launch(_train_each, number, runs)
+            for rank, found in enumerate(each):
+                for run, trained in zip(runs, found, strict=True):
+                    where = (
+                        f"{name}, rank {rank} of {number}, {run.strategy!r}, {run.passes} passes"
+                    )
+                    _same(trained, whole, where, rtol)
+        if len(ranks) > 1:
+            most, fewest = max(ranks), min(ranks)
+            before = launch(_train_each, most, [replace(one, strategy=strategies[-1], end=3)])
+            state = before[0][0].state
+            go_on = replace(one, strategy=strategies[0], begin=3, state=state)
+            after = launch(_train_each, fewest, [go_on])
+            _same(after[0][0], whole, f"{name}, resumed on {fewest} of {most} ranks", rtol)
+
+
+def _train_each(rank: int, ranks: int, trainings: Sequence[Training]) -> list[Trained]:
+    return [train(rank, ranks, training) for training in trainings]
+
+
+def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Run a function on new processes that form one Gloo group.
+
+    Args:
+        function: ``function(rank, ranks, *args)``, to be found by its module and name.
+        ranks: The number of processes.
+        *args: What it is called with.
+
+    Returns:
+        What it returned on each rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_run, args=(ranks, folder, function, args), nprocs=ranks)
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(ranks)
+        ]
+
+
+def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.save(function(rank, ranks, *args), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+
+
+def _check_moves(name: str, trained: Trained) -> None:
+    torch.manual_seed(0)
+    for key, parameter in Net().double().named_parameters():
+        moved = not torch.equal(trained.weights[key], parameter)
+        assert moved, f"{name}: {key} has not moved in six steps"
+
+
+def _same(one: Trained, other: Trained, name: str, rtol: float) -> None:
+    for key, weight in one.weights.items():
+        if rtol == 0.0:
+            assert torch.equal(weight, other.weights[key]), f"{name}: {key} differs in its bits"
+        else:
+            compare(weight, other.weights[key], f"{name}: {key}", rtol=rtol)
