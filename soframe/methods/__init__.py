@@ -1,5 +1,6 @@
 """Methods: what becomes of the gradient of a block, of which statistics."""
 
+from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
@@ -10,9 +11,12 @@ from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
 __all__ = [
     "FOOF",
     "KFAC",
+    "SGD",
+    "AdamW",
     "Call",
     "Candidate",
     "Chain",
+    "Diagonal",
     "Direction",
     "Given",
     "KFACReduce",
