@@ -3,12 +3,14 @@
 from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
+from soframe.methods.ekfac import EKFAC
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.momentum import Momentum
 from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
 
 __all__ = [
+    "EKFAC",
     "FOOF",
     "KFAC",
     "SGD",
