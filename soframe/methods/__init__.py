@@ -8,6 +8,7 @@ from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.momentum import Momentum
 from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
+from soframe.methods.shampoo import Shampoo
 
 __all__ = [
     "EKFAC",
@@ -27,4 +28,5 @@ __all__ = [
     "Momentum",
     "Muon",
     "Orthogonalise",
+    "Shampoo",
 ]

@@ -7,6 +7,7 @@ from soframe.solvers.lazy import Lazy
 from soframe.solvers.newton_schulz import NewtonSchulz
 from soframe.solvers.orthogonal_iteration import OrthogonalIteration
 from soframe.solvers.relative import Relative
+from soframe.solvers.root import Root
 
 __all__ = [
     "Eigen",
@@ -15,6 +16,7 @@ __all__ = [
     "NewtonSchulz",
     "OrthogonalIteration",
     "Relative",
+    "Root",
     "SolveFailedError",
     "Solver",
     "solve_safely",
