@@ -310,10 +310,11 @@ class Preconditioner(Joinable):
             results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
         )
         if self.updated:
+            # Before anything is written: gradients may be views of what `.grad` holds.
+            self._observe(incoming, now, after=True)
             for block, result in results.items():
                 block.write(result)
             directions.commit()
-            self._observe(incoming, now, after=True)
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
