@@ -9,12 +9,14 @@ from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.momentum import Momentum
 from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
+from soframe.methods.soap import SOAP, SOAPMuon
 
 __all__ = [
     "EKFAC",
     "FOOF",
     "KFAC",
     "SGD",
+    "SOAP",
     "AdamW",
     "Call",
     "Candidate",
@@ -28,5 +30,6 @@ __all__ = [
     "Momentum",
     "Muon",
     "Orthogonalise",
+    "SOAPMuon",
     "Shampoo",
 ]

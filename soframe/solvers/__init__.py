@@ -1,6 +1,7 @@
 """Solvers: from a factor to the second-order data that preconditions with it."""
 
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
+from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
 from soframe.solvers.lazy import Lazy
@@ -10,6 +11,7 @@ from soframe.solvers.relative import Relative
 from soframe.solvers.root import Root
 
 __all__ = [
+    "Basis",
     "Eigen",
     "Inverse",
     "Lazy",
