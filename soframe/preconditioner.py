@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe.blocks import claims
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report
 from soframe.capture.counting import Samples, declare
@@ -151,6 +152,7 @@ class Preconditioner(Joinable):
 
     placement: Placement
     counters: dict[str, int]
+    _placed: PlacedBlocks
     _statistics: Statistics
     _effect: Effect
     _accumulation: Accumulation
@@ -299,7 +301,7 @@ class Preconditioner(Joinable):
         self._statistics.arrive()
         finite, weights, now = self._agree()
         if weights is not None:
-            self._refresh.learn(self._blocks, self._statistics, self.backend, self._steps)
+            self._refresh.learn(self._placed, self._statistics, self._steps)
             self._statistics.fold(weights, now.decay)
         incoming = Incoming(self._blocks, self._raw)
         if finite:
@@ -326,7 +328,7 @@ class Preconditioner(Joinable):
 
     def _observe(self, incoming: Incoming, now: Now, *, after: bool) -> None:
         """Let methods that read averaged gradients take their statistics."""
-        for block, place in zip(self._blocks, self.placement.blocks, strict=True):
+        for block, place in self._placed:
             reads = len(block.captured) < len(block.factors)
             if not reads or block.method.refreshes_after != after:
                 continue
@@ -337,31 +339,26 @@ class Preconditioner(Joinable):
             observe(block, factors, place, self.backend.rank, now.decay)
 
     def _due(self, *, after: bool) -> list[Block]:
-        due = self._refresh.due(self._blocks, self.placement, self._steps)
+        due = self._refresh.due(self._placed, self._steps)
         return [block for block in due if block.method.refreshes_after == after]
 
     def _update(self, incoming: Incoming, now: Now, changed: Collection[Block]) -> Directions:
         """Solve what is due before directions are made, and make them."""
-        _, directions = self._background.update(
-            self._blocks,
+        return self._background.update(
+            self._placed,
             self._due(after=False),
-            self.placement,
-            self.backend,
-            now.damping,
-            self.counters,
+            damping=now.damping,
+            counters=self.counters,
             gradients=incoming.raw,
             step=self._steps,
             changed=changed,
         )
-        return directions
 
     def _solve_after(self, now: Now) -> None:
         """Solve what is due once directions are made."""
         self._background.solve_after(
-            self._blocks,
+            self._placed,
             self._due(after=True),
-            self.placement,
-            self.backend,
             damping=now.damping,
             counters=self.counters,
             step=self._steps,
@@ -378,13 +375,11 @@ class Preconditioner(Joinable):
                 solve stay with it until they solve.
         """
         due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
-        _, directions = self._background.update(
-            self._blocks,
+        directions = self._background.update(
+            self._placed,
             due,
-            self.placement,
-            self.backend,
-            damping,
-            self.counters,
+            damping=damping,
+            counters=self.counters,
             gradients=self._raw.now,
         )
         for block, result in directions.matrices.items():
@@ -508,10 +503,11 @@ class Preconditioner(Joinable):
         if self._blocks:
             self._land("Preconditioner.step()")
         old, self._blocks = self._blocks, registration.blocks
-        if old and hand_over(self.backend, old, self.placement, self._blocks, placement):
+        placed = PlacedBlocks(registration.blocks, placement, self.backend)
+        if old and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owed = 2
-        self.placement = placement
+        self._placed, self.placement = placed, placement
         self._report = registration.report
         self._watch = Watch(self._model)
         if old:
@@ -527,9 +523,7 @@ class Preconditioner(Joinable):
             own_gradients=self._fisher.probed,
         )
         statistics = Statistics(
-            self._blocks,
-            placement,
-            self.backend,
+            placed,
             scale=scale,
             samples=self._samples,
             grad_scale=self._loss_scale.now,
@@ -540,7 +534,7 @@ class Preconditioner(Joinable):
             statistics.resume(self._statistics)
         self._statistics = statistics
         kind = averaging.KINDS[self._gradients]
-        self._raw = kind(self._model, self._blocks, placement, self.backend)
+        self._raw = kind(self._model, placed)
         statistics.listen()
         if not old:
             self._begin()
@@ -637,9 +631,7 @@ class Preconditioner(Joinable):
         """
         self._land("Preconditioner.state_dict()")
         saved = state.save(
-            self._blocks,
-            self.placement,
-            self.backend,
+            self._placed,
             counters=self.counters,
             step=self._steps,
             owed_statistics=self._refresh.owed,
@@ -649,7 +641,7 @@ class Preconditioner(Joinable):
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
-        self._background.land(self._blocks, self.placement, self.backend, self.counters, what)
+        self._background.land(self._placed, self.counters, what)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
@@ -668,7 +660,7 @@ class Preconditioner(Joinable):
         state.check(saved, self._blocks, self._scaling, self._lrs)
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
-        state.load(saved, self._blocks, self.placement, self.backend, check)
+        state.load(saved, self._placed, check)
         self._background.drop()
         self._steps, self._refresh.owed = saved["step"], saved["owed_statistics"]
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
@@ -685,7 +677,7 @@ class Preconditioner(Joinable):
 
         For a batch given up before ``step``: call it where gradients are zeroed, on every rank.
         """
-        due = self._refresh.observed(self._blocks, self.placement, self._steps)
+        due = self._refresh.observed(self._placed, self._steps)
         self._statistics.begin(due, self._steps)
         self._loss_scale.begin()
         self._capture.reset()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
-from soframe.comm.base import Backend
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliver
 from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.specs import TensorSpec
-from soframe.strategies.placement import Placement, exchange_group
+from soframe.strategies.placement import exchange_group
 
 SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six
@@ -31,9 +31,8 @@ times the time; with two threads 0.42, 0.74 and 0.95 (an AVX2 machine; `bench_ap
 
 
 def precondition(
-    blocks: Sequence[Block],
-    placement: Placement,
-    backend: Backend,
+    placed: PlacedBlocks,
+    *,
     damping: float,
     gradients: Mapping[Block, Tensor | None],
     arrive: Callable[[Block], None],
@@ -44,9 +43,7 @@ def precondition(
     sends zeros.
 
     Args:
-        blocks: All blocks, in the placement's order.
-        placement: Who preconditions and who receives.
-        backend: The backend.
+        placed: All blocks, with their places.
         damping: The damping of this step.
         gradients: The raw gradients of blocks that are solved, ``[groups, out, in]``; None where
             this rank is no gradient worker.
@@ -55,11 +52,12 @@ def precondition(
     Returns:
         The directions of these blocks.
     """
+    backend = placed.backend
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
     batches: list[Batch] = []
     made: list[Batch] = []
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for block, place in placed:
         if not block.active:
             continue
         spec = (TensorSpec(tuple(block.shape)),)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
 from soframe.strategies.buckets import fill
-from soframe.strategies.placement import Placement
 
 
 class AveragedGradients:
@@ -28,18 +28,14 @@ class AveragedGradients:
 
     Args:
         model: The model.
-        blocks: Its blocks.
-        placement: Where they are.
-        backend: The backend.
+        placed: Its blocks, with their places.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], placement: Placement, backend: Backend
-    ) -> None:
-        self._backend = backend
+    def __init__(self, model: nn.Module, placed: PlacedBlocks) -> None:
+        self._backend = placed.backend
         self._present: Sequence[float] = ()
-        self._placed = dict(zip(blocks, placement.blocks, strict=True))
-        self._of_block = {block: list(block.parameters.values()) for block in blocks}
+        self._placed = dict(placed)
+        self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
 

@@ -21,12 +21,11 @@ from numbers import Integral
 from torch import Tensor
 
 from soframe.blocks.block import Block
-from soframe.comm.base import Backend
+from soframe.blocks.placed import PlacedBlocks
 from soframe.gradients.applying import Directions
 from soframe.solving.refresh import follow
 from soframe.solving.solution import Solution, update
 from soframe.solving.worker import Worker
-from soframe.strategies.placement import BlockPlacement, Placement
 
 
 @dataclass
@@ -97,23 +96,20 @@ class Background:
 
     def update(
         self,
-        blocks: Sequence[Block],
+        placed: PlacedBlocks,
         due: Sequence[Block],
-        placement: Placement,
-        backend: Backend,
+        *,
         damping: float,
         counters: dict[str, int],
         gradients: Callable[[], Mapping[Block, Tensor | None]],
         step: int | None = None,
         changed: Collection[Block] = (),
-    ) -> tuple[Mapping[Block, Tensor | None], Directions]:
+    ) -> Directions:
         """Land what lands, begin or solve what is due, and precondition.
 
         Args:
-            blocks: All blocks, in the placement's order.
+            placed: All blocks, with their places.
             due: Those to solve, the same on every rank.
-            placement: Who owns, preconditions and receives what.
-            backend: The backend.
             damping: The damping of this step, and of the solves that begin in it.
             counters: ``retried_solves`` and ``failed_solves`` are raised.
             gradients: See `soframe.solving.solution.update`.
@@ -127,17 +123,17 @@ class Background:
         now, later = self._split(due, step)
         landing = self._land(-1 if step is None else step, due)
         own = _blocks(landing).union(changed).difference(now)
-        follow(blocks, own, placement, backend.rank)
-        where = dict(zip(blocks, placement.blocks, strict=True))
-        self._begin(later, where, backend, damping, step)
-        return update(blocks, now, placement, backend, damping, counters, gradients, landing)
+        follow(placed, own)
+        self._begin(placed, later, damping, step)
+        return update(
+            placed, now, damping=damping, counters=counters, gradients=gradients, landing=landing
+        )
 
     def solve_after(
         self,
-        blocks: Sequence[Block],
+        placed: PlacedBlocks,
         due: Sequence[Block],
-        placement: Placement,
-        backend: Backend,
+        *,
         damping: float,
         counters: dict[str, int],
         step: int,
@@ -145,10 +141,8 @@ class Background:
         """Solve what is due once the directions of a step are made, or begin to.
 
         Args:
-            blocks: All blocks, in the placement's order.
+            placed: All blocks, with their places.
             due: Those to solve, the same on every rank.
-            placement: Who owns, preconditions and receives what.
-            backend: The backend.
             damping: The damping of this step.
             counters: ``retried_solves`` and ``failed_solves`` are raised.
             step: Completed steps.
@@ -156,11 +150,10 @@ class Background:
         if not due:
             return
         now, later = self._split(due, step)
-        where = dict(zip(blocks, placement.blocks, strict=True))
         for solution in self._land(-1, due):
             solution.conclude(counters)
-        self._begin(later, where, backend, damping, step)
-        solution = Solution(now, where, backend, damping)
+        self._begin(placed, later, damping, step)
+        solution = Solution(placed, now, damping)
         solution.deliver()
         solution.conclude(counters)
 
@@ -171,15 +164,10 @@ class Background:
         return now, [block for block in due if beside and block.solved]
 
     def _begin(
-        self,
-        due: Sequence[Block],
-        where: Mapping[Block, BlockPlacement],
-        backend: Backend,
-        damping: float,
-        step: int | None,
+        self, placed: PlacedBlocks, due: Sequence[Block], damping: float, step: int | None
     ) -> None:
         if due and step is not None:
-            solution = Solution(due, where, backend, damping, self._worker)
+            solution = Solution(placed, due, damping, self._worker)
             lands = math.inf if self._ready else step + self._steps
             self._under_way.append(_UnderWay(solution, lands))
 
@@ -203,30 +191,21 @@ class Background:
 
     # -- between steps ----------------------------------------------------------------------------
 
-    def land(
-        self,
-        blocks: Sequence[Block],
-        placement: Placement,
-        backend: Backend,
-        counters: dict[str, int],
-        what: str,
-    ) -> None:
+    def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> None:
         """Put everything to use that is under way; every rank must call.
 
         Args:
-            blocks: All blocks, in the placement's order.
-            placement: Who holds what.
-            backend: The backend.
+            placed: All blocks, with their places.
             counters: ``retried_solves`` and ``failed_solves`` are raised.
             what: What the ranks are about to do, for the error where one does not come.
         """
         if not self._under_way:
             return
-        backend.meet(what)
+        placed.backend.meet(what)
         landing = self._land(math.inf)
         for solution in landing:
             solution.conclude(counters)
-        follow(blocks, _blocks(landing), placement, backend.rank)
+        follow(placed, _blocks(landing))
 
     def drop(self) -> None:
         """Forget what is under way; every rank does."""

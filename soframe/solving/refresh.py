@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_over_ranks
-from soframe.comm.base import Backend
 from soframe.schedules import Every, Interval
 from soframe.statistics.window import Statistics
 from soframe.strategies.placement import Placement
@@ -62,7 +62,7 @@ class Refresh:
             TypeError: If ``stagger`` is nothing that is known.
         """
         every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
-        refresh = cls(*every, stagger)
+        refresh = cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
         if not callable(statistics_every) and not callable(solve_every):
             refresh.warn_of_intervals(0, stacklevel=4)
         return refresh
@@ -80,31 +80,29 @@ class Refresh:
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
 
-    def observed(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
+    def observed(self, placed: PlacedBlocks, step: int) -> list[Block]:
         """Return the blocks that take statistics.
 
         Args:
-            blocks: All blocks, in the placement's order.
-            placement: Who owns what.
+            placed: All blocks, with their places.
             step: Completed steps.
 
         Returns:
             Of those that take statistics of calls: all, where statistics are owed; otherwise those
             whose turn it is, and those with a factor that has none since what it needs is new.
         """
-        captured = [block for block in blocks if block.captured]
+        captured = [block for block in placed.blocks if block.captured]
         if self.owed > 0:
             return captured
         turn = step % self.statistics_every.at(step)
-        turns = zip(blocks, self._turns(blocks, placement, step).statistics, strict=True)
+        turns = zip(placed.blocks, self._turns(placed, step).statistics, strict=True)
         return [block for block, its in turns if block.captured and (turn == its or block.lacks)]
 
-    def due(self, blocks: Sequence[Block], placement: Placement, step: int) -> list[Block]:
+    def due(self, placed: PlacedBlocks, step: int) -> list[Block]:
         """Return the blocks to solve.
 
         Args:
-            blocks: All blocks, in the placement's order.
-            placement: Who owns what.
+            placed: All blocks, with their places.
             step: Completed steps.
 
         Returns:
@@ -113,41 +111,40 @@ class Refresh:
         """
         self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
-        own = self._turns(blocks, placement, step).solves
+        own = self._turns(placed, step).solves
         return [
             block
-            for block, its in zip(blocks, own, strict=True)
+            for block, its in zip(placed.blocks, own, strict=True)
             if block.tensors and block.mass > 0 and (turn == its or not block.solved)
         ]
 
-    def learn(
-        self, blocks: Sequence[Block], window: Statistics, backend: Backend, step: int
-    ) -> None:
+    def learn(self, placed: PlacedBlocks, window: Statistics, step: int) -> None:
         """Learn what statistics cost, from a window in which all blocks took them.
 
         Where ranks saw different layers share an input, none is taken to be shared.
 
         Args:
-            blocks: All blocks.
+            placed: All blocks, with their places.
             window: The statistics of the window, usable on all ranks; every rank must call.
-            backend: The backend.
             step: Completed steps.
         """
         every = self.statistics_every.at(step)
+        blocks = placed.blocks
         if self.stagger is not True or every == 1 or len(window.due) < len(blocks):
             return
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}
         rows = [float(sum(block.counts.rows.values())) for block in blocks]
         own = [n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)]
-        sums = add_over_ranks(backend, rows + own, "start")
+        sums = add_over_ranks(placed.backend, rows + own, "start")
         for block, total, where in zip(blocks, sums, sums[len(blocks) :], strict=False):
             if total > 0:
                 agreed = where % total == 0
                 block.rows = int(total)
                 block.input_of = blocks[int(where / total)].name if agreed else block.name
 
-    def _turns(self, blocks: Sequence[Block], placement: Placement, step: int) -> Turns:
+    def _turns(self, placed: PlacedBlocks, step: int) -> Turns:
+        blocks, placement = placed.blocks, placed.placement
         if not self.stagger:
             zeros = (0,) * len(blocks)
             return Turns(zeros, zeros)
@@ -232,26 +229,22 @@ def _cannot_follow(block: Block, placement: Placement, why: str) -> str:
     )
 
 
-def follow(
-    blocks: Sequence[Block], changed: Collection[Block], placement: Placement, rank: int
-) -> None:
+def follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     """Let second-order data follow running factors that have changed, where solvers can do that.
 
     All gradient workers hold the factor then (`require_followable`), so that its data stay the same
     on all of them.
 
     Args:
-        blocks: All blocks, in the placement's order.
+        placed: All blocks, with their places.
         changed: Those that have new statistics, and are not about to be solved.
-        placement: Who holds what.
-        rank: This rank.
     """
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for block, place in placed:
         if block not in changed or not block.follows or not block.solved or block.pending > 0:
             continue
         workers = place.gradient_workers
         for _, factor, solver in block.solved_here:
-            if rank not in workers or not solver.follows:
+            if placed.rank not in workers or not solver.follows:
                 continue
             data = block.second_order[factor.name]
             new = solver.follow(block.matrix(factor), data)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from soframe.blocks.block import Block
-from soframe.comm.base import Backend
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
 from soframe.gradients.applying import Directions, precondition
@@ -24,7 +24,7 @@ from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solving.worker import Work, Worker
 from soframe.specs import FactorSpec
 from soframe.statistics.running import settle, unpack
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import BlockPlacement
 
 log = logging.getLogger("soframe")
 
@@ -35,40 +35,37 @@ _RAISED = 2  # in the outcomes, where 1 is a factor that cannot be solved
 
 
 def update(
-    blocks: Sequence[Block],
+    placed: PlacedBlocks,
     due: Sequence[Block],
-    placement: Placement,
-    backend: Backend,
+    *,
     damping: float,
     counters: dict[str, int],
     gradients: Callable[[], Mapping[Block, torch.Tensor | None]],
     landing: Sequence[Solution] = (),
-) -> tuple[Mapping[Block, torch.Tensor | None], Directions]:
+) -> Directions:
     """Solve what is due and precondition.
 
     A rank preconditions with what has arrived while others solve still.
 
     Args:
-        blocks: All blocks, in the placement's order.
+        placed: All blocks, with their places.
         due: Those to solve, the same on every rank.
-        placement: Who owns, preconditions and receives what.
-        backend: The backend.
         damping: The damping of this step.
         counters: ``retried_solves`` and ``failed_solves`` are raised.
         gradients: Returns the raw gradients, see `precondition`.
         landing: What was solved in the background and is on the way to the gradient workers.
 
     Returns:
-        The raw gradients, and what has become of them.
+        What has become of the gradients.
 
     Raises:
         RuntimeError: If a solver raised something else than its failure on another rank; there,
             what it raised.
     """
     new = any(not block.solved for block in due)
-    solution = Solution(due, dict(zip(blocks, placement.blocks, strict=True)), backend, damping)
+    solution = Solution(placed, due, damping)
     solution.deliver()
-    if new or not backend.overlap:
+    if new or not placed.backend.overlap:
         # Who takes part in what follows, and whether there are data for methods that make
         # directions without, depends on which blocks are solved for the first time.
         solution.conclude(counters)
@@ -79,10 +76,10 @@ def update(
         for part in parts:
             part.arrive(block)
 
-    results = precondition(blocks, placement, backend, damping, raw, arrive)
+    directions = precondition(placed, damping=damping, gradients=raw, arrive=arrive)
     for part in parts:
         part.conclude(counters)
-    return raw, results
+    return directions
 
 
 class Solution:
@@ -94,25 +91,23 @@ class Solution:
     each other before the end.
 
     Args:
-        due: The blocks to solve, the same on every rank.
-        where: Who owns and who needs what.
-        backend: The backend.
+        placed: All blocks, with their places.
+        due: Those to solve, the same on every rank.
         damping: The damping of this step.
         worker: Solves in the background, from copies; None to solve when `deliver` is called.
     """
 
     def __init__(
         self,
+        placed: PlacedBlocks,
         due: Sequence[Block],
-        where: Mapping[Block, BlockPlacement],
-        backend: Backend,
         damping: float,
         worker: Worker | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend = placed.backend
         self._jobs: dict[Block, list[_Job]] = {
             block: [
-                _Job(block, number, index, factor, solver, where[block])
+                _Job(block, number, index, factor, solver, placed.place(block))
                 for number, (index, factor, solver) in enumerate(block.solved_here)
             ]
             for block in due
@@ -121,9 +116,9 @@ class Solution:
         self._open = bool(due)
         if not due:
             return
-        settle(backend, [(block, where[block]) for block in due])
-        traces = _mean_traces(due, where, backend)
-        own = [job for job in self._every if job.owner == backend.rank]
+        settle(placed.backend, placed.of(due))
+        traces = _mean_traces(placed, due)
+        own = [job for job in self._every if job.owner == placed.rank]
         shares = {
             block: functools.cache(functools.partial(block.shares, each, damping))
             for block, each in traces.items()
@@ -321,14 +316,13 @@ class _Job:
         return dict(zip(self.specs, map(own_memory, tensors), strict=True))
 
 
-def _mean_traces(
-    due: Sequence[Block], where: Mapping[Block, BlockPlacement], backend: Backend
-) -> dict[Block, list[torch.Tensor]]:
+def _mean_traces(placed: PlacedBlocks, due: Sequence[Block]) -> dict[Block, list[torch.Tensor]]:
     """Return the mean traces of the factors of the blocks that this rank solves for.
 
     Owners that do not hold all factors of a block are told the traces of the others.
     """
-    told = [block for block in due if where[block].traces_travel]
+    backend = placed.backend
+    told = [block for block in due if placed.place(block).traces_travel]
     sizes = [factor.groups for block in told for _, factor, _ in block.solved_here]
     numbers = torch.zeros(sum(sizes), dtype=torch.float64)
     for (block, index, factor), part in zip(
@@ -336,7 +330,7 @@ def _mean_traces(
         numbers.split(sizes),
         strict=True,
     ):
-        if where[block].owners[index] == backend.rank:
+        if placed.place(block).owners[index] == backend.rank:
             part.copy_(block.mean_trace(factor))
     if told:
         numbers = numbers.to(backend.wire_device(numbers.device))
@@ -346,7 +340,7 @@ def _mean_traces(
     for block in due:
         if block in told:
             traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.tensors]
-        elif backend.rank in where[block].owners:
+        elif backend.rank in placed.place(block).owners:
             traces[block] = [block.mean_trace(factor) for _, factor, _ in block.solved_here]
     return traces
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
@@ -27,7 +28,7 @@ from soframe.specs import TensorSpec
 from soframe.state import checksums
 from soframe.state.transfer import to_everyone
 from soframe.statistics.running import settled, store
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
 # 2: the features of a convolution are in the order kernel row, kernel column, channel; before, the
@@ -38,9 +39,8 @@ READABLE = (2, 3, VERSION)
 
 
 def save(
-    blocks: Sequence[Block],
-    placement: Placement,
-    backend: Backend,
+    placed: PlacedBlocks,
+    *,
     counters: Mapping[str, int],
     step: int,
     owed_statistics: int,
@@ -49,9 +49,8 @@ def save(
     """Return the state.
 
     Args:
-        blocks: The blocks, in the placement's order.
-        placement: Who holds second-order data. Where a rank lacks some, every rank must call.
-        backend: The backend.
+        placed: The blocks, with their places. Where a rank lacks second-order data, every rank must
+            call.
         counters: What went wrong so far.
         step: Completed steps.
         owed_statistics: Steps to come that take statistics whatever the interval says.
@@ -60,12 +59,13 @@ def save(
     Returns:
         The state, the same on every rank.
     """
-    if any(map(_is_spread, placement.blocks)):
-        backend.meet("Preconditioner.state_dict()")
+    blocks = placed.blocks
+    if any(map(_is_spread, placed.placement.blocks)):
+        placed.backend.meet("Preconditioner.state_dict()")
     state = header(blocks, counters, step, owed_statistics, scaling)
-    factors = _gather_factors(blocks, placement, backend)
-    data = _gather_second_order(blocks, placement, backend)
-    states = _gather_states(blocks, placement, backend)
+    factors = _gather_factors(placed)
+    data = _gather_second_order(placed)
+    states = _gather_states(placed)
     for block in blocks:
         saved = state["blocks"][block.name]
         saved.update(factors=factors[block], second_order=data[block])
@@ -127,11 +127,12 @@ def _is_spread(place: BlockPlacement) -> bool:
 
 
 def _gather_factors(
-    blocks: Sequence[Block], placement: Placement, backend: Backend
+    placed: PlacedBlocks,
 ) -> dict[Block, dict[str, Tensor]]:
     """Bring the running factors of every block to every rank, packed and settled."""
+    backend = placed.backend
     found: dict[Block, dict[str, Tensor]] = {}
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for block, place in placed:
         found[block] = {}
         if not block.masses:
             continue
@@ -153,12 +154,13 @@ def _gather_factors(
 
 
 def _gather_second_order(
-    blocks: Sequence[Block], placement: Placement, backend: Backend
+    placed: PlacedBlocks,
 ) -> dict[Block, dict[str, dict[str, Tensor]]]:
     """Bring the second-order data of every block to every rank."""
+    backend = placed.backend
     everyone = tuple(range(backend.world_size))
     parcels: list[tuple[Block, Parcel]] = []
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for block, place in placed:
         if not block.solved or len(place.gradient_workers) == backend.world_size:
             continue
         source = place.gradient_workers[0]
@@ -172,7 +174,7 @@ def _gather_second_order(
     # A block that is not solved altogether is solved anew at the next step.
     data = {
         block: {f: dict(t) for f, t in block.second_order.items() if block.solved}
-        for block in blocks
+        for block in placed.blocks
     }
     for block, parcel in parcels:
         data[block] = {}
@@ -182,11 +184,12 @@ def _gather_second_order(
 
 
 def _gather_states(
-    blocks: Sequence[Block], placement: Placement, backend: Backend
+    placed: PlacedBlocks,
 ) -> dict[Block, dict[str, Tensor]]:
     """Bring what methods keep to every rank."""
+    backend = placed.backend
     found: dict[Block, dict[str, Tensor]] = {}
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for block, place in placed:
         if not block.updates or not block.states:
             continue
         if len(place.gradient_workers) == backend.world_size:
@@ -400,18 +403,14 @@ def _check_tensor(what: str, tensor: Any, shape: tuple[int, ...]) -> None:
 
 def load(
     state: Any,
-    blocks: Sequence[Block],
-    placement: Placement,
-    backend: Backend,
+    placed: PlacedBlocks,
     check: Callable[[], object],
 ) -> None:
     """Load a state on every rank, or on none.
 
     Args:
         state: The state.
-        blocks: The blocks, in the placement's order.
-        placement: Who holds what.
-        backend: The backend.
+        placed: The blocks, with their places.
         check: Raises if this rank cannot load the state.
 
     Raises:
@@ -434,8 +433,8 @@ def load(
         }
         return json.dumps([numbers, known], sort_keys=True)
 
-    agree(backend, check, common)
-    load_blocks(state, blocks, placement, backend.rank)
+    agree(placed.backend, check, common)
+    load_blocks(state, placed)
 
 
 def agree(backend: Backend, check: Callable[[], object], common: Callable[[], str]) -> None:
@@ -459,18 +458,15 @@ def agree(backend: Backend, check: Callable[[], object], common: Callable[[], st
     agree_on_state(backend, text)
 
 
-def load_blocks(
-    state: Mapping[str, Any], blocks: Sequence[Block], placement: Placement, rank: int
-) -> None:
+def load_blocks(state: Mapping[str, Any], placed: PlacedBlocks) -> None:
     """Load a checked state into blocks; each rank keeps what its placement says.
 
     Args:
         state: The state.
-        blocks: The blocks, in the placement's order.
-        placement: Who holds second-order data.
-        rank: This rank.
+        placed: The blocks, with their places.
     """
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    rank = placed.rank
+    for block, place in placed:
         saved = state["blocks"][block.name]
         load_factors(block, saved, place, rank)
         data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver, own_memory
 from soframe.comm.packing import pack_triangle
@@ -15,7 +16,7 @@ from soframe.layers.layout import Layout
 from soframe.registry import describe
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.statistics.running import pack, settle, store, unpack
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import BlockPlacement
 
 
 class Watch:
@@ -83,53 +84,36 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
     return anew
 
 
-def hand_over(
-    backend: Backend,
-    old: Sequence[Block],
-    before: Placement,
-    new: Sequence[Block],
-    after: Placement,
-) -> bool:
+def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
     """Hand what is known to the blocks of a model that has changed; every rank must call.
 
     Args:
-        backend: The backend, prepared for both placements.
-        old: The blocks so far; they are left empty.
-        before: Where they were.
-        new: The blocks from now on.
-        after: Where they are.
+        before: The blocks so far, which are left empty.
+        after: The blocks from now on; their backend is prepared for both placements.
 
     Returns:
         Whether some of them lack statistics now, the same on every rank.
     """
-    settle(backend, list(zip(old, before.blocks, strict=True)))
-    anew = carry_over(old, new)
-    places = {place.block: place for place in before.blocks}
-    dropped = redistribute(backend, new, places, after)
+    settle(after.backend, list(before))
+    anew = carry_over(before.blocks, after.blocks)
+    dropped = redistribute({block.name: place for block, place in before}, after)
     return bool(anew) or dropped
 
 
-def redistribute(
-    backend: Backend,
-    blocks: Sequence[Block],
-    before: Mapping[str, BlockPlacement],
-    after: Placement,
-) -> bool:
+def redistribute(before: Mapping[str, BlockPlacement], after: PlacedBlocks) -> bool:
     """Bring what blocks remember to the ranks that are to remember it; every rank must call.
 
     Where other ranks contribute from now on, the statistics of the window under way are dropped.
 
     Args:
-        backend: The backend.
-        blocks: The blocks, in the placement's order.
         before: Where the blocks were, by name.
-        after: Where they are now.
+        after: The blocks, with the places that they have now.
 
     Returns:
         Whether statistics were dropped, the same on every rank.
     """
-    dropped = False
-    for block, place in zip(blocks, after.blocks, strict=True):
+    backend, dropped = after.backend, False
+    for block, place in after:
         if (was := before.get(block.name)) is None:
             continue
         if was.contributors != place.contributors:

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, Passes, Samples
 from soframe.capture.hooks import Capture, Probe
 from soframe.capture.sampling import Sampler
-from soframe.comm.base import Backend
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
 from soframe.methods.scaling import Contribution, Scale
 from soframe.statistics.running import enter
-from soframe.strategies.placement import Placement
 
 
 class Statistics:
@@ -40,9 +39,7 @@ class Statistics:
             micro-batches of unequal sizes, that of each over their mean.
 
     Args:
-        blocks: The blocks, in the placement's order.
-        placement: Who contributes to which factor.
-        backend: The backend.
+        placed: The blocks, with their places.
         scale: The scaling convention.
         samples: What the loss averages over where nobody says it of the batch: ``"batch"`` (the
             leading dimension), ``"positions"`` (every position has a loss of its own), or a
@@ -54,16 +51,16 @@ class Statistics:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
-        placement: Placement,
-        backend: Backend,
+        placed: PlacedBlocks,
+        *,
         scale: Scale,
         samples: Samples,
         grad_scale: Callable[[], float],
         capture: Capture,
         sampler: Sampler,
     ) -> None:
-        self._placed = list(zip(blocks, placement.blocks, strict=True))
+        blocks, backend = placed.blocks, placed.backend
+        self._placed = placed
         self._backend = backend
         self._mine = {
             block: [
