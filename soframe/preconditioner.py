@@ -312,10 +312,11 @@ class Preconditioner(Joinable):
             results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
         )
         if self.updated:
+            # Before anything is written: gradients may be views of what `.grad` holds.
+            self._observe(incoming, now, after=True)
             for block, result in results.items():
                 block.write(result)
             directions.commit()
-            self._observe(incoming, now, after=True)
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
@@ -334,7 +335,9 @@ class Preconditioner(Joinable):
             if block not in incoming.gradients:
                 continue
             gradient = incoming.gradients[block]
-            factors = {} if gradient is None else block.method.observe(gradient, block.data)
+            factors: Mapping[str, Tensor] = {}
+            if gradient is not None and self.backend.rank in place.gradient_workers:
+                factors = block.method.observe(gradient, block.data)
             observe(block, factors, place, self.backend.rank, now.decay)
 
     def _due(self, *, after: bool) -> list[Block]:

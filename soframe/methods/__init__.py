@@ -1,16 +1,35 @@
-"""Curvature methods: which factors a block has, and what they do to a gradient."""
+"""Methods: what becomes of the gradient of a block, of which statistics."""
 
+from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method
+from soframe.methods.chain import Chain
+from soframe.methods.ekfac import EKFAC
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
+from soframe.methods.momentum import Momentum
+from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
+from soframe.methods.shampoo import Shampoo
+from soframe.methods.soap import SOAP, SOAPMuon
 
 __all__ = [
+    "EKFAC",
     "FOOF",
     "KFAC",
+    "SGD",
+    "SOAP",
+    "AdamW",
     "Call",
     "Candidate",
+    "Chain",
+    "Diagonal",
     "Direction",
     "Given",
     "KFACReduce",
+    "MatchRMS",
     "Method",
+    "Momentum",
+    "Muon",
+    "Orthogonalise",
+    "SOAPMuon",
+    "Shampoo",
 ]

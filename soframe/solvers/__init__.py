@@ -1,20 +1,24 @@
 """Solvers: from a factor to the second-order data that preconditions with it."""
 
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
+from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
 from soframe.solvers.lazy import Lazy
 from soframe.solvers.newton_schulz import NewtonSchulz
 from soframe.solvers.orthogonal_iteration import OrthogonalIteration
 from soframe.solvers.relative import Relative
+from soframe.solvers.root import Root
 
 __all__ = [
+    "Basis",
     "Eigen",
     "Inverse",
     "Lazy",
     "NewtonSchulz",
     "OrthogonalIteration",
     "Relative",
+    "Root",
     "SolveFailedError",
     "Solver",
     "solve_safely",

@@ -62,11 +62,12 @@ def update(
         RuntimeError: If a solver raised something else than its failure on another rank; there,
             what it raised.
     """
-    new = any(not block.active for block in due)
+    new = any(not block.solved for block in due)
     solution = Solution(placed, due, damping)
     solution.deliver()
     if new or not placed.backend.overlap:
-        # Who takes part in what follows depends on which blocks are solved for the first time.
+        # Who takes part in what follows, and whether there are data for methods that make
+        # directions without, depends on which blocks are solved for the first time.
         solution.conclude(counters)
     raw = gradients()
     parts = (*landing, solution)

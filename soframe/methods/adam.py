@@ -1,0 +1,190 @@
+"""Methods of single entries: Adam's direction, the gradient itself, the diagonal of the Fisher.
+
+They suit any parameter. What they keep has the shape of the gradient's matrix,
+``[groups, out, in]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soframe.kernels.samples import squared_gradients
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Call, Direction, Given, Method
+from soframe.methods.momentum import Momentum, entries, require_beta, second_moment
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
+
+
+@register("method", "adamw")
+@dataclass(frozen=True)
+class AdamW(Method):
+    """Adam's direction (Kingma and Ba, 2015, algorithm 1); the decay is the optimizer's.
+
+    With ``x`` what the stage is given, at its update number t::
+
+        m <- b1 m + (1 - b1) x        v <- b2 v + (1 - b2) x^2
+        direction = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Weight decay that is decoupled (Loshchilov and Hutter, 2019) acts on parameters, so it is a
+    matter of `soframe.Optimizer`, or of whoever takes the step.
+
+    Attributes:
+        betas: What m and v keep of their past.
+        eps: Is added to the root.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    clipped = False
+    starts_at_once = True
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for beta in self.betas:
+            require_beta("AdamW", "betas", beta)
+        require_eps("AdamW", self.eps)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: none."""
+        del shape
+        return ()
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: m and v."""
+        return {name: TensorSpec(tuple(shape)) for name in ("mean", "square")}
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        new, (first, second) = given.incoming, self.betas
+        mean = given.state["mean"].lerp(new, 1 - first)
+        square = second_moment(given.state["square"], new, second)
+        count = given.updates + 1
+        root = (square.sqrt() / math.sqrt(1 - second**count)).add_(self.eps)
+        return Direction((mean / (1 - first**count)).div_(root), {"mean": mean, "square": square})
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: an operation for each entry."""
+        return entries(shape)
+
+
+@register("method", "sgd")
+@dataclass(frozen=True)
+class SGD(Method):
+    """The gradient itself, or its momentum as ``torch.optim.SGD`` has it.
+
+    Attributes:
+        momentum: What the sum of gradients keeps of its past; 0 for none.
+        nesterov: See `Momentum`.
+
+    Raises:
+        ValueError: If the momentum is not in ``[0, 1)``, or Nesterov's without any.
+    """
+
+    clipped = False
+    starts_at_once = True
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        require_beta("SGD", "momentum", self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ValueError("SGD: nesterov=True needs a momentum: pass momentum=0.9, for example")
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: none."""
+        del shape
+        return ()
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: the sum, if there is a momentum."""
+        return self._momentum.state(shape) if self.momentum else {}
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        return self._momentum.direct(given) if self.momentum else Direction(given.incoming.clone())
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: an operation for each entry."""
+        return entries(shape)
+
+    @property
+    def _momentum(self) -> Momentum:
+        return Momentum(self.momentum, self.nesterov, averaged=False)
+
+
+@register("method", "diagonal")
+@dataclass(frozen=True)
+class Diagonal(Method):
+    """The diagonal of the Fisher: ``g / (diag(F) + damping)``, of whichever Fisher is chosen.
+
+    Its factor is the mean over samples of the squares of their gradients, each summed over the
+    positions at which the sample uses the weights (Amari et al., 2019; of the empirical Fisher,
+    Dangel et al., 2020, call it the second moment). A Fisher of several columns, such as type-2,
+    adds up the squares of each column.
+    """
+
+    scalings = ("fisher",)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: one, elementwise."""
+        groups, out, into = shape
+        return (FactorSpec("diagonal", "both", groups, out, kind="elementwise", columns=into),)
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        """See `Method.statistics`."""
+        if call.inputs is None:
+            return {}
+        rows = call.helper.block_rows(call.inputs, call.output_rows)
+        return {"diagonal": squared_gradients(rows, call.output_rows)}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`: nobody."""
+        del factor, default
+        return None
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`; the input as it is while there are no statistics."""
+        return Direction(divided(given.incoming, given.data, "diagonal", given.damping))
+
+
+def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> Tensor:
+    """Return a matrix over a factor of its shape and the damping.
+
+    Args:
+        matrix: ``[groups, out, in]``.
+        data: The data of the block.
+        factor: The name of the factor, whose value is ``[groups, out, in]``.
+        damping: The damping.
+
+    Returns:
+        ``[groups, out, in]``, in a new tensor; zero where there is neither curvature nor damping,
+        and a copy where there is no data.
+    """
+    if factor not in data:
+        return matrix.clone()
+    curvature = data[factor][VALUE] + damping
+    return (matrix / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
+
+
+def require_eps(method: str, eps: float) -> None:
+    """Check what is added to a root.
+
+    Args:
+        method: Whose it is.
+        eps: Its value.
+
+    Raises:
+        ValueError: If it is not positive.
+    """
+    if not 0 < eps < math.inf:
+        raise ValueError(f"{method}: eps must be positive, not {eps!r}")

@@ -1,0 +1,263 @@
+"""A method made of methods: what one stage makes of the gradient is what the next one is given.
+
+Every stage sees the averaged gradient beside its predecessor's result (`Given.incoming`), and its
+own part of the second-order data and of the state, as if it were alone. A chain is one line::
+
+    Chain(("momentum", SOAP(betas=(0.0, 0.95)), "orthogonalise", "match-rms"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
+from soframe.registry import KINDS
+from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+
+T = TypeVar("T")
+
+_SHAPES = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
+"""Of these a stage tells the names that it uses."""
+
+
+class _Names:
+    """Names of the stages and names in the chain, which differ where two stages use the same.
+
+    Args:
+        by_stage: The names that each stage uses.
+    """
+
+    def __init__(self, by_stage: Iterable[frozenset[str]]) -> None:
+        self._by_stage = tuple(by_stage)
+        every = [name for names in self._by_stage for name in names]
+        self._shared = frozenset(name for name in every if every.count(name) > 1)
+
+    def outer(self, stage: int, name: str) -> str:
+        """Return a stage's name as the chain has it.
+
+        Args:
+            stage: The number of the stage.
+            name: Its name.
+        """
+        return f"{stage}.{name}" if name in self._shared else name
+
+    def inner(self, outer: str) -> tuple[int, str]:
+        """Undo `outer`.
+
+        Args:
+            outer: The name in the chain.
+
+        Returns:
+            The number of the stage, and its own name.
+
+        Raises:
+            KeyError: If no stage has it.
+        """
+        for stage, names in enumerate(self._by_stage):
+            for name in names:
+                if self.outer(stage, name) == outer:
+                    return stage, name
+        raise KeyError(outer)
+
+    def of(self, stage: int) -> dict[str, str]:
+        """Return every name of a stage, with that in the chain.
+
+        Args:
+            stage: The number of the stage.
+        """
+        return {name: self.outer(stage, name) for name in self._by_stage[stage]}
+
+
+@dataclass(frozen=True)
+class Chain(Method):
+    """Stages in the order in which they act; the stages of a chain within it are stages of it.
+
+    The chain takes a weight and its bias jointly if all stages do. Its directions are clipped if no
+    stage gives them a length of their own, and begin with the first stage that needs no data. A
+    stage that has no data yet passes on what it is given.
+
+    Attributes:
+        stages: Methods, given as names, classes or instances.
+
+    Raises:
+        ValueError: If there are no stages; if stages differ in whether their factors are refreshed
+            after the direction, or in whether they take the positions of a sample as one row; if
+            there is no scaling under which all are defined.
+    """
+
+    stages: tuple[Method, ...]
+    _factor_names: _Names = field(init=False, repr=False, compare=False)
+    _state_names: _Names = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stages: list[Method] = []
+        for choice in self.stages:
+            stage = KINDS["method"].build(choice, Method)
+            stages += stage.stages if isinstance(stage, Chain) else [stage]
+        if not stages:
+            raise ValueError("Chain: stages must name at least one method")
+        scalings = stages[0].scalings
+        for stage in stages[1:]:
+            scalings = tuple(name for name in scalings if name in stage.scalings)
+        if not scalings:
+            raise ValueError(f"Chain: no scaling= is common to {stages}: leave a stage out")
+        factors = [_factor_names(stage) for stage in stages]
+        states = [frozenset(k for s in _SHAPES for k in stage.state(s)) for stage in stages]
+        derived = {
+            "stages": tuple(stages),
+            "scalings": scalings,
+            "joint": all(stage.joint for stage in stages),
+            "clipped": all(stage.clipped for stage in stages),
+            "starts_at_once": any(stage.starts_at_once for stage in stages),
+            "refreshes_after": _common(
+                [(s, s.refreshes_after) for s, names in zip(stages, factors, strict=True) if names],
+                "refreshes its factors after the direction, and another one before",
+            ),
+            "reduces": _common(
+                [(stage, stage.reduces) for stage in stages if stage.captures],
+                "takes all positions of a sample as one row, and another one as rows",
+            ),
+            "_factor_names": _Names(factors),
+            "_state_names": _Names(states),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    # -- factors and statistics -------------------------------------------------------------------
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: those of the stages."""
+        found = []
+        for number, stage in enumerate(self.stages):
+            for factor in stage.factors(shape):
+                name = self._factor_names.outer(number, factor.name)
+                needs = tuple(self._factor_names.outer(number, need) for need in factor.needs)
+                found.append(replace(factor, name=name, needs=needs))
+        return tuple(found)
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
+        """See `Method.statistics`."""
+        found: dict[str, Tensor | Addend] = {}
+        for number, stage in enumerate(self.stages):
+            if stage.captures:
+                own = stage.statistics(replace(call, data=self._data(number, call.data)))
+                found |= {self._factor_names.outer(number, k): v for k, v in own.items()}
+        return found
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        found: dict[str, Tensor] = {}
+        for number, stage in enumerate(self.stages):
+            own = stage.observe(gradient, self._data(number, data))
+            found |= {self._factor_names.outer(number, k): v for k, v in own.items()}
+        return found
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`: the stage's choice."""
+        number, name = self._factor_names.inner(factor.name)
+        needs = tuple(self._factor_names.inner(need)[1] for need in factor.needs)
+        return self.stages[number].solver(replace(factor, name=name, needs=needs), default)
+
+    # -- state and direction ----------------------------------------------------------------------
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: those of the stages."""
+        return {
+            self._state_names.outer(number, name): spec
+            for number, stage in enumerate(self.stages)
+            for name, spec in stage.state(shape).items()
+        }
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        matrix = given.incoming
+        state: dict[str, Tensor] = {}
+        for number, stage in enumerate(self.stages):
+            own = replace(
+                given,
+                incoming=matrix,
+                data=self._data(number, given.data),
+                state=_chosen(given.state, self._state_names.of(number)),
+            )
+            if not _is_ready(stage, own):
+                continue
+            made = stage.direct(own)
+            matrix = made.matrix
+            state |= {self._state_names.outer(number, k): v for k, v in made.state.items()}
+        return Direction(matrix.clone() if matrix is given.incoming else matrix, state)
+
+    def rebase(
+        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+    ) -> Mapping[str, Tensor]:
+        """See `Method.rebase`."""
+        found: dict[str, Tensor] = {}
+        for number, stage in enumerate(self.stages):
+            own = stage.rebase(
+                _chosen(state, self._state_names.of(number)),
+                self._data(number, old),
+                self._data(number, new),
+            )
+            found |= {self._state_names.outer(number, k): v for k, v in own.items()}
+        return found
+
+    # -- what it is for ---------------------------------------------------------------------------
+
+    def unsuited(self, candidate: Candidate) -> str | None:
+        """See `Method.unsuited`: the first reason of a stage."""
+        for stage in self.stages:
+            if (reason := stage.unsuited(candidate)) is not None:
+                return reason
+        return None
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: of all stages."""
+        return sum(stage.effort(shape) for stage in self.stages)
+
+    def forward_only(self) -> Method:
+        """See `Method.forward_only`: of the stages that read calls.
+
+        Returns:
+            A chain of these.
+        """
+        return Chain(tuple(s.forward_only() if s.captures else s for s in self.stages))
+
+    def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
+        return _chosen(data, self._factor_names.of(stage))
+
+
+def _factor_names(stage: Method) -> frozenset[str]:
+    return frozenset(factor.name for shape in _SHAPES for factor in stage.factors(shape))
+
+
+def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    """Return a stage's part of what the chain has, under the stage's names."""
+    return {name: every[outer] for name, outer in names.items() if outer in every}
+
+
+def _common(each: list[tuple[Method, bool]], which: str) -> bool:
+    """Return what stages have in common; false for no stages."""
+    values = {value for _, value in each}
+    if len(values) > 1:
+        one = next(stage for stage, value in each if value)
+        raise ValueError(
+            f"Chain: {one!r} {which}: a block has one order of its step; choose stages that agree"
+        )
+    return values.pop() if values else False
+
+
+def _is_ready(stage: Method, given: Given) -> bool:
+    """Return whether a stage has the data that it makes directions with.
+
+    Factors whose statistics need the data of others come later, and are not waited for.
+    """
+    if stage.starts_at_once:
+        return True
+    groups, out, into = given.incoming.shape
+    factors = stage.factors(BlockShape(groups, out, into))
+    return all(factor.name in given.data for factor in factors if not factor.needs)

@@ -1,0 +1,123 @@
+"""EKFAC: the diagonal of the Fisher in K-FAC's eigenbasis (George et al., 2018).
+
+With the eigenvectors ``Q_A`` and ``Q_G`` of K-FAC's factors, the diagonal that comes nearest to the
+Fisher in the basis ``Q_G ⊗ Q_A``, in the Frobenius norm, is not the product of eigenvalues but
+(equation 11)
+
+    S = (1/N) sum_n (Q_G^T W_n Q_A)^2        W_n = sum_t g_{n,t} a_{n,t}^T        [out, in]
+
+with the gradient ``W_n`` of sample n, summed over the positions t at which the sample uses the
+weights. So S is gathered with second-order data, after the first solve, and anew after each: a
+scale belongs to its basis. While there is none, the product of eigenvalues stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.kernels.products import times
+from soframe.kernels.samples import squared_gradients
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Addend, Call, Direction, Given, Method
+from soframe.methods.kfac import KFAC
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.specs import VALUE, FactorSpec
+
+
+@register("method", "ekfac")
+@dataclass(frozen=True)
+class EKFAC(KFAC):
+    """K-FAC whose eigenvalues are second moments of the gradients of samples.
+
+    It needs a solver that makes eigenvectors, such as ``"eigen"`` or ``"orthogonal-iteration"``.
+    Statistics take, besides K-FAC's, two products for each row with the eigenvectors, and, where
+    a sample has several positions, the gradient of each sample (`soframe.kernels.samples`).
+    """
+
+    scalings = ("fisher",)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: A and G as K-FAC has them, and S, elementwise."""
+        groups, out, into = shape
+        scale = FactorSpec(
+            "S", "both", groups, out, kind="elementwise", columns=into, needs=("A", "G")
+        )
+        return (*super().factors(shape), scale)
+
+    def statistics(self, call: Call) -> Mapping[str, Addend]:
+        """See `Method.statistics`."""
+        moments = super().statistics(call)
+        if call.inputs is None or not {"A", "G"} <= call.data.keys():
+            return moments
+
+        def add(total: Tensor | None, multiplier: float) -> Tensor:
+            squares = self._squares(call) * multiplier
+            return squares if total is None else total.add_(squares)
+
+        return {**moments, "S": add}
+
+    def _squares(self, call: Call) -> Tensor:
+        """Return the sum over samples of the squares of their gradients in the basis."""
+        assert call.inputs is not None
+        rows = call.helper.block_rows(call.inputs, call.output_rows)
+        inputs = _rotated(rows, call.data["A"]["vectors"])
+        return squared_gradients(inputs, _rotated(call.output_rows, call.data["G"]["vectors"]))
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`.
+
+        Args:
+            factor: The factor.
+            default: The solver that the user chose.
+
+        Returns:
+            That solver for A and G; nobody for S.
+
+        Raises:
+            ValueError: If the solver makes no eigenvectors.
+        """
+        if factor.kind == "elementwise":
+            return None
+        if not {"vectors", "values"} <= default.tensors(factor).keys():
+            raise ValueError(
+                f"EKFAC gathers second moments in an eigenbasis, and {default!r} makes none: pass "
+                f"solver='eigen', or method='kfac'"
+            )
+        return default
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`: of the product of eigenvalues, while there is no scale."""
+        left, right = given.data["G"], given.data["A"]
+        if "S" not in given.data:
+            matrix = given.solver.apply(
+                given.incoming, left=left, right=right, damping=given.damping
+            )
+            return Direction(matrix)
+        curvature = given.data["S"][VALUE] + _damping(given)
+        rotated = times(times(left["vectors"].mT, given.incoming), right["vectors"])
+        # Where there is neither curvature nor damping, no step is the least one.
+        rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
+        return Direction(times(times(left["vectors"], rotated), right["vectors"].mT))
+
+    def forward_only(self) -> Method:
+        """See `Method.forward_only`: it has none."""
+        return Method.forward_only(self)
+
+
+def _damping(given: Given) -> Tensor | float:
+    """Return what is added to the curvature; ``[groups, 1, 1]`` where it is relative."""
+    damping: Tensor | float = given.damping
+    for name in ("A", "G"):
+        if (trace := given.data[name].get("mean_trace")) is not None:
+            damping = damping * trace[:, None, None]
+    return damping
+
+
+def _rotated(rows: Tensor, vectors: Tensor) -> Tensor:
+    """Return rows ``[groups, batch, shared, n]`` in a basis ``[groups, n, n]``."""
+    return torch.matmul(rows.flatten(1, 2), vectors).view(*rows.shape[:3], -1)

@@ -1,0 +1,112 @@
+"""Momentum: averages of what a stage is given (Polyak, 1964; Nesterov, 1983).
+
+With ``x`` what the stage is given, ``m`` its buffer of the same shape ``[groups, out, in]``, and
+``b`` the momentum, the buffer and the direction are
+
+    averaged:   m <- b m + (1 - b) x        m, or with Nesterov's form  b m + (1 - b) x
+    classical:  m <- b m + x                m, or with Nesterov's form  b m + x
+
+The averaged form is that of Muon (Jordan et al., 2024), whose Nesterov form interpolates twice; the
+classical one is that of ``torch.optim.SGD``, which is ``1 / (1 - b)`` times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Direction, Given, Method
+from soframe.registry import register
+from soframe.specs import FactorSpec, TensorSpec
+
+
+@register("method", "momentum")
+@dataclass(frozen=True)
+class Momentum(Method):
+    """Heavy-ball or Nesterov momentum, a stage.
+
+    Attributes:
+        beta: What the buffer keeps of its past.
+        nesterov: Whether the direction looks one step ahead.
+        averaged: Whether the buffer is an average of what it is given, rather than a sum.
+
+    Raises:
+        ValueError: If ``beta`` is not in ``[0, 1)``.
+    """
+
+    clipped = False
+    starts_at_once = True
+
+    beta: float = 0.9
+    nesterov: bool = False
+    averaged: bool = True
+
+    def __post_init__(self) -> None:
+        require_beta("Momentum", "beta", self.beta)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: none."""
+        del shape
+        return ()
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: the buffer."""
+        return {"momentum": TensorSpec(tuple(shape))}
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        new, before = given.incoming, given.state["momentum"]
+        if self.averaged:
+            buffer = before.lerp(new, 1 - self.beta)
+            matrix = new.lerp(buffer, self.beta) if self.nesterov else buffer.clone()
+        else:
+            buffer = torch.add(new, before, alpha=self.beta)
+            matrix = torch.add(new, buffer, alpha=self.beta) if self.nesterov else buffer.clone()
+        return Direction(matrix, {"momentum": buffer})
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: an operation for each entry."""
+        return entries(shape)
+
+
+def entries(shape: BlockShape) -> float:
+    """Return the entries of a gradient's matrix: the effort of what looks at each by itself.
+
+    Args:
+        shape: The shape of the block's gradient matrix.
+    """
+    return float(prod(shape))
+
+
+def require_beta(method: str, name: str, beta: float) -> None:
+    """Check a decay.
+
+    Args:
+        method: Whose it is.
+        name: What it is called.
+        beta: Its value.
+
+    Raises:
+        ValueError: If it is not in ``[0, 1)``.
+    """
+    if not 0 <= beta < 1:
+        raise ValueError(f"{method}: {name} must be at least 0 and less than 1, not {beta!r}")
+
+
+def second_moment(before: Tensor, new: Tensor, beta: float) -> Tensor:
+    """Return an average of squares, one step further.
+
+    Args:
+        before: The average so far.
+        new: What is squared, of the same shape.
+        beta: What the average keeps of its past.
+
+    Returns:
+        ``beta before + (1 - beta) new^2``, in a new tensor.
+    """
+    return torch.addcmul(before * beta, new, new, value=1 - beta)

@@ -1,0 +1,227 @@
+"""Muon: the momentum's nearest semi-orthogonal matrix (Jordan et al., 2024).
+
+For ``X = U S V^T``, ``[groups, out, in]``, the nearest semi-orthogonal matrix is ``U V^T``, the
+steepest descent under the spectral norm (Bernstein and Newhouse, 2024). Newton-Schulz iterations
+come near to it by products alone: with ``X`` divided by its Frobenius norm,
+
+    X <- a X + (b (X X^T) + c (X X^T)^2) X
+
+which takes every singular value ``s`` to ``a s + b s^3 + c s^5``. Muon's coefficients are the same
+in all steps, and leave singular values between about 0.7 and 1.2; those of Polar Express (Amsel et
+al., 2025, appendix A) are the best of each step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.chain import Chain
+from soframe.methods.momentum import Momentum, entries
+from soframe.registry import register
+from soframe.specs import FactorSpec
+
+Coefficients = Literal["muon", "polar-express"]
+RMS = Literal["spectral", "rms"]
+
+MUON = (3.4445, -4.7750, 2.0315)
+"""The coefficients of every step (Jordan et al., 2024)."""
+
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""The coefficients of each step; of further ones as the last (Amsel et al., 2025, appendix A)."""
+
+_SAFETY = 1.01  # of Polar Express: what rounding may add to the largest singular value
+_TINY = 1e-7  # is added to the norm that is divided by, as in Muon
+
+
+def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, float]]:
+    """Return the coefficients of Newton-Schulz iterations.
+
+    Args:
+        kind: Whose.
+        steps: How many iterations.
+
+    Returns:
+        ``(a, b, c)`` for each.
+    """
+    if kind == "muon":
+        return [MUON] * steps
+    safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
+    return [safe[step] if step < len(safe) else POLAR_EXPRESS[-1] for step in range(steps)]
+
+
+def nearest_orthogonal(
+    matrix: Tensor,
+    *,
+    kind: Coefficients = "muon",
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations.
+
+    Args:
+        matrix: ``[groups, out, in]``.
+        kind: Whose coefficients.
+        steps: How many iterations.
+        dtype: The dtype of the products; None for that of ``matrix``.
+
+    Returns:
+        ``[groups, out, in]``, in the dtype of ``matrix``; zero where it is zero.
+    """
+    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    norm = norm * (_SAFETY if kind == "polar-express" else 1.0) + _TINY
+    found: Tensor = (wide / norm).to(matrix.dtype if dtype is None else dtype)
+    for a, b, c in coefficients(kind, steps):
+        gram = found @ found.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    found = found.to(matrix.dtype)
+    return found if wide is matrix else found.mT.contiguous()
+
+
+@register("method", "orthogonalise")
+@dataclass(frozen=True)
+class Orthogonalise(Method):
+    """The nearest semi-orthogonal matrix, a stage; for matrices within the model.
+
+    Attributes:
+        steps: Newton-Schulz iterations.
+        coefficients: ``"muon"``, or ``"polar-express"`` for those that are the best of each step.
+        dtype: The dtype of the products, by its name; None for bfloat16 on CUDA, and elsewhere that
+            of the factors.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    joint = False
+    clipped = False
+    starts_at_once = True
+
+    steps: int = 5
+    coefficients: Coefficients = "muon"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"Orthogonalise: steps must be positive, not {self.steps!r}")
+        if self.coefficients not in ("muon", "polar-express"):
+            raise ValueError(
+                f"Orthogonalise: coefficients must be 'muon' or 'polar-express', not "
+                f"{self.coefficients!r}"
+            )
+        if self.dtype not in (None, "float64", "float32", "bfloat16", "float16"):
+            raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: none."""
+        del shape
+        return ()
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        matrix = given.incoming
+        dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
+        if self.dtype is not None:
+            dtype = getattr(torch, self.dtype)
+        return Direction(
+            nearest_orthogonal(matrix, kind=self.coefficients, steps=self.steps, dtype=dtype)
+        )
+
+    def unsuited(self, candidate: Candidate) -> str | None:
+        """See `Method.unsuited`: vectors, embeddings and the head."""
+        _, out, into = candidate.shape
+        if min(out, into) == 1:
+            return "a vector has no directions to be made orthogonal"
+        if isinstance(candidate.module, nn.Embedding | nn.EmbeddingBag):
+            return "an embedding is a table of rows rather than a matrix that multiplies"
+        if candidate.last:
+            return "it is the model's head, or tied to an embedding"
+        return None
+
+
+@register("method", "match-rms")
+@dataclass(frozen=True)
+class MatchRMS(Method):
+    """A factor that follows from the shape, a stage after `Orthogonalise`.
+
+    Attributes:
+        scale: ``"spectral"`` for ``sqrt(max(1, out / in))``, which keeps the size of what the
+            layer puts out (Jordan et al., 2024); ``"rms"`` for ``0.2 sqrt(max(out, in))``, with
+            which entries have the root mean square that AdamW's have (Liu et al., 2025, section
+            2.2), so that its learning rates serve.
+
+    Raises:
+        ValueError: If the scale is none of these.
+    """
+
+    clipped = False
+    starts_at_once = True
+
+    scale: RMS = "spectral"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("spectral", "rms"):
+            raise ValueError(f"MatchRMS: scale must be 'spectral' or 'rms', not {self.scale!r}")
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: none."""
+        del shape
+        return ()
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        _, out, into = given.incoming.shape
+        if self.scale == "spectral":
+            return Direction(given.incoming * math.sqrt(max(1.0, out / into)))
+        return Direction(given.incoming * (0.2 * math.sqrt(max(out, into))))
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: an operation for each entry."""
+        return entries(shape)
+
+
+@register("method", "muon")
+@dataclass(frozen=True, init=False)
+class Muon(Chain):
+    """Momentum, orthogonalised, at the scale of the shape (Jordan et al., 2024).
+
+    Vectors, embeddings and the head are not for it: give them to ``auxiliary="adamw"``.
+
+    Args:
+        momentum: See `Momentum`.
+        nesterov: See `Momentum`.
+        scale: See `MatchRMS`.
+        steps: See `Orthogonalise`.
+        coefficients: See `Orthogonalise`.
+        dtype: See `Orthogonalise`.
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        scale: RMS = "spectral",
+        steps: int = 5,
+        coefficients: Coefficients = "muon",
+        dtype: str | None = None,
+    ) -> None:
+        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
+        super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))

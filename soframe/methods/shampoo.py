@@ -1,0 +1,160 @@
+"""Shampoo: roots of the second moments of the gradient's rows and columns (Gupta et al., 2018).
+
+With the averaged gradient G, ``[out, in]``, and running averages of
+
+    L = G G^T        R = G^T G
+
+the direction of ``X`` is ``L^(-1/4) X R^(-1/4)`` (algorithm 1, with averages for sums), or from one
+side alone ``L^(-1/2) X`` or ``X R^(-1/2)``. Its length has nothing of the gradient's; *grafting*
+gives it that of another method (Agarwal et al., 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from soframe.kernels.products import times
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.momentum import require_beta
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.solvers.root import Root
+from soframe.specs import FactorSpec, SecondOrder
+
+Sides = Literal["both", "left", "right"]
+
+
+def gradient_factors(
+    shape: BlockShape, decay: float, *, left: bool = True, right: bool = True
+) -> tuple[FactorSpec, ...]:
+    """Return the factors of the averaged gradient's rows and columns.
+
+    Args:
+        shape: The shape of the block's gradient matrix.
+        decay: What their averages keep of their past.
+        left: Whether there is L, ``[groups, out, out]``.
+        right: Whether there is R, ``[groups, in, in]``.
+
+    Returns:
+        Those that there are, L first.
+    """
+    groups, out, into = shape
+    every = (
+        (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
+        (right, FactorSpec("R", "right", groups, into, reads="gradient", decay=decay)),
+    )
+    return tuple(factor for there, factor in every if there)
+
+
+def gradient_moments(gradient: Tensor, names: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the statistics of these factors.
+
+    Args:
+        gradient: ``[groups, out, in]``.
+        names: The factors by name, of which there may be L and R.
+
+    Returns:
+        ``G G^T`` and ``G^T G``.
+    """
+    found = {}
+    if "L" in names:
+        found["L"] = times(gradient, gradient.mT)
+    if "R" in names:
+        found["R"] = times(gradient.mT, gradient)
+    return found
+
+
+@register("method", "shampoo")
+@dataclass(frozen=True)
+class Shampoo(Method):
+    """Inverse roots of the factors of the averaged gradient.
+
+    Factors hold this step's gradient. The interval of their roots is ``solve_every``.
+
+    Attributes:
+        decay: What the factors keep of their past at each step.
+        sides: ``"both"``, or the one side that has a factor.
+        power: The power of each factor; None for -1/4 with both sides and -1/2 with one.
+        epsilon: What is added to eigenvalues, over the largest, see `soframe.solvers.Root`.
+        graft: Whether the direction has the length of what it is made of, in each group.
+        max_size: Matrices with a longer side that has a factor are left to others.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    joint = False
+    clipped = False
+
+    decay: float = 0.999
+    sides: Sides = "both"
+    power: float | None = None
+    epsilon: float = 1e-6
+    graft: bool = False
+    max_size: int = 8192
+
+    def __post_init__(self) -> None:
+        require_beta("Shampoo", "decay", self.decay)
+        if self.sides not in ("both", "left", "right"):
+            raise ValueError(
+                f"Shampoo: sides must be 'both', 'left' or 'right', not {self.sides!r}"
+            )
+        if self.power is not None and not -math.inf < self.power < 0:
+            raise ValueError(f"Shampoo: power must be negative, not {self.power!r}")
+        if self.max_size < 1:
+            raise ValueError(f"Shampoo: max_size must be positive, not {self.max_size!r}")
+        self._root  # noqa: B018  # says what is wrong with epsilon
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: L, R or both."""
+        left, right = self.sides != "right", self.sides != "left"
+        return gradient_factors(shape, self.decay, left=left, right=right)
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        del data
+        names = {"both": "LR", "left": "L", "right": "R"}[self.sides]
+        return gradient_moments(gradient, dict.fromkeys(names))
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        """See `Method.solver`: a root, whatever the user's is."""
+        del factor, default
+        return self._root
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        matrix = given.incoming
+        if self.sides != "right":
+            matrix = times(given.data["L"]["root"], matrix)
+        if self.sides != "left":
+            matrix = times(matrix, given.data["R"]["root"])
+        if self.graft:
+            length, wanted = _length(matrix), _length(given.incoming)
+            matrix = matrix * (wanted / length.where(length > 0, 1.0))
+        return Direction(matrix)
+
+    def unsuited(self, candidate: Candidate) -> str | None:
+        """See `Method.unsuited`: matrices that are too large."""
+        for factor in self.factors(candidate.shape):
+            if factor.size > self.max_size:
+                return f"its side of {factor.size} is longer than max_size={self.max_size}"
+        return None
+
+    @property
+    def _root(self) -> Root:
+        power = self.power
+        if power is None:
+            power = -1 / 4 if self.sides == "both" else -1 / 2
+        return Root(power, self.epsilon)
+
+
+def _length(matrix: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return length

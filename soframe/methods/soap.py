@@ -1,0 +1,216 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al., 2024, algorithm 3).
+
+With the averaged gradient G, ``[out, in]``, what the stage is given X (G itself where it is the
+first), and the eigenvectors ``Q_L`` and ``Q_R`` of running averages of ``G G^T`` and ``G^T G``::
+
+    m <- b1 m + (1 - b1) X
+    v <- b2 v + (1 - b2) (Q_L^T G Q_R)^2
+    direction = Q_L ((Q_L^T m Q_R) / (sqrt(v) + eps)) Q_R^T, times sqrt(1 - b2^t) / (1 - b1^t)
+
+at the update number t that has a basis. Statistics and bases are refreshed after the direction, so
+that no gradient is seen in a basis that it is part of. The momentum m is kept as it is, and v in
+the basis: it follows a new one.
+
+*SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from soframe.kernels.products import times
+from soframe.layers.layout import BlockShape
+from soframe.methods.adam import require_eps
+from soframe.methods.base import Direction, Given, Method
+from soframe.methods.chain import Chain
+from soframe.methods.momentum import Momentum, require_beta, second_moment
+from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
+from soframe.methods.shampoo import gradient_factors, gradient_moments
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.solvers.basis import Basis
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+
+Carry = Literal["permute", "rotate"]
+
+
+@register("method", "soap")
+@dataclass(frozen=True)
+class SOAP(Method):
+    """Adam in a slowly changing eigenbasis; alone, or a stage.
+
+    A vector has no factors, and neither has a side that is too long: there it is Adam. The interval
+    of the bases is ``solve_every``; the published one is 10, and 1 takes the fewest steps.
+
+    Attributes:
+        betas: What m and v keep of their past; without m where the first is 0.
+        eps: Is added to the root.
+        shampoo_beta: What the factors keep of their past.
+        skip_first: Whether the first gradient makes the basis alone, as published: the direction is
+            zero. Otherwise the stage passes its first input on, which for SOAP alone is a gradient
+            of any length, and for stages that end with a length of their own is a step.
+        max_size: Longer sides have no factor.
+        correct_bias: Whether averages are freed of their start.
+        normalise: Whether directions are divided by their root mean square, in each group.
+        carry: How v follows a new basis: ``"permute"`` as its columns are put in order (published),
+            or ``"rotate"`` by the squares of the overlaps between old and new columns.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    joint = False
+    clipped = False
+    starts_at_once = True
+    refreshes_after = True
+
+    betas: tuple[float, float] = (0.95, 0.95)
+    eps: float = 1e-8
+    shampoo_beta: float = 0.95
+    skip_first: bool = True
+    max_size: int = 10_000
+    correct_bias: bool = True
+    normalise: bool = False
+    carry: Carry = "permute"
+
+    def __post_init__(self) -> None:
+        for beta in self.betas:
+            require_beta("SOAP", "betas", beta)
+        require_beta("SOAP", "shampoo_beta", self.shampoo_beta)
+        require_eps("SOAP", self.eps)
+        if self.max_size < 1:
+            raise ValueError(f"SOAP: max_size must be positive, not {self.max_size!r}")
+        if self.carry not in ("permute", "rotate"):
+            raise ValueError(f"SOAP: carry must be 'permute' or 'rotate', not {self.carry!r}")
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: of the sides that are not too long."""
+        _, out, into = shape
+        if min(out, into) == 1:
+            return ()
+        left, right = out <= self.max_size, into <= self.max_size
+        return gradient_factors(shape, self.shampoo_beta, left=left, right=right)
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        del data
+        return gradient_moments(gradient, {f.name: f for f in self._factors_of(gradient)})
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: v, and m if there is one."""
+        names = ("mean", "square") if self.betas[0] else ("square",)
+        return {name: TensorSpec(tuple(shape)) for name in names}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        """See `Method.solver`: a basis, whatever the user's is."""
+        del factor, default
+        return Basis()
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        names = [factor.name for factor in self._factors_of(given.gradient)]
+        if self.skip_first and given.updates == 0:
+            return Direction(torch.zeros_like(given.incoming))
+        if any(name not in given.data for name in names):
+            return Direction(given.incoming.clone())
+        first, second = self.betas
+        new = _into(given.gradient, given.data)
+        state = {"square": second_moment(given.state["square"], new, second)}
+        mean = given.incoming
+        if first:
+            mean = state["mean"] = given.state["mean"].lerp(mean, 1 - first)
+        matrix = _out_of(_into(mean, given.data) / (state["square"].sqrt() + self.eps), given.data)
+        if self.normalise:
+            matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
+        if self.correct_bias:
+            # The first update has no basis, or is skipped.
+            count = max(1, given.updates + (not (names or self.skip_first)))
+            matrix = matrix * (math.sqrt(1 - second**count) / (1 - first**count))
+        return Direction(matrix, state)
+
+    def rebase(
+        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+    ) -> Mapping[str, Tensor]:
+        """See `Method.rebase`: v follows."""
+        square = state["square"]
+        for name, dim in (("L", -2), ("R", -1)):
+            if name not in old or name not in new:
+                continue
+            if self.carry == "permute":
+                order = new[name]["order"].long()
+                order = order.unsqueeze(-1 if name == "L" else -2)
+                square = square.gather(dim, order.expand_as(square))
+            else:
+                overlap = times(new[name]["vectors"].mT, old[name]["vectors"]).square()
+                square = times(overlap, square) if name == "L" else times(square, overlap.mT)
+        return {"square": square}
+
+    def _factors_of(self, gradient: Tensor) -> tuple[FactorSpec, ...]:
+        groups, out, into = gradient.shape
+        return self.factors(BlockShape(groups, out, into))
+
+
+@register("method", "soap-muon")
+@dataclass(frozen=True, init=False)
+class SOAPMuon(Chain):
+    """SOAP's direction of the Nesterov momentum, orthogonalised, at the scale of the shape.
+
+    Vectors, embeddings and the head are not for it: give them to ``auxiliary="adamw"``.
+
+    Args:
+        momentum: See `Momentum`.
+        square_beta: What SOAP's second moments keep of their past.
+        shampoo_beta: See `SOAP`.
+        eps: See `SOAP`.
+        max_size: See `SOAP`.
+        carry: See `SOAP`.
+        scale: See `MatchRMS`.
+        steps: See `Orthogonalise`.
+        coefficients: See `Orthogonalise`.
+        dtype: See `Orthogonalise`.
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.95,
+        *,
+        square_beta: float = 0.95,
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        max_size: int = 10_000,
+        carry: Carry = "permute",
+        scale: RMS = "spectral",
+        steps: int = 5,
+        coefficients: Coefficients = "muon",
+        dtype: str | None = None,
+    ) -> None:
+        soap = SOAP(
+            betas=(0.0, square_beta),
+            eps=eps,
+            shampoo_beta=shampoo_beta,
+            skip_first=False,
+            max_size=max_size,
+            carry=carry,
+        )
+        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
+        super().__init__((Momentum(momentum, nesterov=True), soap, orthogonalise, MatchRMS(scale)))
+
+
+def _into(matrix: Tensor, data: SecondOrder) -> Tensor:
+    """Return a matrix in the basis; sides without one stay as they are."""
+    if "L" in data:
+        matrix = times(data["L"]["vectors"].mT, matrix)
+    return times(matrix, data["R"]["vectors"]) if "R" in data else matrix
+
+
+def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
+    """Undo `_into`."""
+    if "L" in data:
+        matrix = times(data["L"]["vectors"], matrix)
+    return times(matrix, data["R"]["vectors"].mT) if "R" in data else matrix

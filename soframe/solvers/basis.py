@@ -1,0 +1,78 @@
+"""The eigenbasis of a factor, which follows it by one QR, as SOAP keeps its bases.
+
+From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are put into the
+descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep in the basis has to
+follow: which of the old columns each new one comes from is part of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.kernels.products import times
+from soframe.registry import register
+from soframe.solvers.base import Solver, whole
+from soframe.solvers.eigen import rayleigh
+from soframe.specs import FactorSpec, TensorSpec
+
+
+@register("solver", "basis")
+@dataclass(frozen=True)
+class Basis(Solver):
+    """Eigenvectors (columns) in descending order, and the order of the last basis in them.
+
+    The first solve is an eigendecomposition. There are no eigenvalues, so it is for methods that
+    have second moments of their own in the basis, such as SOAP.
+    """
+
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        """See `Solver.unsupported`: it serves matrices of the averaged gradient."""
+        for factor in factors:
+            if factor.captured or factor.kind != "psd":
+                return "it has no eigenvalues to precondition with: pass solver='eigen'"
+        return None
+
+    def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
+        """See `Solver.tensors`: the order has numbers of columns, in the dtype of the factor."""
+        return {
+            "vectors": TensorSpec(factor.shape),
+            "order": TensorSpec((factor.groups, factor.size)),
+        }
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        """See `Solver.solve`; there is no damping, and the order is that of the columns."""
+        del damping
+        vectors = torch.linalg.eigh(matrix)[1].flip(-1)
+        groups, size, _ = matrix.shape
+        order = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
+        return {"vectors": vectors, "order": order.expand(groups, size).clone()}
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """See `Solver.solve_again`."""
+        del damping
+        vectors = last["vectors"]
+        product = times(whole(matrix), vectors)
+        order = rayleigh(vectors, product).argsort(descending=True, stable=True)
+        product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
+        return {"vectors": torch.linalg.qr(product)[0], "order": order.to(matrix.dtype)}
+
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        """See `Solver.apply`.
+
+        Raises:
+            NotImplementedError: Always: there are no eigenvalues, see `unsupported`.
+        """
+        raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")

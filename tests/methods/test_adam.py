@@ -1,0 +1,200 @@
+"""Methods of single entries, against torch's optimizers and the dense Fisher's diagonal."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.kernels.samples import by_samples, squared_gradients
+from soframe.methods import SGD, AdamW, Diagonal
+from soframe.methods.adam import divided
+from soframe.specs import VALUE
+from soframe.testing import compare, layer_fisher
+from tests.curvature import (
+    Kind,
+    LossAverage,
+    blocks,
+    closing,
+    fill,
+    gather,
+    gradient_matrix,
+    half_square,
+    log_cosh,
+    preconditioner,
+    put_gradients,
+    randn,
+)
+from tests.methods import stages
+
+
+class Everything(nn.Module):
+    """Parameters of every shape: a scalar, vectors, matrices, kernels, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.table = nn.Embedding(5, 4)
+        self.kernel = nn.Conv1d(4, 6, 2, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.kernel(self.table(x).mT).mean(2)
+        return self.head(self.scale * self.norm(x))
+
+
+def compare_with(reference: Any, method: Any, lr: float, rtol: float, dtype: torch.dtype) -> None:
+    one, other = Everything().to(dtype), Everything().to(dtype)
+    peer = reference(other.parameters())
+    plain = torch.optim.SGD(one.parameters(), lr=lr)
+    with closing(stages.preconditioner(one, method)) as own:
+        assert own.covered() == set(one.parameters())
+        for number in range(6):
+            for model in (one, other):
+                model.zero_grad()
+                inputs = torch.arange(12).view(3, 4).add(number).remainder(5)
+                model(inputs).square().sum().backward()
+            own.step()
+            plain.step()
+            peer.step()
+    start = stages.weights(Everything().to(dtype))
+    for before, mine, theirs in zip(start, stages.weights(one), stages.weights(other), strict=True):
+        compare(mine - before, theirs - before, "update", rtol=rtol, atol=rtol * 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str
+)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7)], ids=str)
+def test_adamw_is_torchs(betas: Any, dtype: torch.dtype, rtol: float) -> None:
+    def reference(parameters: Any) -> Any:
+        return torch.optim.AdamW(parameters, lr=0.02, betas=betas, weight_decay=0.0)
+
+    compare_with(reference, AdamW(betas), 0.02, rtol, dtype)
+
+
+def test_adamw_with_decay_is_torchs() -> None:
+    one, other = Everything().double(), Everything().double()
+    own = soframe.Optimizer(one, AdamW(eps=1e-3), lr=0.02, weight_decay=0.3, kl_clip=None)
+    peer = torch.optim.AdamW(other.parameters(), lr=0.02, eps=1e-3, weight_decay=0.3)
+    for number in range(4):
+        for model, optimizer in ((one, own), (other, peer)):
+            optimizer.zero_grad()
+            model(torch.tensor([[number, 1, 2]])).square().sum().backward()
+            optimizer.step()
+    own.close()
+    torch.testing.assert_close(stages.weights(one), stages.weights(other), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str
+)
+def test_sgd_is_torchs(options: dict[str, Any]) -> None:
+    def reference(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=0.02, **options)
+
+    compare_with(reference, SGD(**options), 0.02, 1e-12, torch.float64)
+
+
+@pytest.mark.parametrize("average", ["local", "global", "sum"])
+@pytest.mark.parametrize("kind", ["empirical", "type-2"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 2),
+        nn.Linear(3, 2, bias=False),
+        nn.Conv2d(2, 4, 2, groups=2),
+        nn.Conv2d(2, 3, 2, padding=1, bias=False),
+    ],
+    ids=repr,
+)
+def test_diagonal_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
+    """Micro-batches of one, two and three samples, of one and of several positions."""
+    model = fill(nn.Sequential(layer))
+    shape = (3,) if isinstance(layer, nn.Linear) else (2, 3, 3)
+    batches = []
+    for size in (1, 2, 3):
+        inputs = randn(size, *shape, seed=size)
+        with torch.no_grad():
+            batches.append((inputs, torch.zeros_like(model(inputs))))
+    with closing(preconditioner(model, method="diagonal", loss_average=average)) as own:
+        gather(model, batches, log_cosh, kind, average)
+        put_gradients(model)
+        (block,) = own.blocks
+        raw = gradient_matrix(block)
+        own.step()
+        if average != "local":
+            batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
+        exact = [layer_fisher(model, "0", x, log_cosh, y, kind=kind) for x, y in batches]
+        fisher = torch.stack([torch.stack(each) for each in exact]).mean(0)
+        diagonal = fisher.diagonal(dim1=1, dim2=2).reshape(raw.shape)
+        compare(block.running["diagonal"], diagonal, "diagonal")
+        compare(gradient_matrix(block), raw / (diagonal + 0.1), "direction")
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("positions", [(), (4,)], ids=str)
+def test_diagonal_of_a_net(fisher: Any, positions: tuple[int, ...]) -> None:
+    """Each Fisher as the preconditioner takes it, with all columns of the loss's Hessian."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    fill(model)
+    inputs, targets = randn(5, *positions, 3), randn(5, *positions, 3, seed=1)
+    with closing(
+        preconditioner(model, method="diagonal", fisher=fisher, loss="squared-error")
+        if fisher == "type-2"
+        else preconditioner(model, method="diagonal")
+    ) as own:
+        outputs = model(inputs)
+        if fisher == "type-2":
+            own.observe(outputs)
+        half_square(outputs, targets).backward()
+        own.step()
+        for name, block in blocks(own).items():
+            exact = layer_fisher(model, name, inputs, half_square, targets, kind=fisher)
+            diagonal = torch.stack([one.diagonal() for one in exact])
+            compare(block.running["diagonal"].flatten(1), diagonal, name)
+
+
+def test_squares_of_samples() -> None:
+    rows, gradients = randn(2, 5, 3, 4), randn(2, 5, 3, 2, seed=1)
+    expected = torch.zeros(2, 2, 4, dtype=torch.float64)
+    for group in range(2):
+        for n in range(5):
+            own = sum(torch.outer(gradients[group, n, t], rows[group, n, t]) for t in range(3))
+            expected[group] += own**2
+    for at_once in (1, 40, 10**6):
+        compare(by_samples(rows, gradients, at_once), expected, "squares")
+    one, other = rows[:, :, :1], gradients[:, :, 1:2]
+    compare(squared_gradients(one, other), by_samples(one, other), "one position")
+
+
+def test_nothing_is_divided_by_zero() -> None:
+    data = {"diagonal": {VALUE: torch.tensor([[[0.0, 2.0]]])}}
+    matrix = torch.ones(1, 1, 2)
+    assert torch.equal(divided(matrix, data, "diagonal", 0.0), torch.tensor([[[0.0, 0.5]]]))
+    copy = divided(matrix, {}, "diagonal", 0.0)
+    assert torch.equal(copy, matrix)
+    assert copy is not matrix
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="betas"):
+        AdamW((0.9, 1.0))
+    with pytest.raises(ValueError, match="eps"):
+        AdamW(eps=0.0)
+    with pytest.raises(ValueError, match="momentum"):
+        SGD(1.5)
+    with pytest.raises(ValueError, match="nesterov"):
+        SGD(nesterov=True)
+    with pytest.raises(ValueError, match="kaisa"):
+        stages.preconditioner(stages.network(), "diagonal", scaling="kaisa")
+
+
+@pytest.mark.parametrize("method", [AdamW(), SGD(), SGD(0.9), Diagonal()], ids=repr)
+def test_promises(method: Any) -> None:
+    stages.check_resume(method)
+    stages.check_shared_instance(lambda: method)
+    stages.check_nonfinite(method)

@@ -1,0 +1,193 @@
+"""Momentum and Muon, against their definitions in float64."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.methods import Chain, MatchRMS, Momentum, Muon, Orthogonalise
+from soframe.methods.base import Candidate
+from soframe.methods.orthogonal import (
+    MUON,
+    POLAR_EXPRESS,
+    Coefficients,
+    coefficients,
+    nearest_orthogonal,
+)
+from tests.curvature import closing, fill, randn
+from tests.methods import stages
+
+
+def by_singular_values(matrix: Tensor, steps: list[tuple[float, float, float]], cut: float) -> Any:
+    """What the iterations do to each singular value, one by one."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / (cut * s.square().sum().sqrt() + 1e-7)
+    for a, b, c in steps:
+        s = torch.stack([a * x + b * x**3 + c * x**5 for x in s])
+    return u @ torch.diag(s) @ v
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["muon", "polar-express"])
+@pytest.mark.parametrize("steps", [1, 5, 9])
+def test_iterations(shape: tuple[int, int], kind: Coefficients, steps: int) -> None:
+    matrices = randn(3, *shape) * torch.tensor([1e-3, 1.0, 1e5]).double().view(3, 1, 1)
+    used = coefficients(kind, steps)
+    assert len(used) == steps
+    cut = 1.01 if kind == "polar-express" else 1.0
+    expected = torch.stack([by_singular_values(m, used, cut) for m in matrices])
+    found = nearest_orthogonal(matrices, kind=kind, steps=steps)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_coefficients() -> None:
+    assert coefficients("muon", 2) == [MUON, MUON] == [(3.4445, -4.7750, 2.0315)] * 2
+    polar = coefficients("polar-express", 10)
+    assert polar[7:] == [(1.875, -1.25, 0.375)] * 3
+    a, b, c = POLAR_EXPRESS[0]
+    assert polar[0] == (a / 1.01, b / 1.01**3, c / 1.01**5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "error"),
+    [("muon", 5, 0.4), ("polar-express", 5, 0.2), ("polar-express", 9, 1e-9)],
+)
+def test_it_is_near_the_nearest(kind: Coefficients, steps: int, error: float) -> None:
+    left, right = torch.linalg.qr(randn(6, 4))[0], torch.linalg.qr(randn(4, 4, seed=1))[0]
+    values = torch.tensor([1.0, 0.3, 0.1, 0.05]).double()
+    found = nearest_orthogonal((left * values @ right)[None], kind=kind, steps=steps)[0]
+    assert float(torch.linalg.matrix_norm(found - left @ right, 2)) < error
+
+
+def test_zero_stays_zero() -> None:
+    assert not nearest_orthogonal(torch.zeros(2, 3, 4)).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_dtype_of_the_products(dtype: str) -> None:
+    matrix = randn(1, 6, 8)
+    found = nearest_orthogonal(matrix, dtype=getattr(torch, dtype))
+    assert found.dtype == torch.float64
+    error = float((found - nearest_orthogonal(matrix)).norm() / found.norm())
+    lowest, highest = {"bfloat16": (1e-3, 5e-2), "float32": (1e-9, 1e-5), "float64": (-1, 1e-15)}[
+        dtype
+    ]
+    assert lowest < error < highest
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_momentum(nesterov: bool, averaged: bool) -> None:
+    """Against the sum of all gradients with their weights."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False)).double()
+    beta, past = 0.6, []
+    with closing(stages.preconditioner(model, Momentum(beta, nesterov, averaged))) as own:
+        for number in range(4):
+            new = randn(2, 3, seed=number)
+            past.append(new)
+            model[0].weight.grad = new.clone()
+            own.step()
+            ages = reversed(range(len(past)))
+            weight = 1 - beta if averaged else 1.0
+            buffer = sum(weight * beta**age * g for age, g in zip(ages, past, strict=True))
+            expected = beta * buffer + weight * new if nesterov else buffer
+            torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_classical_momentum_is_torchs(nesterov: bool) -> None:
+    one, other = fill(nn.Sequential(nn.Linear(3, 2))), fill(nn.Sequential(nn.Linear(3, 2)))
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    reference = torch.optim.SGD(other.parameters(), **options)
+    plain = torch.optim.SGD(one.parameters(), lr=0.1)
+    method = Momentum(0.9, nesterov, averaged=False)
+    with closing(stages.preconditioner(one, method)) as own:
+        for number in range(4):
+            for model in (one, other):
+                model.zero_grad()
+                model(randn(5, 3, seed=number)).square().sum().backward()
+            own.step()
+            plain.step()
+            reference.step()
+    torch.testing.assert_close(stages.weights(one), stages.weights(other), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(6, 2), (2, 6), (3, 3)], ids=str)
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+def test_muon(shape: tuple[int, int], scale: Any) -> None:
+    """Three steps of the published rule, written out for one matrix."""
+    out, into = shape
+    layers = nn.Sequential(nn.Linear(into, out, bias=False), nn.Linear(out, 1)).double()
+    buffer = torch.zeros(out, into, dtype=torch.float64)
+    factor = max(1.0, out / into) ** 0.5 if scale == "spectral" else 0.2 * max(out, into) ** 0.5
+    with closing(stages.preconditioner(layers, Muon(scale=scale))) as own:
+        assert [block.name for block in own.blocks] == ["0.weight"]
+        for number in range(3):
+            gradient = randn(out, into, seed=number)
+            layers[0].weight.grad = gradient.clone()
+            own.step()
+            buffer = 0.95 * buffer + 0.05 * gradient
+            ahead = 0.05 * gradient + 0.95 * buffer
+            expected = factor * by_singular_values(ahead, [MUON] * 5, 1.0)
+            torch.testing.assert_close(layers[0].weight.grad, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_muon_is_for_matrices_within_the_model() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Conv1d(2, 2, 2), nn.Linear(4, 7))
+    with closing(stages.preconditioner(model, "muon")) as own:
+        assert [block.name for block in own.blocks] == ["1.weight", "2.weight"]
+        reasons = {row.parameter: row.reason for row in own.report()}
+    assert "vector" in reasons["1.bias"]
+    assert "embedding" in reasons["0.weight"]
+    assert "head" in reasons["3.weight"]
+    bag = Candidate("bag", nn.EmbeddingBag(3, 2), ("weight",), (1, 3, 2))  # type: ignore[arg-type]
+    assert Orthogonalise().unsuited(bag) is not None
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="beta"):
+        Momentum(1.0)
+    with pytest.raises(ValueError, match="steps"):
+        Orthogonalise(steps=0)
+    with pytest.raises(ValueError, match="coefficients"):
+        Orthogonalise(coefficients="cubic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype"):
+        Orthogonalise(dtype="int8")
+    with pytest.raises(ValueError, match="scale"):
+        MatchRMS("long")  # type: ignore[arg-type]
+    assert Muon().stages == (Momentum(0.95, True), Orthogonalise(), MatchRMS())
+    assert not Muon().joint
+
+
+@pytest.mark.parametrize(
+    "method", [Muon(), Momentum(), Chain(("momentum", "orthogonalise"))], ids=repr
+)
+def test_promises(method: Any) -> None:
+    stages.check_resume(method)
+    stages.check_shared_instance(lambda: method)
+    stages.check_nonfinite(method)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
+)
+def test_muon_is_pytorch_optimizers() -> None:
+    from pytorch_optimizer import Muon as Peer
+
+    one, other = stages.network().float(), stages.network().float()
+    hidden = [other[2].weight, other[4].weight]
+    group = {"params": hidden, "use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+    reference = Peer([group])
+    plain = torch.optim.SGD([one[2].weight, one[4].weight], lr=0.02)
+    with closing(stages.preconditioner(one, Muon(dtype="bfloat16"))) as own:
+        for number in range(3):
+            for model in (one, other):
+                model.zero_grad()
+                inputs = randn(6, 5, seed=number).float()
+                model(inputs).square().sum().backward()
+            own.step()
+            plain.step()
+            reference.step()
+    torch.testing.assert_close(one[2].weight, other[2].weight, rtol=1e-2, atol=1e-2)

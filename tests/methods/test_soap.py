@@ -1,0 +1,319 @@
+"""SOAP against the published algorithm, written out anew for one matrix, in NumPy."""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from soframe.methods import SOAP, Chain, Momentum, Muon, SOAPMuon
+from soframe.solvers import Basis
+from soframe.specs import FactorSpec
+from soframe.testing import compare
+from tests.curvature import closing, randn
+from tests.methods import stages
+
+Matrix = NDArray[np.float64]
+
+
+class Published:
+    """Algorithm 3 of Vyas et al. (2024): one matrix, each side with a factor or the identity."""
+
+    def __init__(self, options: SOAP, every: int, sides: str = "LR") -> None:
+        self.options, self.every, self.sides = options, every, sides
+        self.count, self.began = 0, False
+        self.factors: dict[str, Matrix] = {}
+        self.bases: dict[str, Matrix] = {}
+
+    def rotate(self, x: Matrix, *, back: bool = False) -> Matrix:
+        left = self.bases.get("L", np.eye(len(x)))
+        right = self.bases.get("R", np.eye(x.shape[1]))
+        return left @ x @ right.T if back else left.T @ x @ right
+
+    def step(self, gradient: Matrix, given: Matrix | None = None) -> Matrix:
+        """The direction of one step, to be multiplied by the learning rate and subtracted.
+
+        Args:
+            gradient: The gradient.
+            given: What is directed, if it is another.
+        """
+        o = self.options
+        given = gradient if given is None else given
+        if not self.began:
+            self.began = True
+            self.mean, self.square = np.zeros_like(gradient), np.zeros_like(gradient)
+            shapes = {"L": len(gradient), "R": gradient.shape[1]}
+            self.factors = {side: np.zeros((shapes[side],) * 2) for side in self.sides}
+            self.gather(gradient)
+            for side, factor in self.factors.items():
+                self.bases[side] = np.linalg.eigh(factor)[1][:, ::-1]
+            return np.zeros_like(gradient)
+        self.count += 1
+        self.mean = o.betas[0] * self.mean + (1 - o.betas[0]) * given
+        self.square = o.betas[1] * self.square + (1 - o.betas[1]) * self.rotate(gradient) ** 2
+        ratio = self.rotate(self.mean) / (np.sqrt(self.square) + o.eps)
+        direction = self.rotate(ratio, back=True)
+        if o.normalise:
+            direction = direction / np.sqrt(np.mean(direction**2))
+        if o.correct_bias:
+            direction = direction * np.sqrt(1 - o.betas[1] ** self.count)
+            direction = direction / (1 - o.betas[0] ** self.count)
+        self.gather(gradient)
+        if self.count % self.every == 0:
+            self.refresh()
+        return direction
+
+    def gather(self, gradient: Matrix) -> None:
+        moments = {"L": gradient @ gradient.T, "R": gradient.T @ gradient}
+        for side in self.factors:
+            kept = self.options.shampoo_beta
+            self.factors[side] = kept * self.factors[side] + (1 - kept) * moments[side]
+
+    def refresh(self) -> None:
+        for side, factor in self.factors.items():
+            basis = self.bases[side]
+            values = [column @ factor @ column for column in basis.T]
+            order = np.argsort(values)[::-1]
+            self.square = self.square[order] if side == "L" else self.square[:, order]
+            self.bases[side] = np.linalg.qr(factor @ basis[:, order])[0]
+
+
+def gradients(shape: tuple[int, int], steps: int) -> list[Tensor]:
+    """Gradients whose scale and spectrum change, so that the order of the basis does."""
+    each = []
+    for step in range(steps):
+        rows = torch.linspace(1.0, 3.0, shape[0]).double().roll(step // 2)[:, None]
+        each.append(randn(*shape, seed=step) * rows * (1 + step % 3))
+    return each
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"betas": (0.9, 0.8), "shampoo_beta": 0.6},
+        {"betas": (0.0, 0.5), "eps": 0.1, "shampoo_beta": 0.0},
+        {"correct_bias": False, "normalise": True},
+    ],
+    ids=str,
+)
+def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) -> None:
+    method = SOAP(**options)
+    reference = Published(method, every)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+    orders = set()
+    with closing(stages.preconditioner(model, method, solve_every=every)) as own:
+        for step, gradient in enumerate(gradients((4, 4), 10)):
+            model[0].weight.grad = gradient.clone()
+            own.step()
+            expected = torch.from_numpy(reference.step(gradient.numpy()))
+            compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
+            orders.add(str(own.blocks[0].second_order["L"]["order"].tolist()))
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize(("shape", "sides"), [((5, 3), "R"), ((3, 5), "L"), ((5, 5), "")], ids=str)
+def test_long_sides_have_no_factor(shape: tuple[int, int], sides: str) -> None:
+    method = SOAP(max_size=3)
+    reference = Published(method, 2, sides)
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)).double()
+    with closing(stages.preconditioner(model, method, solve_every=2)) as own:
+        assert "".join(factor.name for factor in own.blocks[0].factors) == sides
+        for step, gradient in enumerate(gradients(shape, 6)):
+            model[0].weight.grad = gradient.clone()
+            own.step()
+            expected = torch.from_numpy(reference.step(gradient.numpy()))
+            compare(model[0].weight.grad, expected, f"step {step}")
+
+
+def test_without_factors_it_is_adam() -> None:
+    """Vectors, and, where nothing is skipped, from the first step on."""
+    model = nn.Sequential(nn.Linear(1, 4, bias=False)).double()
+    other = nn.Parameter(model[0].weight.detach().clone())
+    peer = torch.optim.Adam([other], lr=1.0, betas=(0.9, 0.7), eps=1e-12)
+    method = SOAP((0.9, 0.7), eps=1e-12, skip_first=False)
+    with closing(stages.preconditioner(model, method)) as own:
+        assert not own.blocks[0].factors
+        for gradient in gradients((4, 1), 5):
+            model[0].weight.grad, other.grad = gradient.clone(), gradient.clone()
+            before = other.detach().clone()
+            own.step()
+            peer.step()
+            compare(model[0].weight.grad, before - other.detach(), "direction", rtol=1e-8)
+
+
+def test_the_first_gradient_may_pass() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False)).double()
+    other = nn.Sequential(nn.Linear(3, 3, bias=False)).double()
+    with (
+        closing(stages.preconditioner(model, SOAP())) as skipping,
+        closing(stages.preconditioner(other, SOAP(skip_first=False))) as passing,
+    ):
+        for step, gradient in enumerate(gradients((3, 3), 4)):
+            model[0].weight.grad, other[0].weight.grad = gradient.clone(), gradient.clone()
+            skipping.step()
+            passing.step()
+            if step == 0:
+                assert not model[0].weight.grad.any()
+                assert torch.equal(other[0].weight.grad, gradient)
+            else:
+                assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+
+
+def test_basis() -> None:
+    rows = randn(2, 9, 4)
+    factor = rows.mT @ rows
+    data = Basis().solve(factor, torch.zeros(2))
+    values = data["vectors"].mT @ factor @ data["vectors"]
+    diagonal = values.diagonal(dim1=1, dim2=2)
+    compare(torch.diag_embed(diagonal), values, "diagonal", atol=1e-12)
+    assert (diagonal.diff() < 0).all()
+    assert data["order"].tolist() == [[0, 1, 2, 3]] * 2
+    assert Basis().continues
+    shuffled = {"vectors": data["vectors"][..., [2, 0, 3, 1]], "order": data["order"]}
+    again = Basis().solve_again(factor, torch.zeros(2), shuffled)
+    assert again["order"].tolist() == [[1, 3, 0, 2]] * 2
+    signs = (again["vectors"] * data["vectors"]).sum(-2, keepdim=True)
+    compare(again["vectors"] * signs, data["vectors"], "the same basis")
+    captured = FactorSpec("A", "right", 1, 3)
+    assert "eigen" in str(Basis().unsupported([captured]))
+    with pytest.raises(NotImplementedError):
+        Basis().apply(factor, left=data, right=data, damping=0.1)
+    with pytest.raises(ValueError, match="eigen"):
+        stages.preconditioner(stages.network(), "kfac", solver="basis")
+
+
+def test_second_moments_rotate() -> None:
+    """The diagonal, in a new basis, of a matrix that is diagonal in the old one."""
+    out, into = 3, 4
+    square = randn(2, out, into).square()
+    bases = [
+        {
+            "L": {"vectors": torch.linalg.qr(randn(2, out, out, seed=seed))[0]},
+            "R": {"vectors": torch.linalg.qr(randn(2, into, into, seed=seed + 5))[0]},
+        }
+        for seed in (1, 2)
+    ]
+    found = SOAP(carry="rotate").rebase({"square": square}, *bases)["square"]
+    for group in range(2):
+        whole = [
+            torch.kron(b["L"]["vectors"][group].contiguous(), b["R"]["vectors"][group].contiguous())
+            for b in bases
+        ]
+        dense = whole[0] @ torch.diag(square[group].flatten()) @ whole[0].T
+        expected = (whole[1].T @ dense @ whole[1]).diagonal().view(out, into)
+        compare(found[group], expected, f"group {group}")
+
+
+def test_second_moments_that_rotate_are_carried() -> None:
+    """They differ from permuted ones, and by less the less the basis turns."""
+    results = []
+    for carry in ("permute", "rotate"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+        with closing(stages.preconditioner(model, SOAP(carry=carry))) as own:  # type: ignore[arg-type]
+            for gradient in gradients((4, 4), 5):
+                model[0].weight.grad = gradient.clone()
+                own.step()
+            results.append(own.blocks[0].state["square"])
+    total = [float(square.sum()) for square in results]
+    assert total[0] == pytest.approx(total[1], rel=1e-9)
+    assert not torch.allclose(*results, rtol=1e-3)
+
+
+@pytest.mark.parametrize("background", [2, "ready"])
+def test_bases_from_the_background(background: Any) -> None:
+    """The second moments are in the basis that is in use, whenever it lands."""
+    model = stages.network()
+    method = SOAP(carry="rotate")
+    with closing(stages.preconditioner(model, method, background=background, solve_every=3)) as own:
+        stages.train(model, own, range(8))
+        (block,) = [block for block in own.blocks if block.name == "2.weight"]
+        assert block.state["square"].isfinite().all()
+        assert (block.state["square"] >= 0).all()
+    if background == 2:
+        stages.check_resume(method, background=0, solve_every=3)
+
+
+def test_soap_muon_is_its_stages() -> None:
+    """SOAP's direction of the momentum, orthogonalised: the first step is Muon's."""
+    beta = 0.95
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2)).double()
+    other = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2)).double()
+    reference = Published(SOAP((0.0, beta)), 1)
+    buffer = torch.zeros(4, 4, dtype=torch.float64)
+    with (
+        closing(stages.preconditioner(model, "soap-muon")) as own,
+        closing(stages.preconditioner(other, Muon())) as muon,
+    ):
+        assert [block.name for block in own.blocks] == ["0.weight"]
+        for step, gradient in enumerate(gradients((4, 4), 5)):
+            model[0].weight.grad, other[0].weight.grad = gradient.clone(), gradient.clone()
+            own.step()
+            muon.step()
+            buffer = beta * buffer + (1 - beta) * gradient
+            ahead = (beta * buffer + (1 - beta) * gradient).numpy()
+            if step == 0:
+                assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+                reference.step(gradient.numpy())
+                continue
+            x = torch.from_numpy(reference.step(gradient.numpy(), ahead))
+            compare(model[0].weight.grad, by_polynomials(x), f"step {step}", rtol=1e-9)
+
+
+def by_polynomials(matrix: Tensor) -> Tensor:
+    """Muon's five steps, on singular values."""
+    u, s, v = torch.linalg.svd(matrix)
+    s = s / (s.square().sum().sqrt() + 1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def test_settings_are_checked() -> None:
+    for options in (
+        {"betas": (1.0, 0.5)},
+        {"shampoo_beta": -1.0},
+        {"eps": 0.0},
+        {"max_size": 0},
+        {"carry": "drop"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            SOAP(**options)  # type: ignore[arg-type]
+    names = [type(stage).__name__ for stage in SOAPMuon().stages]
+    assert names == ["Momentum", "SOAP", "Orthogonalise", "MatchRMS"]
+    with pytest.raises(ValueError, match="after the direction"):
+        Chain((SOAP(), "shampoo"))
+
+
+@pytest.mark.parametrize(
+    "method", [SOAP(), SOAP(carry="rotate"), SOAPMuon(), Chain((Momentum(), SOAP()))], ids=repr
+)
+def test_promises(method: Any) -> None:
+    stages.check_resume(method)
+    stages.check_resume(method, solve_every=2)
+    stages.check_shared_instance(lambda: method)
+    stages.check_nonfinite(method)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
+)
+def test_soap_is_pytorch_optimizers() -> None:
+    import pytorch_optimizer
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    other = nn.Parameter(model[0].weight.detach().clone())
+    peer = pytorch_optimizer.SOAP(
+        [other], lr=1.0, betas=(0.95, 0.95), weight_decay=0.0, precondition_frequency=1
+    )
+    with closing(stages.preconditioner(model, SOAP())) as own:
+        for gradient in gradients((4, 4), 6):
+            model[0].weight.grad, other.grad = gradient.float(), gradient.float()
+            before = other.detach().clone()
+            own.step()
+            peer.step()
+            compare(model[0].weight.grad, before - other.detach(), "direction", rtol=1e-2)
