@@ -234,6 +234,7 @@ class Preconditioner(Joinable):
             self._closed = False
             self._blocks: list[Block] = []
         self._build()
+        self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
