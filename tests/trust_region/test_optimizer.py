@@ -314,9 +314,7 @@ def test_closures_run_in_the_mode_of_the_user(flush: bool, reuse: bool) -> None:
         return F.cross_entropy(net(x), y)
 
     own.step(closure)
-    # Once for the step, once for its verdict; without a tape for each of two directions, and for
-    # the gradient at the first step.
-    assert modes == [False] * (2 if reuse else 5)
+    assert modes == [False] * 2  # once for the step, once for its verdict
     assert not are_flushed()
 
 
