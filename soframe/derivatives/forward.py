@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -42,8 +41,7 @@ class Forward:
         From the outputs, not the loss: the Hessian needs the graph in between again. That of the
         model stays only where there is no tape to follow.
         """
-        # A checkpoint runs functions again, which must be those of the first time.
-        with self.tape.record() if self.tape.plain_kernels else nullcontext():
+        with self.tape.in_same_kernels():
             torch.autograd.backward(
                 self.outputs,
                 [gradient.detach() for gradient in self.gradients],
@@ -69,7 +67,7 @@ class Forward:
             RuntimeError: If there are no such derivatives, or what they need has changed.
         """
         if not self.tape.follows():
-            with users_mode(), self.tape.record() if self.tape.plain_kernels else nullcontext():
+            with users_mode(), self.tape.in_same_kernels():
                 return tangents_by_gradients(self.outputs, parameters, directions)
         rows = self.tape.tangents(parameters, directions)
         each = [

@@ -85,8 +85,7 @@ LINEAR = (
 CHANNELS = {F.group_norm, F.batch_norm, F.instance_norm}
 NORMS = CHANNELS | _named("layer_norm rms_norm", F)
 POOLS: dict[Any, tuple[Any, int]] = {
-    getattr(F, f"max_pool{n}d"): (getattr(F, f"max_pool{n}d_with_indices"), n)
-    for n in (1, 2, 3)
+    getattr(F, f"max_pool{n}d"): (getattr(F, f"max_pool{n}d_with_indices"), n) for n in (1, 2, 3)
 }
 
 
@@ -323,14 +322,13 @@ def _pools(
     **named: Any,
 ) -> Tangents:
     del overwrites
-    (result, *indices_too) = results
+    (result,) = results
     assert result is not None
     with_indices, dimensions = POOLS[function]
     _, indices = with_indices(input.primal, *options, **named)
     at = indices.flatten(-dimensions)
-    nothing: list[Tensor | None] = [None for _ in indices_too]
     return [
-        [None if t is None else t.flatten(-dimensions).gather(-1, at).view(result.shape), *nothing]
+        [None if t is None else t.flatten(-dimensions).gather(-1, at).view(result.shape)]
         for t in input.tangents
     ]
 

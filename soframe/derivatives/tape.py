@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ from soframe.derivatives.tangents import (
     signature,
     tensors,
 )
-from soframe.derivatives.twice import Direction, plain_kernel
+from soframe.derivatives.twice import Direction, Kernels, plain_kernels
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +94,13 @@ class Tape:
 
     Attributes:
         problem: Why it cannot be followed; None if it can.
-        plain_kernels: Whether a function ran in another kernel than it would have by itself.
+        kernels: In which kernels functions ran that have faster ones.
     """
 
     def __init__(self, devices: Sequence[int] = (), *, reuse: bool = True) -> None:
         self._devices = devices
         self.problem: str | None = None if reuse else OFF
-        self.plain_kernels = False
+        self.kernels: set[Kernels] = set()
         self._calls: list[_Call] = []
         self._values: dict[int, Tensor] = {}  # without their graph
         self._versions: list[int] = []
@@ -122,12 +122,26 @@ class Tape:
         with eagerly(), _Mode(self._call):
             yield
 
+    @contextmanager
+    def in_same_kernels(self) -> Iterator[None]:
+        """Let checkpoints, which run functions again in a backward pass, run what they ran.
+
+        On whichever thread they do so: these settings are the process's.
+
+        Yields:
+            Nothing.
+        """
+        with ExitStack() as stack:
+            for kernels in self.kernels:
+                stack.enter_context(kernels())
+            yield
+
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kernel = plain_kernel(function)
-        if kernel is None:
+        kernels = plain_kernels(function)
+        if kernels is None:
             return self._note(function, args, kwargs)
-        self.plain_kernels = True
-        with kernel:
+        self.kernels.add(kernels)
+        with kernels():
             return self._note(function, args, kwargs)
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

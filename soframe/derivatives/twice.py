@@ -5,12 +5,12 @@
 backward pass through that graph. Nothing runs forward again.
 
 Fused kernels of attention and of recurrent layers have no second derivative, so a pass that is to
-be differentiated runs those functions in plain ones (`plain_kernel`).
+be differentiated runs those functions in plain ones (`plain_kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,18 +26,27 @@ _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
-def plain_kernel(function: Any) -> AbstractContextManager[object] | None:
-    """Return a context in which a function runs in a kernel that can be differentiated twice.
+Kernels = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which functions run in kernels that can be differentiated twice."""
+
+
+def plain_kernels(function: Any) -> Kernels | None:
+    """Return in which context a function can be differentiated twice.
 
     Args:
         function: What is called in it.
 
     Returns:
-        None if the function needs no other kernel than usual.
+        None if the function needs no other kernels than usual.
     """
     if function in _ATTENTION:
-        return sdpa_kernel(SDPBackend.MATH)
-    return _unfused() if function in _RECURRENT else None
+        return _unfused_attention
+    return _unfused if function in _RECURRENT else None
+
+
+def _unfused_attention() -> AbstractContextManager[object]:
+    context: AbstractContextManager[object] = sdpa_kernel(SDPBackend.MATH)
+    return context
 
 
 @contextmanager
@@ -148,6 +157,6 @@ def _remedy(problem: str) -> str:
     return (
         f"TrustRegion needs derivatives of the model along directions of the parameters, and its "
         f"gradient cannot be differentiated: {problem}. Write the model in other functions, give "
-        f"an autograd.Function a backward that can be differentiated, checkpoint with "
-        f"use_reentrant=False, or use soframe.Preconditioner, which does without"
+        f"an autograd.Function a backward that can be differentiated, or use "
+        f"soframe.Preconditioner, which does without"
     )
