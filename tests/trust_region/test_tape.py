@@ -344,6 +344,20 @@ def test_nothing_is_computed_again() -> None:
     assert not {"tanh", "mul", "rsub"} & set(count.calls)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_graph_stays_where_it_is_needed(inplace: bool) -> None:
+    """After the backward pass a tape has no use for it."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace), nn.Linear(4, 2)))
+    twins = Twins(model, closure_of(model, randn(5, 3)))
+    twins.forward.backward()
+    if inplace:
+        twins.compare("tangent")
+    else:
+        assert all(tangent.any() for tangent in twins.by_tape())
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            twins.forward.outputs[0].sum().backward()
+
+
 class Aside(nn.Module):
     """Computes something that its output does not depend on."""
 
