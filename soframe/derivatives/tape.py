@@ -176,7 +176,7 @@ class Tape:
             return f"{name} is called under autocast"
         for tensor in (*inputs, *results):
             plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if not plain or tensor.is_inference():
+            if not plain or tensor.is_complex() or tensor.is_inference():
                 return f"{name} has to do with tensors of another kind"
         for tensor, version in zip(inputs, before, strict=True):
             number = self._numbers.get(id(tensor))

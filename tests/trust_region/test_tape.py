@@ -489,6 +489,22 @@ def test_tensors_of_other_kinds_are_not_followed() -> None:
     assert twins.tape.problem == "_sparse_mm has to do with tensors of another kind"
 
 
+def test_complex_numbers_are_not_followed() -> None:
+    """A constant of them is a term of a sum, and a Jacobian of theirs is no symmetric one."""
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight + torch.complex(x @ x.T, x @ x.T)[:, :2]).exp().real
+
+    twins = Twins(model := Complex(), closure_of(model, randn(4, 3)))
+    assert twins.tape.problem == "add has to do with tensors of another kind"
+    twins.compare("tangent")
+
+
 def test_the_last_tangents_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tangent is let go of once no later function needs it."""
     depth, width = 12, 4
