@@ -67,11 +67,11 @@ SYMMETRIC = _named(
     *_EVERYWHERE,
 )
 RANDOM = _named("dropout dropout1d dropout2d dropout3d", F)
-SUMS = _named(
-    "add sub rsub masked_fill where __add__ __radd__ __sub__ __rsub__", torch, torch.Tensor
-)
+SUMS = _named("add sub rsub __add__ __radd__ __sub__ __rsub__", torch, torch.Tensor)
+FILLS = _named("masked_fill where", torch, torch.Tensor)
 LINEAR = (
     SUMS
+    | FILLS
     | _named(
         "view reshape flatten unflatten transpose permute t movedim swapaxes unsqueeze squeeze "
         "expand expand_as narrow select split chunk unbind contiguous clone __getitem__ cat concat "
@@ -213,14 +213,15 @@ def _linear(
         if all(each[j] is None for each in _tangents_in((args, named))):
             found.append([None] * len(results))
             continue
-        own_args, own_named = replaced((args, named), Moving, partial(_or_zeros, j))
-        if function in SUMS:  # a number is one of the terms, but for ``alpha``
-            own_args = tuple(0 if isinstance(one, int | float) else one for one in own_args)
-            own_named = {
+        plain_args, plain_named = replaced((args, named), Moving, partial(_or_zeros, j))
+        # A number is a constant, but for ``alpha``, which was a sum's second of three arguments.
+        if function in FILLS or (function in SUMS and len(args) < 3):
+            plain_args = tuple(0 if isinstance(one, int | float) else one for one in plain_args)
+            plain_named = {
                 name: 0 if isinstance(one, int | float) and name != "alpha" else one
-                for name, one in own_named.items()
+                for name, one in plain_named.items()
             }
-        found.append([*tensors(function(*own_args, **own_named))])
+        found.append([*tensors(function(*plain_args, **plain_named))])
     return found
 
 
@@ -230,8 +231,10 @@ def _dropout(
     del results, overwrites
     (tangents,) = _tangents_in((args, named))
     # Of ones that lie in memory as the argument does: masks are drawn in that order.
-    own_args, own_named = replaced((args, named), Moving, lambda one: torch.ones_like(one.primal))
-    mask = function(*own_args, **own_named)
+    plain_args, plain_named = replaced(
+        (args, named), Moving, lambda one: torch.ones_like(one.primal)
+    )
+    mask = function(*plain_args, **plain_named)
     return [[None if tangent is None else tangent * mask] for tangent in tangents]
 
 
@@ -260,8 +263,8 @@ def _symmetric(
         return leaves[-1][0]
 
     with torch.enable_grad():
-        own_args, own_named = replaced((args, named), Moving, leaf)
-        again = function(*own_args, **own_named)
+        plain_args, plain_named = replaced((args, named), Moving, leaf)
+        again = function(*plain_args, **plain_named)
     found: Tangents = []
     for j in range(len(leaves[0][1])):
         moved = [(one, each[j]) for one, each in leaves]

@@ -318,6 +318,8 @@ class Tape:
                 if given:
                     free = made.issuperset(given) and {*given} <= {*call.last}
                     each = self._tangents_of(call, given, len(directions), free)
+                    if not owns(call.function):
+                        made.difference_update(given)  # whose memory a result may share now
                     for number, *own in zip(call.results, *each, strict=True):
                         if number is not None and any(tangent is not None for tangent in own):
                             live[number] = own

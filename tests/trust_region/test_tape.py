@@ -1,6 +1,7 @@
 """Derivatives by the tape are those of the plain twin, and cost fewer products."""
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,6 +50,19 @@ class Branches(nn.Module):
         hidden = self.first(x)
         both = hidden.tanh() + hidden.T.sigmoid().T * hidden.sigmoid()
         return F.linear(torch.relu(both), weight).tanh() + F.linear(hidden, self.last.weight)
+
+
+class Viewed(nn.Module):
+    """A view of what a nonlinearity is the last to need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        view = hidden.T
+        return hidden.tanh() + 3 * view.T
 
 
 class Temporaries(nn.Module):
@@ -198,6 +212,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (5, 3)),
     "sigmoids, reuse": (Sigmoids, (5, 3)),
     "branches": (Branches, (5, 3)),
+    "viewed": (Viewed, (5, 3)),
     "temporaries": (Temporaries, (5, 3)),
     "positions": (Positions, (4, 6)),
     "fused attention": (lambda: Positions(fused=True), (4, 6)),
@@ -603,10 +618,20 @@ MASK = Y > 0.3
 INDEX = torch.tensor([[0, 2], [1, 3]])
 
 Function = Callable[..., Tensor]
+
+
+def old_add(x: Tensor, alpha: float, y: Tensor) -> Tensor:
+    """A signature that torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.add(x, alpha, y)  # type: ignore[call-overload, no-any-return]
+
+
 CALLS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "add": (lambda x, y: x + y, (X, Y)),
     "add a number": (lambda x: 2 + x + 3, (X,)),
     "add a row": (lambda x, row: torch.add(x, row, alpha=2), (X, SCALE)),
+    "add a multiple, as before": (lambda x, y: old_add(x, 2, y), (X, Y)),
     "add to a constant": (lambda x: Y[..., :1] + x, (X,)),
     "subtract": (lambda x, y: 3 - x - y * 2, (X, Y)),
     "multiply": (lambda x, y: x * y * 3, (X, Y)),
