@@ -85,12 +85,10 @@ def tangents_by_gradients(
     """
     moved = [i for i in range(len(inputs)) if any(v[i] is not None for v in directions)]
     ends = [output for output in outputs if output.requires_grad]
-    zeros = [tuple(torch.zeros_like(output) for output in outputs) for _ in directions]
     if not ends or not moved:
-        return zeros
+        return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
+    moves = [[v[i] for i in moved] for v in directions]
     weights = [_anything_like(end).requires_grad_() for end in ends]
-    by_weights: list[Sequence[Tensor | None]] = []
-    slopes: list[Tensor] = []
     try:
         with torch.enable_grad():
             gradients = torch.autograd.grad(
@@ -100,43 +98,43 @@ def tangents_by_gradients(
                 create_graph=True,
                 materialize_grads=True,
             )
-            for v in directions:
-                pairs = zip(gradients, (v[i] for i in moved), strict=True)
-                inner = [
-                    (gradient * tensor).sum() for gradient, tensor in pairs if tensor is not None
-                ]
-                slopes.append(torch.stack(inner).sum() if inner else gradients[0].new_zeros(()))
-        for slope in slopes:
-            found: Sequence[Tensor | None] = [None] * len(ends)
-            if slope.requires_grad:
-                found = torch.autograd.grad(slope, weights, retain_graph=True, allow_unused=True)
-            by_weights.append(found)
+            slopes = [_inner_product(gradients, v) for v in moves]
+        each = [_gradient(slope, weights) for slope in slopes]
     except RuntimeError as error:  # what torch raises for a derivative that it does not have
         raise RuntimeError(_remedy(str(error))) from error
     rounding = 1e3 * max(torch.finfo(t.dtype).eps for t in (*weights, *gradients))
-    sizes = [float(gradient.detach().norm()) for gradient in gradients]
-    tangents: list[tuple[Tensor, ...]] = []
-    for v, slope, found, row in zip(directions, slopes, by_weights, zeros, strict=True):
-        pairs_of_ends = [
-            (w.detach(), t) for w, t in zip(weights, found, strict=True) if t is not None
-        ]
-        actual = sum(float((w * t).sum()) for w, t in pairs_of_ends)
-        noise = sum(float(w.norm() * t.norm()) for w, t in pairs_of_ends)
-        noise += sum(
-            size * float(tensor.norm())
-            for size, tensor in zip(sizes, (v[i] for i in moved), strict=True)
-            if tensor is not None
-        )
-        if abs(actual - float(slope.detach())) > rounding * noise:
-            raise RuntimeError(_remedy("a gradient does not depend on what it is made of"))
-        given = iter(found)
-        tangents.append(
-            tuple(
-                zero if not output.requires_grad or (t := next(given)) is None else t.detach()
-                for output, zero in zip(outputs, row, strict=True)
-            )
-        )
-    return tangents
+    with torch.no_grad():
+        for v, slope, tangents in zip(moves, slopes, each, strict=True):
+            noise = _size(gradients, v) + _size(weights, tangents)
+            if abs(float(_inner_product(weights, tangents) - slope)) > rounding * noise:
+                raise RuntimeError(_remedy("a gradient does not depend on what it is made of"))
+    found = map(iter, each)
+    return [
+        tuple(next(row) if output.requires_grad else torch.zeros_like(output) for output in outputs)
+        for row in found
+    ]
+
+
+def _gradient(slope: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradient of a slope in the weights, and keep the graph for other slopes."""
+    if not slope.requires_grad:  # as where the outputs do not depend on what moves
+        return [torch.zeros_like(weight) for weight in weights]
+    found: Sequence[Tensor] = torch.autograd.grad(
+        slope, weights, retain_graph=True, materialize_grads=True
+    )
+    return found
+
+
+def _inner_product(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
+    pairs = zip(tensors, others, strict=True)
+    products = [(one * other).sum() for one, other in pairs if other is not None]
+    return torch.stack(products).sum() if products else tensors[0].new_zeros(())
+
+
+def _size(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> float:
+    """Return a bound of the inner product, of which rounding is a share."""
+    pairs = zip(tensors, others, strict=True)
+    return sum(float(one.norm() * other.norm()) for one, other in pairs if other is not None)
 
 
 def _anything_like(tensor: Tensor) -> Tensor:
