@@ -299,7 +299,8 @@ class TrustRegion(torch.optim.Optimizer):
                 forward = Forward(closure, replay, outputs, gradients, tape)
                 if compared:
                     fits.append(fit(self.preconditioner.loss, forward, len(closures)))
-                self._observe(outputs, fits[-1] if compared else None, len(closures))
+                with tape.in_same_kernels():  # the Fisher's passes go through checkpoints too
+                    self._observe(outputs, fits[-1] if compared else None, len(closures))
                 forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
