@@ -17,8 +17,8 @@ SecondOrder = Mapping[str, Mapping[str, Tensor]]
 
 
 FactorKind = Literal["psd", "diagonal", "vector", "elementwise"]
-"""``"psd"``: positive semi-definite matrices; ``"diagonal"``: their diagonals alone; ``"vector"``: a
-mean that may have any sign; ``"elementwise"``: one for each entry of the gradient's matrix."""
+"""``"psd"``: positive semi-definite matrices; ``"diagonal"``: their diagonals alone; ``"vector"``:
+a mean that may have any sign; ``"elementwise"``: one for each entry of the gradient's matrix."""
 
 Reads = Literal["inputs", "outputs", "both", "gradient"]
 """What statistics are made of: a call's inputs, its output gradients, both together; or the
