@@ -425,12 +425,10 @@ def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
         given = gradient.clone()
         result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
         assert torch.equal(gradient, given), f"{name}: {which}: apply changes the gradient"
-        expected = [
-            _dense_solution(
-                solver, dense["left"][g], dense["right"][g], gradient[g], damping, shares, g
-            )
-            for g in range(2)
-        ]
+        expected = []
+        for g in range(2):
+            left, right = dense["left"][g], dense["right"][g]
+            expected.append(_dense_solution(solver, left, right, gradient[g], damping, shares, g))
         compare(result, torch.stack(expected), f"{name}: {which}", rtol=1e-6)
     diagonal = torch.rand(2, 5, dtype=torch.float64, generator=_generator())
     alone = solver.solve(diagonal, solver.shares([mean_trace(diagonal)], damping)[0])
