@@ -170,9 +170,9 @@ def test_micro_batches_are_the_batch() -> None:
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     model = Routed()
-    with pytest.raises(ValueError, match="experts.*cannot be deferred.*deferred=False"):
+    with pytest.raises(ValueError, match=r"experts.*cannot be deferred.*deferred=False"):
         preconditioner(model, layers={"experts": Kernel}, strategy=Sharded(deferred=True))
-    with pytest.raises(ValueError, match="kaisa.*means over the rows of each group"):
+    with pytest.raises(ValueError, match=r"kaisa.*means over the rows of each group"):
         preconditioner(model, layers={"experts": Kernel}, scaling="kaisa")
     reason = ExpertsHelper.unsupported(nn.Linear(2, 2))
     assert reason is not None
