@@ -123,7 +123,9 @@ class Preconditioner(Joinable):
             different numbers, or the loss ignores terms, use `count`.
         rows: The fraction (float) of the rows of every call that statistics are made of, or their
             number (int), drawn at random and scaled. See `soframe.capture.sampling` for the error.
-        layers: Helper classes by patterns on module names, asked before the registry.
+        layers: Helper classes by patterns on module names, asked before the registry; ``"all"`` in
+            place of a class, or of the mapping, for every helper that soframe has rather than those
+            of linear layers and convolutions.
         grad_scaler: The ``GradScaler`` in use, or a callable that returns what the loss is
             multiplied by.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
@@ -181,7 +183,7 @@ class Preconditioner(Joinable):
         loss_average: LossAverage = "local",
         samples: Samples = "batch",
         rows: Rows = 1.0,
-        layers: Mapping[str, type[LayerHelper]] | None = None,
+        layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         dtype: torch.dtype | None = None,
         fisher: str = "empirical",
@@ -194,7 +196,7 @@ class Preconditioner(Joinable):
         with building.starting(lambda: self.backend):
             building.check_words(scaling, loss_average, samples, clip_lr)
             building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
-            layers = {} if layers is None else layers
+            layers = {"": "all"} if layers == "all" else {} if layers is None else layers
             mappings = {"layers": layers, "method": method, "solver": solver}
             arguments.check(
                 model=model,

@@ -30,6 +30,7 @@ class Registry:
         self.kind = kind
         self.key_type = key_type
         self._components: dict[Any, type] = {}
+        self._optional: dict[Any, type] = {}
         self._discovered = False
 
     @property
@@ -57,6 +58,23 @@ class Registry:
 
         def add(component: C) -> C:
             self._add(key, component, override=override)
+            return component
+
+        return add
+
+    def register_optional(self, *keys: type | str) -> Callable[[C], C]:
+        """Return a class decorator that adds the class for who asks for all that there is.
+
+        Args:
+            *keys: Module types; or, where the type's package need not be installed, their qualified
+                names, such as ``"transformers.pytorch_utils.Conv1D"``.
+
+        Returns:
+            The decorator; it returns the class unchanged.
+        """
+
+        def add(component: C) -> C:
+            self._optional.update(dict.fromkeys(keys, component))
             return component
 
         return add
@@ -136,19 +154,22 @@ class Registry:
                 f"no {self.kind} {self._show(key)}; registered: {self._list()}"
             ) from None
 
-    def lookup(self, module_type: type) -> type | None:
+    def lookup(self, module_type: type, *, optional: bool = False) -> type | None:
         """Return the class for a module type: the nearest registered one along its MRO.
 
         Args:
             module_type: The type of the module.
+            optional: Whether what is there for those who ask for it counts too.
 
         Returns:
             The registered class, or None.
         """
         self.discover()
+        known = {**self._optional, **self._components} if optional else self._components
         for base in module_type.__mro__:
-            if base in self._components:
-                return self._components[base]
+            for key in (base, f"{base.__module__}.{base.__qualname__}"):
+                if key in known:
+                    return known[key]
         return None
 
     def build(self, choice: Any, base: type) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from soframe.methods.base import Candidate, Method
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
+from soframe.specs import FactorSpec
 
 Choice = Any
 """A name, a class, an instance, or a mapping from patterns on module names to one of these."""
@@ -32,7 +33,8 @@ class Choices:
     Attributes:
         method: The curvature method.
         solver: The solver.
-        layers: Helper classes by patterns on module names, before the registry is asked.
+        layers: Helper classes by patterns on module names, before the registry is asked; or
+            ``"all"``, for every helper that there is rather than those of the default.
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
         forward_only: Whether the factors of the outputs are the identity.
@@ -43,7 +45,7 @@ class Choices:
 
     method: Choice
     solver: Choice
-    layers: Mapping[str, type[LayerHelper]] = field(default_factory=dict)
+    layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
     forward_only: bool = False
@@ -95,8 +97,12 @@ class Registration:
         self._notes: dict[str, str] = {}
         given: Mapping[str, object] = choices.layers
         for pattern, helper in given.items():
+            if helper == "all":
+                continue
             if not isinstance(helper, type) or not issubclass(helper, LayerHelper):
-                raise TypeError(f"layers[{pattern!r}] must be a LayerHelper class, not {helper!r}")
+                raise TypeError(
+                    f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
+                )
         self._methods = _PerLayer("method", choices.method, Method)
         self._solvers = _PerLayer("solver", choices.solver, Solver)
         self._auxiliary: Method | None = None
@@ -158,6 +164,8 @@ class Registration:
         helper = self._helper_class(name, module)
         if helper is None:
             kind = type(module).__name__
+            if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
+                return f"no layer helper by default; layers='all' adds {known.__name__}"
             return f"no layer helper; register one with @soframe.register('layer', {kind})"
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
@@ -181,8 +189,10 @@ class Registration:
         pattern = first_match(self._choices.layers, name)
         if pattern is not None:
             self._used.add(pattern)
-            return self._choices.layers[pattern]
-        found = KINDS["layer"].lookup(type(module))
+            chosen = self._choices.layers[pattern]
+            if chosen != "all":
+                return chosen
+        found = KINDS["layer"].lookup(type(module), optional=pattern is not None)
         assert found is None or issubclass(found, LayerHelper)
         return found
 
@@ -213,8 +223,7 @@ class Registration:
             assert helper_class is not None
             helpers.append(helper_class(other, weight=use_weight, bias=use_bias))
             _require_own_parameters(other_name, helpers[-1])
-        shapes = {helper.shape for helper in helpers}
-        if len(shapes) > 1:
+        if not _same_matrix(helpers):
             for _, other in tied:
                 self._explain(other, "its weight is shared with a layer of another geometry")
             return
@@ -298,6 +307,17 @@ class Registration:
                 raise ValueError(
                     f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"
                 )
+        odd = [f for f in block.captured if f.kind == "diagonal" or f.mean_over == "group rows"]
+        if odd and self._choices.scaling != "fisher":
+            raise ValueError(
+                f"{block.name}: scaling={self._choices.scaling!r} knows no diagonal factors, nor "
+                f"means over the rows of each group ({', '.join(f.name for f in odd)}): pass "
+                f"scaling='fisher', or skip the module"
+            )
+        diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
+        if diagonal and helpers:
+            notes = (self._notes.get(block.name, ""), f"{', '.join(diagonal)} diagonal")
+            self._notes[block.name] = "; ".join(filter(None, notes))
         self.blocks.append(block)
         self._in_block.update({id(p): block for p in block.parameters.values()})
 
@@ -475,6 +495,26 @@ def _eigen() -> Solver:
     """Return the solver of blocks that no pattern of ``solver=`` names, and that may need none."""
     solver: Solver = KINDS["solver"].build("eigen", Solver)
     return solver
+
+
+def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
+    """Return whether helpers make the same matrix of the same parameters, with the same factors.
+
+    A square table that an embedding and a linear layer share has one shape, and two matrices.
+    """
+    first, *others = helpers
+    if any(one.shape != first.shape for one in others):
+        return False
+    sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
+    numbers = {
+        name: torch.arange(p.numel(), dtype=torch.float64).view(p.shape)
+        for name, p in first.parameters.items()
+    }
+    return all(
+        [one.factor(side) for side in sides] == [first.factor(side) for side in sides]
+        and torch.equal(one.pack(numbers), first.pack(numbers))
+        for one in others
+    )
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:

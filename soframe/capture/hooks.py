@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from soframe.capture.counting import Batch
-from soframe.layers.base import LayerHelper
+from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
 from soframe.layers.sharing import Together
 
@@ -183,8 +183,9 @@ class Capture:
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._passes = _Passes()
-        self._edges: list[GradientEdge] = []
+        self._edges: list[_Watched] = []
         self._probe: Probe | None = None
+        self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
     @property
@@ -263,11 +264,12 @@ class Capture:
                 ]
                 reached = torch.autograd.grad(
                     [output for output, _ in starts],
-                    edges,
+                    [edge for edge, _ in edges],
                     grad_outputs=[own for _, own in starts],
                     retain_graph=True,
                     allow_unused=True,
                 )
+                self._deliver(edges, reached)
                 if index == 0:
                     # What belongs to other forward passes waits for their probes.
                     found: Sequence[Tensor | None] = reached  # None where there is no way
@@ -277,6 +279,16 @@ class Capture:
         finally:
             self._probe = None
             self._passes.leave()
+
+    def _deliver(self, watched: Sequence[_Watched], reached: Sequence[Tensor | None]) -> None:
+        """Hand on what has reached calls inside modules: hooks of nodes do not run at the end."""
+        self._delivering = True  # what a checkpoint computes anew meanwhile is no forward pass
+        try:
+            for (_, hook), gradient in zip(watched, reached, strict=True):
+                if hook is not None and gradient is not None:
+                    hook.deliver(gradient)
+        finally:
+            self._delivering = False
 
     def close(self) -> None:
         """Remove every hook; what has been called already is no longer waited for."""
@@ -288,54 +300,96 @@ class Capture:
     ) -> None:
         if self.sink is None or _is_functional(helper):
             return
-        if torch._C._current_graph_task_id() != -1:
-            # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
-            # opened before any nested one delivers gradients.
-            self._passes.enter()
-        else:
-            if self._passes.current is not None:
-                # A backward pass that raised never closed itself.
-                self._passes.leave()
-            if self.batch.closed:
-                self.batch = Batch()
-        if not isinstance(output, Tensor):
+        again = self._begin_call()
+        inner = helper.observe(args, kwargs, output)
+        if inner is None and not isinstance(output, Tensor):
             raise TypeError(
                 f"{self.names.get(helper, type(helper.module).__name__)}: "
                 f"{type(helper).__name__} serves modules that return one tensor, not "
                 f"{type(output).__name__}; skip the module (skip=[...])"
             )
-        if not output.requires_grad:
+        if not (output.requires_grad if inner is None else inner):
             return
-        inputs = tuple(helper.inputs(args, kwargs))
-        if self.together is not None:
-            self.together.note(helper, inputs)
-        keeps = helper.weight is not None and helper not in self.counting
-        needed = inputs if keeps else ()
         # One that was frozen since is no reason to lose what the others need.
         trained = [p for p in helper.parameters.values() if p.requires_grad]
         if not trained:
             return
         self.called[helper] = trained[0]._version
+        keeps = helper not in self.counting and (
+            helper.weight is not None or helper in self.rereading
+        )
+        if inner is not None:
+            if self.together is not None:
+                self.together.note(helper, ())
+            for call in inner:
+                self._watch_inner(helper, trained, call, keeps=keeps, again=again)
+            return
+        inputs = tuple(helper.inputs(args, kwargs))
+        if self.together is not None:
+            self.together.note(helper, inputs)
+        where, view = _lasting(output, inputs)
+        if self.probing and not again:
+            # What a checkpoint recomputes is reached through the graph of its first pass.
+            self._edges.append((get_gradient_edge(where), None))
+        where.register_hook(self._hook(helper, trained, inputs if keeps else (), view))
+
+    def _begin_call(self) -> bool:
+        """Return whether a checkpoint calls a module again, for the backward pass under way."""
+        if self._delivering or torch._C._current_graph_task_id() != -1:
+            # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
+            # opened before any nested one delivers gradients.
+            self._passes.enter()
+            return True
+        if self._passes.current is not None:
+            # A backward pass that raised never closed itself.
+            self._passes.leave()
+        if self.batch.closed:
+            self.batch = Batch()
+        return False
+
+    def _watch_inner(
+        self,
+        helper: LayerHelper,
+        trained: Sequence[nn.Parameter],
+        call: InnerCall,
+        *,
+        keeps: bool,
+        again: bool,
+    ) -> None:
+        """Put a hook on a call inside a module."""
+        needed: tuple[Tensor, ...] = ()
+        if keeps:
+            # The first pass of a checkpoint has saved nothing; what its second pass saves, in the
+            # same place of the same order, takes the place of what is saved here.
+            needed = call.like() if _is_checkpointed() else call.read()
+        # Nothing that leads to the node: it has the hook, and both would live for ever.
+        hook = self._hook(helper, trained, needed, _Arranged(call.arrange))
+        if self.probing and not again:
+            self._edges.append((call.edge, hook))
+        call.edge.node.register_prehook(_NodeHook(hook, call.edge.output_nr))
+
+    def _hook(
+        self,
+        helper: LayerHelper,
+        trained: Sequence[nn.Parameter],
+        needed: tuple[Tensor, ...],
+        view: _View | _Arranged | None,
+    ) -> _GradientHook:
+        """Return the hook of a call, which keeps what it needs."""
         kept = None
         if needed:
             kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 trained[0].new_empty(0, requires_grad=True), *needed
             )
-        where, view = _lasting(output, inputs)
-        if self.probing and torch._C._current_graph_task_id() == -1:
-            # What a checkpoint recomputes is reached through the graph of its first pass.
-            self._edges.append(get_gradient_edge(where))
-        edges = tuple(get_gradient_edge(p).node for p in trained)
-        hook = _GradientHook(
+        return _GradientHook(
             capture=weakref.ref(self),
             helper=helper,
             kept=kept,
-            edges=edges,
+            edges=tuple(get_gradient_edge(p).node for p in trained),
             counting=self.counting,
             view=view,
             batch=self.batch,
         )
-        where.register_hook(hook)
 
     def _wants(self, edges: tuple[Any, ...]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
@@ -349,7 +403,7 @@ class Capture:
         helper: LayerHelper,
         kept: Tensor | None,
         gradient: Tensor,
-        view: _View | None,
+        view: _View | _Arranged | None,
         counting: frozenset[LayerHelper],
         batch: Batch,
     ) -> None:
@@ -385,7 +439,7 @@ class _GradientHook:
         kept: Any,
         edges: tuple[Any, ...],
         counting: frozenset[LayerHelper],
-        view: _View | None,
+        view: _View | _Arranged | None,
         batch: Batch,
     ) -> None:
         self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
@@ -403,6 +457,52 @@ class _GradientHook:
             capture._on_gradient(
                 self._helper, kept, gradient, self._view, self._counting, self._batch
             )
+
+    def deliver(self, gradient: Tensor) -> None:
+        """Hand on what a probe has brought, after its backward pass."""
+        capture = self._capture()
+        if capture is not None:
+            capture._on_gradient(
+                self._helper, self._kept, gradient, self._view, self._counting, self._batch
+            )
+
+
+class _NodeHook:
+    """The hook of one call inside a module: on the node of its product in the graph."""
+
+    __slots__ = ("_hook", "_number")
+
+    def __init__(self, hook: _GradientHook, number: int) -> None:
+        self._hook, self._number = hook, number
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        capture = self._hook._capture()
+        # What a probe brings is handed on by `Capture.probe`, whether the node runs or not.
+        if capture is not None and capture._probe is None:
+            self._hook(gradients[self._number])
+
+
+_Watched = tuple[GradientEdge, _GradientHook | None]
+"""Where a probe ends; and for a call inside a module who takes the gradient."""
+
+
+@dataclass(frozen=True)
+class _Arranged:
+    """How the gradient of a call inside a module becomes what its helper takes.
+
+    Attributes:
+        arrange: See `InnerCall.arrange`.
+    """
+
+    arrange: Callable[[Tensor], Tensor]
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Return the gradient that the helper takes.
+
+        Args:
+            gradient: The one that arrives.
+        """
+        return self.arrange(gradient)
 
 
 @dataclass(frozen=True)
@@ -475,6 +575,12 @@ def _dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
+
+
+def _is_checkpointed() -> bool:
+    """Return whether a checkpoint drops what the graph saves, to compute it anew."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_checkpoint_hook." in getattr(hooks[0], "__qualname__", "")
 
 
 def _accumulates(edge: Any) -> bool:

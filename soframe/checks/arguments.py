@@ -43,8 +43,8 @@ def check(
     check_skip(skip)
     if not isinstance(mappings["layers"], Mapping):
         raise TypeError(
-            f"layers is a mapping from patterns on module names to LayerHelper classes, not "
-            f"{mappings['layers']!r}"
+            f"layers is a mapping from patterns on module names to LayerHelper classes, or 'all', "
+            f"not {mappings['layers']!r}"
         )
     for name, choice in mappings.items():
         if isinstance(choice, Mapping):

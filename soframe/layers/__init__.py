@@ -1,7 +1,36 @@
-"""Layer helpers: how a module's inputs, output gradients and parameters become matrices."""
+"""Layer helpers: how a module's inputs, output gradients and parameters become matrices.
 
+Linear layers and two-dimensional convolutions are registered; what else is here joins them where a
+user asks for it, with ``layers="all"`` or by class.
+"""
+
+from soframe.layers.attention import AttentionHelper
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.layers.conv import Conv2dHelper
+from soframe.layers.conv1d import TransposedLinearHelper
+from soframe.layers.embedding import EmbeddingHelper
+from soframe.layers.experts import ExpertsHelper
 from soframe.layers.linear import LinearHelper
+from soframe.layers.norms import (
+    BatchNormHelper,
+    GroupNormHelper,
+    LayerNormHelper,
+    NormHelper,
+    RMSNormHelper,
+)
 
-__all__ = ["BlockShape", "Conv2dHelper", "LayerHelper", "LinearHelper"]
+__all__ = [
+    "AttentionHelper",
+    "BatchNormHelper",
+    "BlockShape",
+    "Conv2dHelper",
+    "EmbeddingHelper",
+    "ExpertsHelper",
+    "GroupNormHelper",
+    "LayerHelper",
+    "LayerNormHelper",
+    "LinearHelper",
+    "NormHelper",
+    "RMSNormHelper",
+    "TransposedLinearHelper",
+]

@@ -16,21 +16,43 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
 from soframe.layers.layout import BlockShape
 from soframe.specs import FactorSpec
 
-__all__ = ["FEW", "BlockShape", "LayerHelper", "Unit", "moment"]
+__all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment"]
 
 Unit = Literal["row", "sample"]
 """What can be taken of a call by itself."""
+
+
+@dataclass(frozen=True)
+class InnerCall:
+    """A call inside a module, which shows in the graph of its output and nowhere else.
+
+    Attributes:
+        edge: Where the gradient of its output arrives.
+        read: Returns its inputs, from what the graph has saved for the backward pass.
+        like: Tensors with the shapes, dtypes and devices of the inputs, which need no memory: for
+            a graph that has saved nothing, since it is computed anew in the backward pass.
+        arrange: Turns the gradient that arrives into the tensor that `LayerHelper.output_rows`
+            takes.
+    """
+
+    edge: GradientEdge
+    read: Callable[[], tuple[Tensor, ...]]
+    like: Callable[[], tuple[Tensor, ...]]
+    arrange: Callable[[Tensor], Tensor]
+
 
 FEW = 2**15
 """Numbers: fewer are copied, beside ones for the bias; that takes less than a border of the sum."""
@@ -158,6 +180,22 @@ class LayerHelper(ABC):
         """
         return spec
 
+    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+        """Return which rows reach the parameters of each group.
+
+        It is asked where `factor` makes a mean one over group rows. The gradients of rows that do
+        not reach a group are left out.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups, batch, shared]``, bool; None, the default, where all rows reach all groups.
+        """
+        del inputs, output_rows
+        return None
+
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """Return how many rows reach each group.
 
@@ -166,9 +204,26 @@ class LayerHelper(ABC):
             output_rows: The rows of the same call's output gradient.
 
         Returns:
-            ``[groups]``; None, the default, where all rows reach all groups.
+            ``[groups]``, by default what `mask` says; None where all rows reach all groups.
         """
-        del inputs, output_rows
+        mask = self.mask(inputs, output_rows)
+        return None if mask is None else mask.sum((1, 2))
+
+    def observe(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Sequence[InnerCall] | None:
+        """Return the calls inside a module that the block's rows are made of.
+
+        Args:
+            args: Positional arguments of the module's call.
+            kwargs: Its keyword arguments.
+            output: What it returned, with its graph.
+
+        Returns:
+            The calls; None, the default, where it is the module's own call, with one tensor for an
+            output.
+        """
+        del args, kwargs, output
         return None
 
     @property
@@ -386,6 +441,30 @@ class LayerHelper(ABC):
         else:
             add_moment(total[:, :-1, :-1], rows, scale)
             add_bias(total, rows.sum((1, 2)), batch * shared, scale)
+        return total
+
+    def mean_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient, in the factors' dtype.
+            total: What is added to, in place; None for zeros.
+            scale: The multiplier.
+
+        Returns:
+            The moment of `mean_rows`, in the form of that of `input_moment`.
+        """
+        rows = self.mean_rows(inputs, output_rows)
+        if total is None:
+            total = zeros(len(rows), rows.shape[3], rows)
+        add_moment(total, rows, scale)
         return total
 
     def output_moment(

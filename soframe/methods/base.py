@@ -19,7 +19,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from soframe.kernels.gram import add_moment, zeros
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import BlockShape
 from soframe.layers.sharing import SharedInputs
@@ -87,11 +86,7 @@ class Call:
             See `input_moment`.
         """
         assert self.inputs is not None
-        rows = self.helper.mean_rows(self.inputs, self.output_rows)
-        if total is None:
-            total = zeros(len(rows), rows.shape[3], rows)
-        add_moment(total, rows, scale)
-        return total
+        return self.helper.mean_moment(self.inputs, self.output_rows, total, scale)
 
     def summed_output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Add ``scale`` times the sum over samples of ``g g^T``, with sums over positions.

@@ -25,6 +25,7 @@ from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
 from soframe.solving.background import Background, require_able
 from soframe.solving.refresh import require_followable
+from soframe.statistics.running import require_eager
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
 
@@ -195,8 +196,8 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_able`, `require_followable`, `compare_ranks`
-            and `soframe.blocks.claims.require_free`.
+        ValueError: See `register`, `place`, `require_able`, `require_followable`, `require_eager`,
+            `compare_ranks` and `soframe.blocks.claims.require_free`.
     """
     try:
         registration = register(model, choices)
@@ -204,6 +205,7 @@ def build(
         require_able(registration.blocks, background)
         placement = place(strategy, registration.blocks, backend.world_size)
         require_followable(registration.blocks, placement)
+        require_eager(registration.blocks, placement)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
         claims.require_free(owner, modules)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told

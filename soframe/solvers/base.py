@@ -33,11 +33,14 @@ class Solver(ABC):
         follows: Whether ``follow`` does anything.
         alone: Whether solving changes settings of the whole process for a while, so that nothing
             else is to be computed meanwhile.
+        diagonals: Whether it takes diagonal factors, which are given as ``[groups, n]`` in place of
+            ``[groups, n, n]``.
     """
 
     damps_factors: ClassVar[bool] = False
     follows: bool = False
     alone: ClassVar[bool] = False
+    diagonals: bool = False
 
     @property
     def continues(self) -> bool:
@@ -51,10 +54,17 @@ class Solver(ABC):
             factors: The factors.
 
         Returns:
-            The reason and a remedy, for the error when the block is built. By default None.
+            The reason and a remedy, for the error when the block is built. By default that it takes
+            no diagonals, where there are some.
         """
-        del factors
-        return None
+        diagonal = [factor.name for factor in factors if factor.kind == "diagonal"]
+        if not diagonal or self.diagonals:
+            return None
+        return (
+            f"it takes no diagonal factors, as {', '.join(diagonal)} is; choose one that does for "
+            f"this block, for example solver={{'<its name>': 'eigen', '.*': ...}}, or skip the "
+            f"module"
+        )
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
@@ -72,7 +82,8 @@ class Solver(ABC):
         """Return the second-order data of a factor.
 
         Args:
-            matrix: ``[groups, n, n]``, positive semi-definite up to rounding.
+            matrix: ``[groups, n, n]``, positive semi-definite up to rounding; or of a diagonal
+                factor ``[groups, n]``.
             damping: ``[groups]``, the factor's share of the damping.
 
         Returns:
@@ -236,12 +247,12 @@ def mean_trace(matrix: Tensor) -> Tensor:
     """Return the trace over the size.
 
     Args:
-        matrix: ``[groups, n, n]``.
+        matrix: ``[groups, n, n]``, or a diagonal ``[groups, n]``.
 
     Returns:
         ``[groups]``.
     """
-    return mean_of(matrix.diagonal(dim1=-2, dim2=-1))
+    return mean_of(matrix.diagonal(dim1=-2, dim2=-1) if matrix.dim() == 3 else matrix)
 
 
 def mean_of(diagonal: Tensor) -> Tensor:

@@ -36,9 +36,12 @@ class Eigen(Solver):
     """
 
     follows: bool = field(default=False, kw_only=True)
+    diagonals = True
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`."""
+        """See `Solver.tensors`: a diagonal factor has values and no vectors."""
+        if factor.kind == "diagonal":
+            return {"values": TensorSpec(factor.shape)}
         return {
             "vectors": TensorSpec(factor.shape),
             "values": TensorSpec((factor.groups, factor.size)),
@@ -69,6 +72,8 @@ class Eigen(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`; the damping enters in ``apply``."""
+        if matrix.dim() == 2:
+            return {"values": matrix.clamp(min=0)}
         values, vectors = torch.linalg.eigh(matrix)
         return {"vectors": vectors, "values": values.clamp_(min=0)}
 
@@ -76,6 +81,8 @@ class Eigen(Solver):
         """See `Solver.follow`."""
         if not self.follows:
             return None
+        if matrix.dim() == 2:
+            return {"values": matrix.clamp(min=0)}
         vectors = data["vectors"]
         return {"values": rayleigh(vectors, times(whole(matrix), vectors)).clamp_(min=0)}
 
@@ -88,14 +95,14 @@ class Eigen(Solver):
         damping: float,
     ) -> Tensor:
         """See `Solver.apply`."""
-        rotated = times(times(left["vectors"].mT, gradient), right["vectors"])
+        rotated = turned(gradient, left, right, back=False)
         curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
         if damping == 0:
             # Where there is neither curvature nor damping, no step is the least one.
             rotated = torch.where(curvature > 0, rotated, 0.0)
             curvature = torch.where(curvature > 0, curvature, 1.0)
-        rotated /= curvature
-        return times(times(left["vectors"], rotated), right["vectors"].mT)
+        # Not in place of `rotated`, which is the gradient itself where both factors are diagonal.
+        return turned(torch.div(rotated, curvature, out=curvature), left, right, back=True)
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
@@ -104,7 +111,32 @@ class Eigen(Solver):
         curvature = right["values"].unsqueeze(-2) + damping
         # Where there is neither curvature nor damping, no step is the least one.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
-        return times(times(gradient, right["vectors"]) * inverse, right["vectors"].mT)
+        scaled = turned(gradient, {}, right, back=False) * inverse
+        return turned(scaled, {}, right, back=True)
+
+
+def turned(
+    gradient: Tensor, left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, back: bool
+) -> Tensor:
+    """Return a gradient in the eigenbasis of two factors, or back from it.
+
+    Args:
+        gradient: ``[groups, out, in]``.
+        left: ``"vectors"`` of the factor of the outputs; without any it is diagonal, and its basis
+            the one that the gradient is in.
+        right: The same of the factor of the inputs.
+        back: Whether the gradient is in the eigenbasis, rather than to be brought there.
+
+    Returns:
+        ``[groups, out, in]``; the gradient itself where both are diagonal.
+    """
+    if "vectors" in left:
+        vectors = left["vectors"]
+        gradient = times(vectors if back else vectors.mT, gradient)
+    if "vectors" in right:
+        vectors = right["vectors"]
+        gradient = times(gradient, vectors.mT if back else vectors)
+    return gradient
 
 
 def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:

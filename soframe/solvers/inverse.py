@@ -43,6 +43,7 @@ class Inverse(Solver):
     """
 
     damps_factors: ClassVar[bool] = True
+    diagonals = True
     split: Literal["pi", "sqrt", "full"] = "pi"
 
     def __post_init__(self) -> None:
@@ -52,9 +53,9 @@ class Inverse(Solver):
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         """See `Solver.unsupported`: it shares the damping between two factors of as many groups."""
         if self.split == "full" or len(factors) == 1:
-            return None
+            return super().unsupported(factors)
         if len(factors) == 2 and factors[0].groups == factors[1].groups:
-            return None
+            return super().unsupported(factors)
         found = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
         return (
             f"split={self.split!r} shares the damping between two factors of as many groups, and "
@@ -63,8 +64,8 @@ class Inverse(Solver):
         )
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`."""
-        return {"inverse": TensorSpec(factor.shape, symmetric=True)}
+        """See `Solver.tensors`; a diagonal factor has a diagonal inverse."""
+        return {"inverse": TensorSpec(factor.shape, symmetric=factor.kind == "psd")}
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         """See `Solver.shares`.
@@ -106,6 +107,8 @@ class Inverse(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
+        if matrix.dim() == 2:
+            return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
         size = matrix.shape[-1]
         framed = damped(matrix, damping, frame(size) if matrix.device.type == "cpu" else 0)
         # Symmetric to the last bit, and stored by columns: its transpose needs no copy.
@@ -114,7 +117,8 @@ class Inverse(Solver):
 
     def usable(self, data: Mapping[str, Tensor]) -> bool:
         """See `Solver.usable`: not if an inverse is zero, since the factor was too large."""
-        return float(data["inverse"].diagonal(dim1=-2, dim2=-1).amin()) > 0
+        inverse = data["inverse"]
+        return float((inverse if inverse.dim() == 2 else diagonal_of(inverse)).amin()) > 0
 
     def apply(
         self,
@@ -125,13 +129,28 @@ class Inverse(Solver):
         damping: float,
     ) -> Tensor:
         """See `Solver.apply`; the damping is in the inverses already."""
-        return times(times(left["inverse"], gradient), right["inverse"])
+        one = left["inverse"]
+        halved = one.unsqueeze(2) * gradient if one.dim() == 2 else times(one, gradient)
+        return self.apply_right(halved, right=right, damping=damping)
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
         """See `Solver.apply_right`; the damping is in the inverse already."""
-        return times(gradient, right["inverse"])
+        inverse = right["inverse"]
+        return gradient * inverse.unsqueeze(1) if inverse.dim() == 2 else times(gradient, inverse)
+
+
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """Return the diagonals of matrices.
+
+    Args:
+        matrix: ``[groups, n, n]``.
+
+    Returns:
+        ``[groups, n]``.
+    """
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def pi_of(first: float, second: float, damping: float, precision: float) -> float:

@@ -46,7 +46,9 @@ class Lazy(Solver):
         object.__setattr__(self, "alone", self.solver.alone)
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        """See `Solver.unsupported`."""
+        """See `Solver.unsupported`: a diagonal is solved in no time, and has no sketch."""
+        if (why := super().unsupported(factors)) is not None:
+            return why
         return self.solver.unsupported(factors)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:

@@ -52,6 +52,8 @@ class NewtonSchulz(Inverse):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
+        if matrix.dim() == 2:
+            return super().solve(matrix, damping)
         full = damped(whole(matrix), damping)
         # Row sums bound the largest eigenvalue, the damping is at most the smallest.
         scale = 2 / (full.abs().sum(-1).amax(-1) + damping)
@@ -63,6 +65,8 @@ class NewtonSchulz(Inverse):
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """See `Solver.solve_again`."""
+        if matrix.dim() == 2:
+            return super().solve(matrix, damping)
         inverse = invert(damped(whole(matrix), damping), last["inverse"], self.iterations)
         return self.solve(matrix, damping) if inverse is None else {"inverse": inverse}
 

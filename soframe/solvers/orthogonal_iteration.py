@@ -47,12 +47,16 @@ class OrthogonalIteration(Eigen):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`: a cold start, by eigendecomposition."""
         data = super().solve(matrix, damping)
+        if matrix.dim() == 2:
+            return data
         return {"vectors": data["vectors"].flip(-1), "values": data["values"].flip(-1)}
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """See `Solver.solve_again`."""
+        if matrix.dim() == 2:
+            return self.solve(matrix, damping)
         factor, vectors = whole(matrix), last["vectors"]
         product = times(factor, vectors)
         for _ in range(self.iterations):

@@ -39,6 +39,7 @@ class Relative(Solver):
         object.__setattr__(self, "damps_factors", self.solver.damps_factors)
         object.__setattr__(self, "follows", self.solver.follows)
         object.__setattr__(self, "alone", self.solver.alone)
+        object.__setattr__(self, "diagonals", self.solver.diagonals)
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         """See `Solver.unsupported`: the mean eigenvalue is that of factors of as many groups."""
@@ -129,4 +130,5 @@ def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
 def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor with mean eigenvalue one, and its mean trace."""
     trace = mean_trace(matrix)
-    return matrix / torch.where(trace > 0, trace, 1.0)[:, None, None], trace
+    positive = torch.where(trace > 0, trace, 1.0)
+    return matrix / positive.view(-1, *(1 for _ in matrix.shape[1:])), trace

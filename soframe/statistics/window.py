@@ -71,13 +71,17 @@ class Statistics:
             for block, place in self._placed
         }
         self._readers = {
-            block: frozenset(factor.name for factor in mine if factor.reads_inputs)
+            block: frozenset(
+                factor.name
+                for factor in mine
+                if factor.reads_inputs or factor.mean_over == "group rows"
+            )
             for block, mine in self._mine.items()
         }
         self._both = frozenset(
             helper
             for block in blocks
-            if any(factor.reads == "both" for factor in block.factors)
+            if block.unequal or any(factor.reads == "both" for factor in block.factors)
             for helper in block.helpers
         )
         self._blocks = blocks
@@ -152,9 +156,10 @@ class Statistics:
         samples = self._passes.enter(number, block.name, own, told, said)
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
+        each = None
+        if block.unequal and self._wants_inputs(helper):
+            rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
         if not again:
-            reached = helper.group_rows(inputs, rows) if inputs else None
-            each = None if reached is None else reached.tolist()
             block.counts.add(number, samples, _left(data, batch, shared)[1], each)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
@@ -264,7 +269,11 @@ class Statistics:
                 numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
                 numbers += [own.output_weight if mine else 0.0, own.input_weight]
             if block.unequal:
-                numbers += own.group_weights or (0.0,) * block.shape.groups
+                by_group = self._backend.on_paper or any(
+                    factor.mean_over == "group rows" for factor in self._mine[block]
+                )
+                zeros = (0.0,) * block.shape.groups
+                numbers += (own.group_weights or zeros) if by_group else zeros
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float) -> None:
@@ -349,6 +358,43 @@ class Statistics:
         self._loss_scales = {}
         self.share = 1.0
         self._shared.forget()
+
+
+def _reaching(
+    helper: LayerHelper,
+    inputs: tuple[Tensor, ...],
+    rows: Tensor,
+    data: tuple[Tensor, Unit] | None,
+    *,
+    reduces: bool,
+) -> tuple[Tensor, list[float]]:
+    """Return the rows of a call without those that reach no parameters, and how many reach each.
+
+    Args:
+        helper: The helper of the module that was called.
+        inputs: The tensors of the call.
+        rows: The rows of its output's gradient.
+        data: Which rows or samples are data; None for all.
+        reduces: Whether all positions of a sample make one row.
+
+    Returns:
+        The rows, zeros where they do not reach a group; and how many that are data reach it.
+    """
+    mask = helper.mask(inputs, rows)
+    if mask is not None:
+        rows = rows * mask.unsqueeze(3).to(rows.device)
+    counted = rows
+    if data is not None:
+        inputs, counted = helper.take_inputs(inputs, *data), helper.take_rows(rows, *data)
+    groups, batch, shared, _ = counted.shape
+    if reduces:
+        mask = helper.mask(inputs, counted)
+        reached = None if mask is None else mask.any(2).sum(1)
+    else:
+        reached = helper.group_rows(inputs, counted)
+    if reached is None:
+        return rows, [float(batch if reduces else batch * shared)] * groups
+    return rows, reached.tolist()
 
 
 def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:

@@ -7,15 +7,20 @@ parts that come with soframe pass through the same functions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from soframe.capture.counting import Batch
+from soframe.capture.hooks import Capture, Probe
 from soframe.comm.recording import Event, Recording
-from soframe.layers.base import BlockShape, LayerHelper, moment
+from soframe.layers.base import BlockShape, LayerHelper, Unit, moment
+from soframe.layers.layout import parameter_of
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
@@ -26,86 +31,282 @@ from soframe.testing.compare import compare, kron
 
 
 def check_layer_helper(
-    module: nn.Module, *inputs: Tensor, helper: type[LayerHelper] | None = None
+    module: nn.Module,
+    *inputs: Tensor,
+    helper: type[LayerHelper] | None = None,
+    batch_dim: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Check a layer helper on one module, in float64.
 
     The identity that defines a right helper: for every sample, the sum of ``g a^T`` over the rows
     of that sample is the gradient of that sample alone, packed as the helper packs it. So the trace
-    of the block that the rows make is that of the exact block. Besides: packing and unpacking, a
-    frozen weight or bias, inputs by keyword, a batch of one, and fast moments equal to plain ones.
+    of the block that the rows make is that of the exact block. Besides: packing and unpacking,
+    parameters that are frozen one by one, inputs by keyword, fast moments equal to plain ones; and
+    the statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
 
     Args:
         module: A module with parameters; it is not changed.
-        *inputs: What it is called with, ``[N, ...]`` each, N > 1.
-        helper: The helper class; by default the one that is registered for the module's type.
+        *inputs: What it is called with. Those of floating point become float64.
+        helper: The helper class; by default the one that there is for the module's type, asked for
+            or not.
+        batch_dim: Which dimension of the output counts samples, more than one of them.
+        settings: Keyword arguments of the module's call.
 
     Raises:
         AssertionError: If the helper is wrong.
-        ValueError: If no helper is registered for the module.
+        ValueError: If there is no helper for the module.
     """
-    chosen = helper if helper is not None else KINDS["layer"].lookup(type(module))
+    chosen = helper
+    if chosen is None:
+        chosen = KINDS["layer"].lookup(type(module), optional=True)
     if chosen is None:
         raise ValueError(f"no layer helper is registered for {type(module).__name__}")
     name = f"{chosen.__name__} on {type(module).__name__}"
     assert issubclass(chosen, LayerHelper)
     reason = chosen.unsupported(module)
     assert reason is None, f"{name}: unsupported: {reason}"
-    doubles = tuple(x.detach().double() for x in inputs)
-    has_bias = isinstance(module._parameters.get("bias"), nn.Parameter)
-    for weight, bias in [(True, True), (True, False), (False, True)]:
-        if weight or has_bias:
-            own = copy.deepcopy(module).double()
-            for parameter in own.parameters():
-                parameter.requires_grad_(True)
-            made = chosen(own, weight=weight, bias=bias and has_bias)
-            part = f"{name} (weight={weight}, bias={bias and has_bias})"
-            _check_samples(made, doubles, part)
-            _check_packing(made, part)
+    doubles = tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
+    names = chosen.names(module)
+    assert names, f"{name}: names() gives no parameter"
+    call = _Case(chosen, module, doubles, batch_dim, dict(settings or {}))
+    for trained in dict.fromkeys([tuple(names), *((key,) for key in names)]):
+        call.check(trained, f"{name} ({', '.join(trained)})", every=trained == tuple(names))
+    call.check(tuple(names), f"{name} (each alone)", every=False, joint=False)
+    call.check_statistics(name)
 
 
-def _check_samples(helper: LayerHelper, inputs: tuple[Tensor, ...], name: str) -> None:
-    signature = list(helper._signature.parameters)
-    by_keyword = helper.inputs((), dict(zip(signature, inputs, strict=False)))
-    assert len(by_keyword) == len(inputs), f"{name}: inputs given by keyword are lost"
-    output = helper.module(*inputs)
-    gradient = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
+@dataclass
+class _Case:
+    """A helper, a module and what it is called with."""
+
+    helper: type[LayerHelper]
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    batch_dim: int
+    settings: dict[str, Any]
+
+    def _copy(self, trained: Sequence[str]) -> nn.Module:
+        own = copy.deepcopy(self.module).double()
+        for name, parameter in own.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return own
+
+    def _call(self, module: nn.Module) -> Tensor:
+        output = module(*self.inputs, **self.settings)
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+    def check(
+        self, trained: tuple[str, ...], name: str, *, every: bool, joint: bool = True
+    ) -> None:
+        """Check rows, moments and packing with some of the parameters trained."""
+        module = self._copy(trained)
+        made = self.helper.of(module, trained, joint=joint)
+        held = [key for one in made for key in one.parameters]
+        assert len(held) == len(set(held)), f"{name}: blocks share a parameter: {held}"
+        assert set(held) <= set(trained), f"{name}: blocks have {held}, not all of them trained"
+        if every:
+            assert set(held) == set(trained), f"{name}: of() leaves out {set(trained) - set(held)}"
+        for one in made:
+            for key, parameter in one.parameters.items():
+                same = parameter_of(module, key) is parameter
+                assert same, f"{name}: {key} is not what the module has under that name"
+            _check_packing(one, name)
+        if not made:
+            return
+        signature = list(inspect.signature(module.forward).parameters)
+        by_keyword = made[0].inputs((), dict(zip(signature, self.inputs, strict=False)))
+        lost = len(by_keyword) != len(made[0].inputs(self.inputs, {}))
+        assert not lost, f"{name}: inputs given by keyword are lost"
+        calls, exact = self._calls(module, made)
+        for one in made:
+            own = calls[one]
+            assert own, f"{name}: no call was seen"
+            by_rows = sum(_samples(one, inputs, g, exact[one], name) for inputs, g in own)
+            assert isinstance(by_rows, Tensor)
+            for n, gradient in enumerate(exact[one]):
+                compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
+            for inputs, gradient in own:
+                rows = one.output_rows(gradient)
+                _check_moments(one, inputs, rows, name)
+                _check_taking(one, inputs, rows, name)
+
+    def _calls(
+        self, module: nn.Module, made: Sequence[LayerHelper]
+    ) -> tuple[dict[LayerHelper, list[_Seen]], dict[LayerHelper, list[Tensor]]]:
+        """Return what is seen of a call, and the exact gradients of its samples."""
+        calls: dict[LayerHelper, list[_Seen]] = {one: [] for one in made}
+
+        def sink(
+            helper: LayerHelper,
+            inputs: tuple[Tensor, ...],
+            gradient: Tensor,
+            number: int,
+            probe: Probe | None = None,
+            said: Batch | None = None,
+        ) -> None:
+            del number, probe, said
+            calls[helper].append((inputs, gradient))
+
+        capture = Capture(sink=sink, names=dict.fromkeys(made, "module"))
+        capture.rereading = frozenset(made)
+        capture.attach(capture.names)
+        output = self._call(module)
+        start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
+        output.backward(start)
+        capture.close()
+        output = self._call(module)
+        exact: dict[LayerHelper, list[Tensor]] = {one: [] for one in made}
+        parameters = {key: p for one in made for key, p in one.parameters.items()}
+        for n in range(output.shape[self.batch_dim]):
+            alone = torch.zeros_like(start)
+            alone.select(self.batch_dim, n).copy_(start.select(self.batch_dim, n))
+            grads = torch.autograd.grad(
+                output, list(parameters.values()), alone, retain_graph=True, materialize_grads=True
+            )
+            by_name = dict(zip(parameters, grads, strict=True))
+            for one in made:
+                exact[one].append(one.pack({key: by_name[key] for key in one.parameters}))
+        return calls, exact
+
+    def check_statistics(self, name: str) -> None:
+        """Hold what a preconditioner averages to the plain moments of the rows."""
+        holder = nn.Module()
+        holder.module = self._copy(self.helper.names(self.module))
+        samples = self._call(holder.module).shape[self.batch_dim]
+        own = Preconditioner(
+            holder,
+            layers={"^module$": self.helper},
+            samples=lambda: samples,
+            kl_clip=None,
+            statistics_every=1,
+            solve_every=1,
+        )
+        blocks = {tuple(block.parameters): block for block in own._blocks}
+        made = self.helper.of(holder.module, self.helper.names(self.module))
+        missing = {tuple(one.parameters) for one in made} - set(blocks)
+        assert not missing, f"{name}: a Preconditioner has no block of {missing}"
+        output = self._call(holder.module)
+        start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
+        output.backward(start / samples)
+        before = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
+        before = {key: grad.clone() for key, grad in before.items()}
+        own.step()
+        own.close()
+        after = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
+        changed = {key for key, grad in after.items() if not torch.equal(grad, before[key])}
+        assert changed == set(before), f"{name}: step() leaves {set(before) - changed} as it was"
+        calls, _ = self._calls(holder.module, made)
+        for one in made:
+            running = blocks[tuple(one.parameters)].running
+            a, g = _plain_factors(one, calls[one], samples)
+            compare(running["A"], a, f"{name}: A of a Preconditioner")
+            compare(running["G"], g, f"{name}: G of a Preconditioner")
+
+
+_Seen = tuple[tuple[Tensor, ...], Tensor]
+
+
+def _samples(
+    helper: LayerHelper,
+    inputs: tuple[Tensor, ...],
+    gradient: Tensor,
+    exact: Sequence[Tensor],
+    name: str,
+) -> Tensor:
+    """Return the gradient of each sample, made of the rows of a call: ``[N, groups, out, in]``."""
     rows = helper.output_rows(gradient)
     assert rows.dim() == 4, f"{name}: output_rows must be [groups, batch, shared, features]"
-    assert rows.shape[1] == inputs[0].shape[0], f"{name}: rows must keep the batch, dimension 1"
+    assert rows.shape[1] == len(exact), f"{name}: rows must keep the batch, dimension 1"
     a = helper.block_rows(inputs, rows)
     shape = BlockShape(rows.shape[0], rows.shape[3], a.shape[3])
     assert shape == helper.shape, f"{name}: rows make {shape}, the gradient is {helper.shape}"
-    by_rows = torch.einsum("gnto,gnti->ngoi", rows, a)
-    for n in range(inputs[0].shape[0]):
-        one = tuple(x[n : n + 1] for x in inputs)
-        own = list(helper.parameters.items())
-        grads = torch.autograd.grad(
-            helper.module(*one), [p for _, p in own], gradient[n : n + 1], allow_unused=True
-        )
-        parts = {k: g for (k, _), g in zip(own, grads, strict=True)}
-        exact = helper.to_matrix(parts.get("weight"), parts.get("bias"))
-        compare(by_rows[n], exact, f"{name}: gradient of sample {n} made of its rows")
+    return torch.einsum("gnto,gnti->ngoi", rows, a)
+
+
+def _check_moments(
+    helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str
+) -> None:
+    """Hold fast moments to plain ones."""
+    a = helper.block_rows(inputs, rows)
+    diagonal = _spec(helper, "right").kind == "diagonal"
+    means = helper.mean_rows(inputs, rows)
     for side, fast, plain in (
-        ("input", partial(helper.input_moment, inputs, rows), moment(a)),
-        ("output", partial(helper.output_moment, rows), moment(rows)),
+        ("input_moment", partial(helper.input_moment, inputs, rows), _moment(a, diagonal)),
+        ("mean_moment", partial(helper.mean_moment, inputs, rows), _moment(means, diagonal)),
+        ("output_moment", partial(helper.output_moment, rows), moment(rows)),
     ):
-        compare(fast().tril(), plain.tril(), f"{name}: fast {side}_moment")
+        compare(_lower(fast()), _lower(plain), f"{name}: fast {side}")
         before = torch.ones_like(plain)
         total = fast(before.clone(), 0.5)
-        compare(total.tril(), (before + plain / 2).tril(), f"{name}: fast {side}_moment, added")
+        compare(_lower(total), _lower(before + plain / 2), f"{name}: fast {side}, added")
+
+
+def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str) -> None:
+    """Hold what is taken of a call, where some of it can be, to the same rows of all of it."""
+    a = helper.block_rows(inputs, rows)
+    units: dict[Unit | None, tuple[Unit, ...]] = {"sample": ("sample",), "row": ("sample", "row")}
+    for unit in units.get(helper.unit, ()):
+        whole = unit == "sample"
+        last = rows.shape[1] if whole else rows.shape[1] * rows.shape[2]
+        index = torch.tensor([0, last - 1])
+        taken = helper.take_rows(rows, index, unit)
+        part = helper.block_rows(helper.take_inputs(inputs, index, unit), taken)
+        for got, every, what in ((taken, rows, "take_rows"), (part, a, "take_inputs")):
+            wanted = every[:, index] if whole else every.flatten(1, 2)[:, index].unsqueeze(2)
+            compare(got, wanted, f"{name}: {what}, by {unit}")
+
+
+def _plain_factors(
+    helper: LayerHelper, calls: Sequence[_Seen], samples: int
+) -> tuple[Tensor, Tensor]:
+    """Return A and G of K-FAC made of rows, with a loss that is a mean over samples."""
+    diagonal = _spec(helper, "right").kind == "diagonal"
+    a, g, reached = [], [], []
+    for inputs, gradient in calls:
+        rows = helper.output_rows(gradient)
+        mask = helper.mask(inputs, rows)
+        if mask is None:
+            mask = torch.ones(rows.shape[:3], dtype=torch.bool)
+        a.append(_moment(helper.block_rows(inputs, rows), diagonal))
+        g.append(moment(rows * mask.unsqueeze(3)))
+        reached.append(mask.sum((1, 2)))
+    count = torch.stack(reached).sum(0)
+    if _spec(helper, "left").mean_over != "group rows":
+        count = torch.full_like(count, sum(len(r.flatten()) for r in _masks(helper, calls)))
+    count = count.clamp(min=1).view(-1, 1, 1)
+    return torch.stack(a).sum(0) / samples, torch.stack(g).sum(0) / count
+
+
+def _masks(helper: LayerHelper, calls: Sequence[_Seen]) -> list[Tensor]:
+    return [helper.output_rows(gradient)[0, :, :, 0] for _, gradient in calls]
+
+
+def _spec(helper: LayerHelper, side: Literal["left", "right"]) -> FactorSpec:
+    """Return a factor of K-FAC as a helper has it."""
+    size = helper.shape.in_features if side == "right" else helper.shape.out_features
+    return helper.factor(FactorSpec(side, side, helper.groups, size))
+
+
+def _moment(rows: Tensor, diagonal: bool) -> Tensor:
+    return rows.square().sum((1, 2)) if diagonal else moment(rows)
+
+
+def _lower(factor: Tensor) -> Tensor:
+    return factor.tril() if factor.dim() == 3 else factor
 
 
 def _check_packing(helper: LayerHelper, name: str) -> None:
     parts = {k: torch.randn_like(p) for k, p in helper.parameters.items()}
-    matrix = helper.to_matrix(parts.get("weight"), parts.get("bias"))
-    assert tuple(matrix.shape) == tuple(helper.shape), f"{name}: to_matrix gives {matrix.shape}"
-    back = dict(zip(("weight", "bias"), helper.from_matrix(matrix), strict=True))
-    for key in ("weight", "bias"):
-        given, got = parts.get(key), back[key]
-        assert (given is None) == (got is None), f"{name}: from_matrix invents or loses the {key}"
-        if given is not None and got is not None:
-            compare(got, given, f"{name}: {key} after to_matrix and from_matrix")
+    matrix = helper.pack(parts)
+    assert tuple(matrix.shape) == tuple(helper.shape), f"{name}: pack gives {matrix.shape}"
+    back = helper.unpack(matrix)
+    for key, given in parts.items():
+        assert key in back, f"{name}: unpack loses the {key}"
+        compare(back[key], given, f"{name}: {key} after pack and unpack")
+    invented = set(back) - set(parts)
+    assert not invented, f"{name}: unpack invents {invented}"
 
 
 def check_solver(
@@ -139,6 +340,9 @@ def check_solver(
                 left, right = (_psd(2, n, condition) for n in (out, into))
                 name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
                 _check_solution(solver, left, right, damping, name, rtol)
+    if solver.diagonals:
+        for damping in dampings:
+            _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
     _check_solution(solver, zero, _psd(2, 4, 10.0), 0.1, f"{solver!r}, zero factor", rtol)
     bad = torch.full((1, 3, 3), float("nan"))
@@ -197,6 +401,40 @@ def _check_solution(
         gradient.float(), left=single["left"], right=single["right"], damping=damping
     )
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
+
+
+def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
+    """Hold diagonal factors, on either side or both, to the same as matrices, solved densely."""
+    sizes = {"left": 3, "right": 5}
+    gradient = torch.randn(2, 3, 5, dtype=torch.float64, generator=_generator())
+    for which in (("left",), ("right",), ("left", "right")):
+        factors = {side: _psd(2, size, 100.0) for side, size in sizes.items()}
+        for side in which:
+            values = torch.rand(2, sizes[side], dtype=torch.float64, generator=_generator())
+            values[:, 0] = 0  # an index that never occurs
+            factors[side] = values
+        dense = {s: f if f.dim() == 3 else f.diag_embed() for s, f in factors.items()}
+        traces = [mean_trace(factors["right"]), mean_trace(factors["left"])]
+        shares = dict(zip(("right", "left"), solver.shares(traces, damping), strict=True))
+        data = {side: solver.solve(factor, shares[side]) for side, factor in factors.items()}
+        for side in which:
+            spec = FactorSpec(side, side, 2, sizes[side], kind="diagonal")  # type: ignore[arg-type]
+            made = {key: tuple(tensor.shape) for key, tensor in data[side].items()}
+            announced = {key: one.shape for key, one in solver.tensors(spec).items()}
+            assert made == announced, f"{name}: {side}: tensors() announces {announced}"
+        given = gradient.clone()
+        result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
+        assert torch.equal(gradient, given), f"{name}: {which}: apply changes the gradient"
+        expected = []
+        for g in range(2):
+            left, right = dense["left"][g], dense["right"][g]
+            expected.append(_dense_solution(solver, left, right, gradient[g], damping, shares, g))
+        compare(result, torch.stack(expected), f"{name}: {which}", rtol=1e-6)
+    diagonal = torch.rand(2, 5, dtype=torch.float64, generator=_generator())
+    alone = solver.solve(diagonal, solver.shares([mean_trace(diagonal)], damping)[0])
+    result = solver.apply_right(gradient, right=alone, damping=damping)
+    expected_alone = gradient / (diagonal.unsqueeze(1) + damping)
+    compare(result, expected_alone, f"{name}, without a left factor", rtol=1e-6)
 
 
 def _dense_solution(

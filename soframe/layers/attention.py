@@ -1,0 +1,355 @@
+"""Multi-head attention: the projections within ``nn.MultiheadAttention``.
+
+The projections are products inside one function, whose inputs and outputs no module hook sees. So
+they are looked up in the graph of the output: from there up to the inputs of the module, the
+products that take one of its weights, with what autograd has saved of their inputs. The gradient is
+taken where it enters the product.
+
+There is a block for ``in_proj_weight`` and its bias, with three groups: the projections of queries,
+keys and values are three layers side by side, which may be called with different inputs. Where
+their weights are parameters of their own (``kdim`` or ``vdim``) each is a block, and the bias,
+which they have in common, another one. The output projection is a block with weight and bias. All
+rows are positions, in the *expand* setting, as for ``nn.Linear`` in place of each projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
+from soframe.layers.layout import parameter_of
+from soframe.registry import KINDS
+from soframe.specs import FactorSpec
+
+__all__ = ["AttentionHelper"]
+
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+# Of the nodes of products: what they have saved of the input, and which argument the weight is.
+PRODUCTS = {
+    "AddmmBackward0": ("_saved_mat1", 2),
+    "MmBackward0": ("_saved_self", 1),
+    "BmmBackward0": ("_saved_self", 1),
+    "LinearBackward0": ("_saved_input", 1),
+    "MkldnnLinearBackward0": ("_saved_self", 1),
+}
+# Nodes between a product and the parameter that it takes.
+VIEWS = {
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ExpandBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ToCopyBackward0",
+    "SplitBackward0",
+    "SplitWithSizesBackward0",
+}
+
+
+@KINDS["layer"].register_optional(nn.MultiheadAttention)
+class AttentionHelper(LayerHelper):
+    """One block of an ``nn.MultiheadAttention``: with or without ``batch_first``, a mask, weights.
+
+    Args:
+        module: The module.
+        weights: The names of the weights whose products make the block's rows, each with the first
+            of the groups that it is.
+        weight: The name of the weight of the block, if it has one.
+        bias: The name of its bias, if it has one.
+        groups: How many projections the block has.
+    """
+
+    module: nn.MultiheadAttention
+    unit: ClassVar[Unit | None] = "row"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        weights: Mapping[str, int],
+        weight: str | None,
+        bias: str | None,
+        groups: int,
+    ) -> None:
+        super().__init__(module, weight=False, bias=False)
+        self._weights, self._groups = dict(weights), groups
+        names = (weight, bias)
+        found = [None if name is None else parameter_of(module, name) for name in names]
+        self.weight, self.bias = found
+        pairs = zip(names, found, strict=True)
+        self._named = {n: p for n, p in pairs if n is not None and p is not None}
+        some = parameter_of(module, next(iter(self._weights)))
+        assert some is not None
+        self._into = some.shape[1]
+        self._out = self.module.embed_dim
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        if not isinstance(module, nn.MultiheadAttention):
+            return f"{cls.__name__} serves nn.MultiheadAttention, not {type(module).__name__}"
+        if module.bias_k is not None or module.bias_v is not None:
+            return "bias_k and bias_v (add_bias_kv=True) belong to no projection"
+        if "weight" not in module.out_proj._parameters:
+            return "the weight of its out_proj is not a parameter of its own"
+        return None
+
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        """See `LayerHelper.names`."""
+        keys = ("in_proj_weight", *SEPARATE, "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        return tuple(key for key in keys if parameter_of(module, key) is not None)
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
+    ) -> Sequence[LayerHelper]:
+        """See `LayerHelper.of`; a bias whose weight is frozen is in no block."""
+        made = []
+        biased = "in_proj_bias" in trained and joint
+        if "in_proj_weight" in trained:
+            bias = "in_proj_bias" if biased else None
+            weights = {"in_proj_weight": 0}
+            made.append(cls(module, weights=weights, weight="in_proj_weight", bias=bias, groups=3))
+        made += [
+            cls(module, weights={name: 0}, weight=name, bias=None, groups=1)
+            for name in SEPARATE
+            if name in trained
+        ]
+        if biased and set(SEPARATE) <= set(trained):
+            weights = {name: group for group, name in enumerate(SEPARATE)}
+            made.append(cls(module, weights=weights, weight=None, bias="in_proj_bias", groups=3))
+        if "out_proj.weight" in trained:
+            bias = "out_proj.bias" if "out_proj.bias" in trained and joint else None
+            weights = {"out_proj.weight": 0}
+            made.append(cls(module, weights=weights, weight="out_proj.weight", bias=bias, groups=1))
+        return made
+
+    @property
+    def part(self) -> str:
+        """See `LayerHelper.part`: the name of the first parameter."""
+        return next(iter(self._named)).replace(".", "_")
+
+    @property
+    def groups(self) -> int:
+        """The projections."""
+        return self._groups
+
+    @property
+    def shape(self) -> BlockShape:
+        """See `LayerHelper.shape`."""
+        columns = self._into if self.weight is not None else 0
+        return BlockShape(self._groups, self._out, columns + (self.bias is not None))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """See `LayerHelper.parameters`."""
+        return self._named
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See `LayerHelper.pack`."""
+        weight = [t for name, t in tensors.items() if name.endswith("weight")]
+        bias = [t for name, t in tensors.items() if name.endswith("bias")]
+        return self.to_matrix(weight[0] if weight else None, bias[0] if bias else None)
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """See `LayerHelper.unpack`."""
+        weight, bias = self.from_matrix(matrix)
+        pairs = ((n, weight if n.endswith("weight") else bias) for n in self._named)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        """See `LayerHelper.factor`: three projections may see rows of their own."""
+        if self._groups > 1 and spec.mean_over == "rows":
+            return replace(spec, mean_over="group rows")
+        return spec
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def observe(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Sequence[InnerCall]:
+        """See `LayerHelper.observe`: the products that take the block's weights.
+
+        Args:
+            args: Positional arguments of the module's call.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+
+        Returns:
+            The calls; none where nothing is differentiated.
+
+        Raises:
+            RuntimeError: If the graph does not show all of them.
+        """
+        first = output[0] if isinstance(output, tuple) else output
+        weights = {name: parameter_of(self.module, name) for name in self._weights}
+        trained = any(w is not None and w.requires_grad for w in weights.values())
+        if not first.requires_grad or not trained:
+            return []
+        query = args[0] if args else kwargs["query"]
+        batch = 1 if query.dim() == 2 else query.shape[0 if self.module.batch_first else 1]
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        wanted = {id(w): self._weights[name] for name, w in weights.items()}
+        calls, seen = [], [0] * self._groups
+        for node, group, size in _products(first.grad_fn, wanted, self._out, given):
+            for index in range(group, group + size):
+                seen[index] += 1
+            calls.append(self._call(node, group, size, batch))
+        if seen != [1] * self._groups:
+            raise RuntimeError(
+                f"{type(self).__name__} finds the projections {', '.join(self._weights)} "
+                f"{seen} time(s) in the graph of {type(self.module).__name__}, not once each: if "
+                f"the module is compiled, exempt it with torch.compiler.disable, or skip it"
+            )
+        return calls
+
+    def _call(self, node: Any, group: int, size: int, batch: int) -> InnerCall:
+        name, _ = PRODUCTS[node.name()]
+        meta = node._input_metadata[0]
+        groups, out, into = self._groups, self._out, self._into
+        positions = torch.Size(meta.shape[:-1]).numel() // batch
+        reaches = torch.zeros(groups, dtype=torch.bool)
+        reaches[group : group + size] = True
+
+        def read() -> tuple[Tensor, ...]:
+            x = getattr(node, name).detach()
+            return (x.reshape(positions, batch, x.shape[-1]).transpose(0, 1), reaches)
+
+        def like() -> tuple[Tensor, ...]:
+            one = torch.empty(1, dtype=meta.dtype, device=meta.device)
+            return (one.expand(batch, positions, into), reaches)
+
+        return InnerCall(
+            edge=GradientEdge(node, 0),
+            read=read if self.weight is not None else lambda: (like()[0], reaches),
+            like=like,
+            arrange=_arranging(batch, (group * out, (groups - group - size) * out)),
+        )
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`: the same for all projections called, zeros for others."""
+        x, reaches = inputs
+        rows = x.unsqueeze(0).expand(self._groups, *x.shape)
+        return rows if bool(reaches.all()) else rows * reaches.to(x.device).view(-1, 1, 1, 1)
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        """See `LayerHelper.output_rows`: the projections are side by side in the features."""
+        batch, shared, _ = grad_output.shape
+        return grad_output.view(batch, shared, self._groups, self._out).permute(2, 0, 1, 3)
+
+    def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.block_rows`: projections that are not called have no ones either."""
+        rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
+        return rows if bool(reaches.all()) else rows * reaches.to(rows.device).view(-1, 1, 1, 1)
+
+    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+        """See `LayerHelper.mask`: projections that are not called."""
+        reaches = inputs[1]
+        if bool(reaches.all()):
+            return None
+        return reaches.view(-1, 1, 1).expand(output_rows.shape[:3])
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """See `LayerHelper.take_inputs`."""
+        x, reaches = inputs
+        if unit == "row":
+            x = x.reshape(-1, 1, x.shape[-1])
+        return x[index], reaches
+
+    def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.mean_rows`."""
+        rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
+        return rows if bool(reaches.all()) else rows * reaches.to(rows.device).view(-1, 1, 1, 1)
+
+    def input_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """See `LayerHelper.input_moment`: computed once, for all projections of the call."""
+        if self._groups == 1:
+            return super().input_moment(inputs, output_rows, total, scale)
+        x, reaches = inputs
+        whole = self._once.input_moment((x, reaches[:1] | True), output_rows[:1], None, scale)
+        if total is None:
+            total = whole.new_zeros(tuple(self.shape)[:1] + whole.shape[1:])
+        total += whole * reaches.to(whole.device, whole.dtype).view(-1, 1, 1)
+        return total
+
+    @property
+    def _once(self) -> AttentionHelper:
+        """The helper of one projection of the block."""
+        one = object.__new__(type(self))
+        one.__dict__.update(self.__dict__)
+        one._groups = 1
+        return one
+
+
+def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    """Return what makes ``[N, T, groups out]`` of a gradient, positions first, of some projections.
+
+    Args:
+        batch: N.
+        around: How many features of other projections come before and after, zeros.
+    """
+
+    def arrange(gradient: Tensor) -> Tensor:
+        rows = gradient.reshape(-1, batch, gradient.shape[-1]).transpose(0, 1)
+        return torch.nn.functional.pad(rows, around) if any(around) else rows
+
+    return arrange
+
+
+def _products(
+    start: Any, weights: Mapping[int, int], out: int, given: Sequence[Tensor]
+) -> Iterator[tuple[Any, int, int]]:
+    """Yield the products that take weights, from the output of a module up to its inputs.
+
+    Args:
+        start: The node of the output.
+        weights: The weights by ``id``, with the first of their groups.
+        out: The rows of the weight of one projection.
+        given: What the module was called with.
+
+    Yields:
+        The node, the first of its groups and how many they are.
+    """
+    ends = [x.grad_fn for x in given if x.grad_fn is not None]
+    seen: set[Any] = {*ends}  # the nodes themselves: others might get their addresses
+    open_nodes = [start]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [following for following, _ in node.next_functions]
+        if node.name() in PRODUCTS:
+            parameter, offset = _source(*node.next_functions[PRODUCTS[node.name()][1]])
+            if id(parameter) in weights:
+                size = node._input_metadata[0].shape[-1] // out
+                yield node, weights[id(parameter)] + offset // out, size
+
+
+def _source(node: Any, number: int) -> tuple[Tensor | None, int]:
+    """Return the parameter that a tensor is a view of, and with which of its rows it begins."""
+    offset = 0
+    while node is not None and node.name() in VIEWS:
+        if node.name() == "SplitBackward0":
+            offset += number * node._saved_split_size
+        elif node.name() == "SplitWithSizesBackward0":
+            offset += sum(node._saved_split_sizes[:number])
+        node, number = node.next_functions[0]
+    return getattr(node, "variable", None), offset

@@ -1,0 +1,52 @@
+"""Linear layers whose weight is stored transposed: ``y = x W + b`` with ``W`` ``[in, out]``.
+
+GPT-2's ``Conv1D`` is one. It is registered by its name, so that the package it comes from need not
+be installed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from soframe.layers.base import BlockShape
+from soframe.layers.linear import LinearHelper
+from soframe.registry import KINDS
+
+__all__ = ["TransposedLinearHelper"]
+
+
+@KINDS["layer"].register_optional("transformers.pytorch_utils.Conv1D")
+class TransposedLinearHelper(LinearHelper):
+    """``y = x W + b``: the first dimension is the batch, those in between are positions.
+
+    For any module with a matrix ``weight`` ``[in, out]`` and perhaps a ``bias`` ``[out]``.
+    """
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        if (why := super().unsupported(module)) is not None:
+            return why
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        if weight is not None and bias is not None and bias.shape != weight.shape[1:]:
+            return f"its bias {tuple(bias.shape)} does not fit its weight {tuple(weight.shape)}"
+        return None
+
+    @property
+    def shape(self) -> BlockShape:
+        """See `LayerHelper.shape`: the weight, transposed."""
+        assert self._full_weight is not None
+        into, out = self._full_weight.shape
+        columns = into if self.weight is not None else 0
+        return BlockShape(1, out, columns + (self.bias is not None))
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See `LayerHelper.to_matrix`."""
+        return super().to_matrix(None if weight is None else weight.T, bias)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """See `LayerHelper.from_matrix`."""
+        bias = None
+        if self.bias is not None:
+            bias, matrix = matrix[0, :, -1], matrix[:, :, :-1]
+        return (None if self.weight is None else matrix[0].T), bias

@@ -1,0 +1,106 @@
+"""Layers whose rows do not all count, or are found in the graph: ranks train as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe import Preconditioner
+from soframe.strategies import HybridOpt, Sharded
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import mean_over
+from tests.layers.test_experts import EXPERTS, INTO, Kernel, Routed
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, STEPS = 6, 3
+STRATEGIES: dict[str, Any] = {
+    "comm": "comm-opt",
+    "mem": "mem-opt",
+    "hybrid": HybridOpt(gradient_workers=1),
+    "sharded": Sharded(group=None),
+}
+
+
+class Net(nn.Module):
+    """An embedding with padding, a norm, attention with and without a memory, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, INTO, padding_idx=0)
+        self.norm = nn.LayerNorm(INTO)
+        self.attention = nn.MultiheadAttention(INTO, 2, batch_first=True)
+        self.memory = nn.MultiheadAttention(INTO, 2, batch_first=True)
+        self.routed = Routed()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.memory(x[:, :2], x, x)[0].mean(1).tanh()
+        routes = (tokens[:, :1] % EXPERTS).to(x)
+        output: Tensor = self.routed(torch.cat([x, routes], 1))
+        return output
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 7, (SAMPLES, 4), generator=generator)
+    return tokens, torch.randn(SAMPLES, 2, generator=generator, dtype=torch.float64)
+
+
+def train(rank: int, ranks: int, strategy: str, fisher: str) -> Tensor:
+    torch.manual_seed(0)
+    model = Net().double()
+    share = SAMPLES // ranks
+    own = Preconditioner(
+        model,
+        strategy=STRATEGIES[strategy] if ranks > 1 else "comm-opt",
+        layers={"experts": Kernel, "": "all"},
+        samples=lambda: share,
+        fisher=fisher,
+        loss="mse",
+        damping=0.1,
+        decay=0.5,
+        kl_clip=None,
+        statistics_every=1,
+        solve_every=1,
+    )
+    assert len({row.block for row in own.report()}) == 7
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    average = mean_over() if ranks > 1 else None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, targets = batch(step)
+        part = slice(rank * share, (rank + 1) * share)
+        output = model(tokens[part])
+        if fisher == "type-2":
+            own.observe(output)
+        (output - targets[part]).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if average is not None:
+                average(parameter.grad)
+        own.step()
+        optimizer.step()
+    own.close()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def on_ranks(rank: int, ranks: int) -> dict[tuple[str, str], Tensor]:
+    fishers = ("empirical", "type-2")
+    return {(s, f): train(rank, ranks, s, f) for s in STRATEGIES for f in fishers}
+
+
+def test_ranks_train_as_one_process() -> None:
+    ranks = run_ranks(on_ranks, 2)
+    for fisher in ("empirical", "type-2"):
+        alone = train(0, 1, "comm", fisher)
+        for rank, found in enumerate(ranks):
+            for strategy in STRATEGIES:
+                where = f"{strategy}, {fisher}, rank {rank}"
+                torch.testing.assert_close(
+                    found[strategy, fisher], alone, rtol=1e-8, atol=1e-10, msg=where
+                )
