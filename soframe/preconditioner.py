@@ -234,6 +234,7 @@ class Preconditioner(Joinable):
             self._closed = False
             self._blocks: list[Block] = []
         self._build()
+        self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
@@ -335,7 +336,9 @@ class Preconditioner(Joinable):
             if block not in incoming.gradients:
                 continue
             gradient = incoming.gradients[block]
-            factors = {} if gradient is None else block.method.observe(gradient, block.data)
+            factors: Mapping[str, Tensor] = {}
+            if gradient is not None and self.backend.rank in place.gradient_workers:
+                factors = block.method.observe(gradient, block.data)
             observe(block, factors, place, self.backend.rank, now.decay)
 
     def _due(self, *, after: bool) -> list[Block]:

@@ -207,4 +207,4 @@ def test_turns_of_an_endless_interval(stagger: Any) -> None:
     with closing(preconditioner(model, **options)) as own:
         for _ in range(2):
             step_once(own, model)
-        assert own._refresh._turns(own._blocks, own.placement, 2).solves == (0, 1)
+        assert own._refresh._turns(own._placed, 2).solves == (0, 1)

@@ -349,6 +349,7 @@ class Registration:
             return "no pattern of method= matches its module"
         if method.captures:
             return self._reasons.get(id(parameter), "its layer has no block")
+        self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
         self._require_trainable(full, parameter)
         layout = self._layout(name, module, full.rpartition(".")[2])
         embeds = any(isinstance(m, nn.Embedding) for _, m in self._sharers[id(parameter)])

@@ -62,10 +62,18 @@ class Refresh:
             TypeError: If ``stagger`` is nothing that is known.
         """
         every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
-        refresh = cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
-        if not callable(statistics_every) and not callable(solve_every):
-            refresh.warn_of_intervals(0, stacklevel=4)
-        return refresh
+        return cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
+
+    def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
+        """Warn of intervals that are numbers, before the first step.
+
+        Args:
+            blocks: All blocks.
+            stacklevel: How far up the code is that chose the intervals.
+        """
+        numbers = not callable(self.statistics_every.value) and not callable(self.solve_every.value)
+        if numbers and _solves_calls(blocks):
+            self.warn_of_intervals(0, stacklevel=stacklevel + 1)
 
     def warn_of_intervals(self, step: int, stacklevel: int = 3) -> None:
         """Warn of intervals under which solves lack new statistics, once of each pair.
@@ -109,7 +117,8 @@ class Refresh:
             Of the blocks that have statistics those whose turn it is, and those that have never
             been solved.
         """
-        self.warn_of_intervals(step)
+        if _solves_calls(placed.blocks):
+            self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
         own = self._turns(placed, step).solves
         return [
@@ -161,6 +170,11 @@ class Refresh:
                 own = Turns((0,) * len(blocks), turns(placement, every[1]))
             self._known[key] = own
         return self._known[key]
+
+
+def _solves_calls(blocks: Sequence[Block]) -> bool:
+    """Return whether any solve is of statistics of calls, which have an interval of their own."""
+    return any(block.captured and block.tensors for block in blocks)
 
 
 def mismatch(statistics_every: int, solve_every: int) -> str | None:

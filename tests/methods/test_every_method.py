@@ -1,0 +1,31 @@
+"""Every registered method, on every number of ranks and under every strategy, is one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from soframe import available
+from soframe.testing import check_method
+from tests.distributed.harness import run_ranks
+
+METHODS = sorted(available("method"))  # a new registration enters by itself
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_process(name: str) -> None:
+    """In micro-batches, with an instance for each layer, and resumed in the middle."""
+    check_method(name, ranks=())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_ranks_are_one_process(name: str) -> None:
+    """Where one rank makes the directions of a block, and where all do."""
+    strategies = ("comm-opt", "mem-opt")
+    check_method(name, ranks=(2,), strategies=strategies, fishers=("empirical",), launch=run_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_are_one_process(name: str) -> None:
+    """Under every strategy; saved on four ranks, and resumed on three."""
+    check_method(name, ranks=(3, 4), launch=run_ranks)
