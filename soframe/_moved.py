@@ -50,7 +50,7 @@ MOVED = {
     "trust_region.damping": "damping.policies",
     "trust_region.denormals": "derivatives.denormals",
     "trust_region.forward": "derivatives.forward",
-    "trust_region.jacobian": "derivatives.jacobian",
+    "trust_region.jacobian": "derivatives.forward",
     "trust_region.kl_clip": "gradients.kl_clip",
     "trust_region.linear_end": "derivatives.linear_end",
     "trust_region.norm_clip": "gradients.norm_clip",

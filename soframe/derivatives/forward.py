@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.autograd.forward_ad as fwd
 from torch import Tensor, nn
 
+from soframe.derivatives.denormals import users_mode
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
+from soframe.derivatives.twice import Direction, tangents_by_gradients
 
 Closure = Callable[[], Tensor]
 """Runs the model once and returns the loss, without a backward pass."""
@@ -26,18 +26,55 @@ class Forward:
         replay: How to run it again.
         outputs: The model's outputs, one or several.
         gradients: The gradients of the loss in them, themselves differentiable.
-        tape: What the pass called; None to run it again.
+        tape: What the pass called.
     """
 
     closure: Closure
     replay: Replay
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
-    tape: Tape | None = None
+    tape: Tape = field(default_factory=lambda: Tape(reuse=False))
 
-    def follows(self) -> bool:
-        """Return whether there is a tape that can be followed."""
-        return self.tape is not None and self.tape.follows()
+    def backward(self) -> None:
+        """Add the gradients of the loss to those of the parameters.
+
+        From the outputs, not the loss: the Hessian needs the graph in between again. That of the
+        model stays only where there is no tape to follow.
+        """
+        with self.tape.in_same_kernels():
+            torch.autograd.backward(
+                self.outputs,
+                [gradient.detach() for gradient in self.gradients],
+                retain_graph=not self.tape.follows(),
+            )
+
+    def jacobian_products(
+        self, parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
+    ) -> list[tuple[Tensor, ...]]:
+        """Return the derivatives of the outputs along directions.
+
+        By the tape if that can be followed, else by differentiating the gradient, as long as
+        nothing that the pass has computed with has changed.
+
+        Args:
+            parameters: The parameters.
+            directions: k directions.
+
+        Returns:
+            For each direction one of each output's shape.
+
+        Raises:
+            RuntimeError: If there are no such derivatives, or what they need has changed.
+        """
+        if not self.tape.follows():
+            with users_mode(), self.tape.in_same_kernels():
+                return tangents_by_gradients(self.outputs, parameters, directions)
+        rows = self.tape.tangents(parameters, directions)
+        each = [
+            [torch.zeros_like(output) if tangent is None else tangent for tangent in row]
+            for output, row in zip(self.outputs, rows, strict=True)
+        ]
+        return [*zip(*each, strict=True)]
 
     def hessian_product(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the Hessian of the loss in the outputs, times a tangent.
@@ -99,38 +136,28 @@ class Outputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[tuple[Tensor, ...]] | None = None
-        self._cut = False
         self._tape: Tape | None = None
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> object:
-        if self._seen is None:
-            return None
-        found = (output,) if isinstance(output, Tensor) else output
-        if not isinstance(found, tuple | list) or not all(isinstance(o, Tensor) for o in found):
+    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+        if self._seen is None or self._tape is None:
+            return
+        outputs = (output,) if isinstance(output, Tensor) else output
+        if not isinstance(outputs, tuple | list) or not all(
+            isinstance(one, Tensor) for one in outputs
+        ):
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
-        self._seen.append(tuple(found))
-        if self._tape is not None:
-            self._tape.end(found)
-        if not self._cut:
-            return None
-        primals = [fwd.unpack_dual(tensor).primal for tensor in found]
-        if isinstance(output, Tensor):
-            return primals[0]
-        named = hasattr(output, "_fields")
-        return type(output)(*primals) if named else type(output)(primals)  # type: ignore[call-arg]
+        self._seen.append(tuple(outputs))
+        self._tape.end(outputs)
 
-    def of(
-        self, closure: Closure, *, cut: bool = False, tape: Tape | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def of(self, closure: Closure, tape: Tape | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run a closure.
 
         Args:
             closure: It runs the model once and returns a scalar loss.
-            cut: Whether tangents end at the model's outputs: the loss is computed without.
             tape: Notes what is called until there are outputs.
 
         Returns:
@@ -141,12 +168,12 @@ class Outputs:
             TypeError: If the loss is no scalar tensor.
         """
         seen: list[tuple[Tensor, ...]] = []
-        self._seen, self._cut, self._tape = seen, cut, tape
+        self._seen, self._tape = seen, Tape(reuse=False) if tape is None else tape
         try:
-            with nullcontext() if tape is None else tape.record():
+            with self._tape.record():
                 loss: object = closure()
         finally:
-            self._seen, self._cut, self._tape = None, False, None
+            self._seen, self._tape = None, None
         if len(seen) != 1:
             raise RuntimeError(
                 f"a closure must run the model once, not {len(seen)} times; pass a list with one "

@@ -25,16 +25,6 @@ class RandomState:
             *(torch.cuda.get_rng_state(device) for device in devices),
         ]
 
-    def equals(self, other: RandomState | None) -> bool:
-        """Return whether no number was drawn between the two.
-
-        Args:
-            other: A state of the same devices.
-        """
-        if other is None:
-            return False
-        return all(map(torch.equal, self._states, other._states))
-
     def restore(self) -> None:
         """Draw from here on."""
         cpu, *cuda = self._states
@@ -46,7 +36,7 @@ class RandomState:
 def eagerly() -> AbstractContextManager[object]:
     """Return a context in which compiled modules run as they are written.
 
-    A compiled graph is no torch function that could be noted, and has no forward-mode derivative.
+    A compiled graph is no torch function that could be noted, and cannot be differentiated twice.
     """
     if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
         return nullcontext()

@@ -1,33 +1,28 @@
-"""What a tangent costs: rules for the functions that take most of the time, and one for all others.
+"""What a tangent costs: a rule for each function that a tape knows.
 
-A function that is linear in its inputs and in its parameters takes two products (its own result,
-which plain forward-mode differentiation computes too, would be a third); a nonlinearity one pass
-over its result: its Jacobian is diagonal, so that what takes a gradient backward takes a tangent
-forward. Any other function is differentiated by torch, alone; backward, twice, where torch has no
-forward-mode derivative of it.
+*Products* (layers, matrices, elementwise ones) take one product for each factor that moves; their
+own result, which forward-mode differentiation computes too, would be another. *Linear* functions,
+such as views and sums, are called with tangents; dropout multiplies them by its mask. *Symmetric*
+ones have a symmetric Jacobian, so that what takes a gradient backward takes a tangent forward:
+elementwise functions, whose Jacobian is diagonal; the softmax, ``diag(p) - p p^T``; and a
+normalisation before its scale and shift, ``(I - 1 1^T / n - y y^T / n) / sigma``.
+
+A function without a rule ends the tape: see `soframe.derivatives`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as fwd
 import torch.nn.functional as F
 from torch import Tensor
 
 from soframe.derivatives.replay import RandomState
-from soframe.derivatives.twice import differentiable, tangents_by_gradients
 from soframe.kernels import products
-
-
-class Pair(NamedTuple):
-    """A tensor and its tangent, None for zero."""
-
-    primal: Tensor
-    tangent: Tensor | None
 
 
 class Moving(NamedTuple):
@@ -37,68 +32,101 @@ class Moving(NamedTuple):
     tangents: Sequence[Tensor | None]
 
 
-Rule = Callable[..., list[list[Tensor | None]]]
-"""Takes a function's arguments, with a `Moving` for each tensor; returns for each direction a
-tangent per result."""
+Tangents = list[list[Tensor | None]]
+"""For each direction a tangent per result."""
+
+Rule = Callable[..., Tangents]
+"""Takes the results, whether it may overwrite the tangents that it is given, and a function's
+arguments with a `Moving` for each tensor."""
 
 aten: Any = torch.ops.aten
 
+
+def _named(names: str, *owners: Any) -> set[Any]:
+    """Return the functions of these names that the owners have."""
+    return {
+        getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)
+    }
+
+
+_EVERYWHERE = (torch, torch.Tensor, F)
+
 BACKWARD: dict[Any, tuple[Any, tuple[Any, ...]]] = {
-    torch.tanh: (aten.tanh_backward, ()),
-    torch.Tensor.tanh: (aten.tanh_backward, ()),
-    torch.sigmoid: (aten.sigmoid_backward, ()),
-    torch.Tensor.sigmoid: (aten.sigmoid_backward, ()),
-    torch.relu: (aten.threshold_backward, (0,)),
-    torch.Tensor.relu: (aten.threshold_backward, (0,)),
-    F.relu: (aten.threshold_backward, (0,)),
+    **dict.fromkeys(_named("tanh", torch, torch.Tensor), (aten.tanh_backward, ())),
+    **dict.fromkeys(_named("sigmoid", torch, torch.Tensor), (aten.sigmoid_backward, ())),
+    **dict.fromkeys(_named("relu", *_EVERYWHERE), (aten.threshold_backward, (0,))),
 }
 """What multiplies by the derivative of an elementwise function, given its result and these."""
 
-PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d)
+LAYERS = {F.linear, torch.conv1d, torch.conv2d, torch.conv3d}
+PRODUCTS = _named("matmul mul bmm mm __matmul__ __mul__ __rmul__ __rmatmul__", torch, torch.Tensor)
+SYMMETRIC = _named(
+    "gelu silu mish elu selu celu leaky_relu softplus hardtanh hardswish hardsigmoid logsigmoid "
+    "exp expm1 log log1p sin cos square sqrt rsqrt abs reciprocal erf clamp pow div true_divide "
+    "__truediv__ __rtruediv__ __rdiv__ __pow__ __rpow__ softmax",
+    *_EVERYWHERE,
+)
+RANDOM = _named("dropout dropout1d dropout2d dropout3d", F)
+SUMS = _named("add sub rsub __add__ __radd__ __sub__ __rsub__", torch, torch.Tensor)
+FILLS = _named("masked_fill where", torch, torch.Tensor)
+LINEAR = (
+    SUMS
+    | FILLS
+    | _named(
+        "view reshape flatten unflatten transpose permute t movedim swapaxes unsqueeze squeeze "
+        "expand expand_as narrow select split chunk unbind contiguous clone __getitem__ cat concat "
+        "stack neg sum mean cumsum roll flip repeat repeat_interleave gather index_select to float "
+        "double tril triu diagonal avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d pixel_shuffle embedding __neg__",
+        *_EVERYWHERE,
+    )
+    | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
+)
+CHANNELS = {F.group_norm, F.batch_norm, F.instance_norm}
+NORMS = CHANNELS | _named("layer_norm rms_norm", F)
+POOLS: dict[Any, tuple[Any, int]] = {
+    getattr(F, f"max_pool{n}d"): (getattr(F, f"max_pool{n}d_with_indices"), n) for n in (1, 2, 3)
+}
 
 
-def rule_of(
-    function: Any,
-    results: Sequence[Tensor | None],
-    random: RandomState | None,
-    *,
-    overwrites: bool = False,
-) -> Rule:
+def rule_of(function: Any, random: RandomState | None = None) -> Rule | None:
     """Return how to differentiate a call.
 
     Args:
         function: What was called.
-        results: What it returned, None where there is no derivative.
         random: The random state at which it was called; None if it draws no numbers.
-        overwrites: Whether the arguments' tangents are needed by nobody else.
 
     Returns:
-        The rule.
+        The rule; None if there is none.
     """
-    if function in BACKWARD and results[0] is not None:
-        return partial(_elementwise, *BACKWARD[function], results[0], overwrites)
-    if function in PRODUCTS:
-        return partial(_products, function)
-    return partial(_differentiated, function, random, len(results))
+    for functions, rule in _RULES:
+        if function in functions:
+            return partial(rule, function if random is None else partial(_from, random, function))
+    return None
+
+
+def _from(random: RandomState, function: Any, *args: Any, **named: Any) -> Any:
+    random.restore()
+    return function(*args, **named)
 
 
 def owns(function: Any) -> bool:
     """Return whether a function's tangents are nobody else's memory, as those of views are."""
-    return function in BACKWARD or function in PRODUCTS
+    return function in BACKWARD or function in LAYERS
 
 
 def _elementwise(
-    backward: Any,
-    further: tuple[Any, ...],
-    result: Tensor,
+    function: Any,
+    results: Sequence[Tensor | None],
     overwrites: bool,
-    argument: Moving,
-    *rest: Any,
+    *args: Any,
     **named: Any,
-) -> list[list[Tensor | None]]:
-    del rest, named
-    each: list[list[Tensor | None]] = []
-    for tangent in argument.tangents:
+) -> Tangents:
+    (tangents,) = _tangents_in((args, named))
+    backward, further = BACKWARD[function]
+    (result,) = results
+    each: Tangents = []
+    for tangent in tangents:
         if tangent is None:
             each.append([None])
         elif overwrites:
@@ -108,97 +136,228 @@ def _elementwise(
     return each
 
 
-def _products(
+def _layers(
     function: Any,
+    results: Sequence[Tensor | None],
+    overwrites: bool,
     input: Moving,
     weight: Moving,
     bias: Moving | None = None,
-    *rest: Any,
+    *options: Any,
     **named: Any,
-) -> list[list[Tensor | None]]:
+) -> Tangents:
+    del results, overwrites
     nothing = [None] * len(input.tangents)
     rows = zip(
         input.tangents, weight.tangents, nothing if bias is None else bias.tangents, strict=True
     )
-    run = partial(_product, function, input.primal, weight.primal, rest, named)
-    return [[None if dx is dw is db is None else run(dx, dw, db)] for dx, dw, db in rows]
+    return [
+        [
+            None
+            if dx is dw is db is None
+            else _layer(function, input.primal, weight.primal, (dx, dw, db), options, named)
+        ]
+        for dx, dw, db in rows
+    ]
 
 
-def _product(
+def _layer(
     function: Any,
     x: Tensor,
     w: Tensor,
-    rest: tuple[Any, ...],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[Any, ...],
     named: dict[str, Any],
-    dx: Tensor | None,
-    dw: Tensor | None,
-    db: Tensor | None,
 ) -> Tensor | None:
+    dx, dw, db = tangents
     if dw is None and db is not None:
         dw = torch.zeros_like(w)
     if function is F.linear and w.ndim == 2 and x.dtype == w.dtype:
         tangent = None if dw is None else products.linear(x, dw, db)
         return tangent if dx is None else products.linear(dx, w, added=tangent)
-    tangent = None if dw is None else function(x, dw, db, *rest, **named)
+    tangent = None if dw is None else function(x, dw, db, *options, **named)
     if dx is None:
         return tangent
-    other: Tensor = function(dx, w, None, *rest, **named)
+    other: Tensor = function(dx, w, None, *options, **named)
     return other if tangent is None else tangent + other
 
 
-def _differentiated(
-    function: Any, random: RandomState | None, count: int, *args: Any, **named: Any
-) -> list[list[Tensor | None]]:
-    moving: list[Moving] = []
-    replaced((args, named), Moving, moving.append)
-    each: list[list[Tensor | None]] = []
-    for j, own in enumerate(zip(*(one.tangents for one in moving), strict=True)):
-        if all(tangent is None for tangent in own):
-            each.append([None] * count)
+def _products(
+    function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
+) -> Tangents:
+    del results, overwrites
+    first = [named.pop("input")] if "input" in named else []
+    factors = (*first, *args, *named.values())
+    one, other = (each.primal if isinstance(each, Moving) else each for each in factors)
+    nothing = [None] * len(_tangents_in(factors)[0])
+    rows = (each.tangents if isinstance(each, Moving) else nothing for each in factors)
+    found: Tangents = []
+    for d_one, d_other in zip(*rows, strict=True):
+        terms = [] if d_one is None else [function(d_one, other)]
+        terms += [] if d_other is None else [function(one, d_other)]
+        found.append([_sum(terms)])
+    return found
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor | None:
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _linear(
+    function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
+) -> Tangents:
+    del overwrites
+    count = len(_tangents_in((args, named))[0])
+    found: Tangents = []
+    for j in range(count):
+        if all(each[j] is None for each in _tangents_in((args, named))):
+            found.append([None] * len(results))
             continue
-
-        def carried(one: Moving, j: int = j) -> Tensor:
-            return dual(Pair(one.primal, one.tangents[j]))
-
-        if random is not None:
-            random.restore()
-        try:
-            with fwd.dual_level(), differentiable(function):
-                own_args, own_named = replaced((args, named), Moving, carried)
-                results = tensors(function(*own_args, **own_named))
-                each.append([fwd.unpack_dual(result).tangent for result in results])
-        except NotImplementedError:  # torch has no forward-mode derivative of this function
-            if random is not None:
-                random.restore()
-            each.append(_by_gradients(function, j, args, named))
-    return each
+        plain_args, plain_named = replaced((args, named), Moving, partial(_or_zeros, j))
+        # A number is a constant, but for ``alpha``, which was a sum's second of three arguments.
+        if function in FILLS or (function in SUMS and len(args) < 3):
+            plain_args = tuple(0 if isinstance(one, int | float) else one for one in plain_args)
+            plain_named = {
+                name: 0 if isinstance(one, int | float) and name != "alpha" else one
+                for name, one in plain_named.items()
+            }
+        found.append([*tensors(function(*plain_args, **plain_named))])
+    return found
 
 
-def _by_gradients(
-    function: Any, j: int, args: tuple[Any, ...], named: dict[str, Any]
-) -> list[Tensor | None]:
-    leaves: list[Tensor] = []
-    direction: list[Tensor] = []
+def _dropout(
+    function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
+) -> Tangents:
+    del results, overwrites
+    (tangents,) = _tangents_in((args, named))
+    # Of ones that lie in memory as the argument does: masks are drawn in that order.
+    plain_args, plain_named = replaced(
+        (args, named), Moving, lambda one: torch.ones_like(one.primal)
+    )
+    mask = function(*plain_args, **plain_named)
+    return [[None if tangent is None else tangent * mask] for tangent in tangents]
+
+
+def _or_zeros(j: int, one: Moving) -> Tensor:
+    """Return the tangent along direction j, or zeros; indices and masks as they are."""
+    tangent = one.tangents[j]
+    if tangent is not None or not one.primal.is_floating_point():
+        return one.primal if tangent is None else tangent
+    return one.primal.new_zeros(()).expand(one.primal.shape)
+
+
+def _symmetric(
+    function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
+) -> Tangents:
+    del overwrites
+    (result,) = results
+    assert result is not None
+    shape, dtype = result.shape, result.dtype
+    leaves: list[tuple[Tensor, Sequence[Tensor | None]]] = []
 
     def leaf(one: Moving) -> Tensor:
-        tangent = one.tangents[j]
-        if tangent is None:
+        if all(tangent is None for tangent in one.tangents):
             return one.primal
-        leaves.append(one.primal.detach().requires_grad_())
-        direction.append(tangent)
-        return leaves[-1]
+        # As large as the result, so that the Jacobian in each of several arguments is diagonal.
+        leaves.append((one.primal.detach().expand(shape).requires_grad_(), one.tangents))
+        return leaves[-1][0]
 
-    with torch.enable_grad(), differentiable(function):
-        own_args, own_named = replaced((args, named), Moving, leaf)
-        results = tensors(function(*own_args, **own_named))
-        what = getattr(function, "__name__", str(function))
-        return tangents_by_gradients(results, leaves, direction, what)
+    with torch.enable_grad():
+        plain_args, plain_named = replaced((args, named), Moving, leaf)
+        again = function(*plain_args, **plain_named)
+    found: Tangents = []
+    for j in range(len(leaves[0][1])):
+        moved = [(one, each[j]) for one, each in leaves]
+        terms = [
+            _times_jacobian(again, one, tangent.expand(shape).to(dtype)).to(dtype)
+            for one, tangent in moved
+            if tangent is not None
+        ]
+        found.append([_sum(terms)])
+    return found
 
 
-def dual(pair: Pair) -> Tensor:
-    """Return a tensor that carries its tangent, in a dual level."""
-    primal, tangent = pair
-    return primal if tangent is None else fwd.make_dual(primal, tangent)
+def _times_jacobian(result: Tensor, argument: Tensor, tangent: Tensor) -> Tensor:
+    """Return what a gradient in the result is in the argument, where the Jacobian is symmetric."""
+    (found,) = torch.autograd.grad(result, argument, tangent, retain_graph=True)
+    return found
+
+
+def _norms(
+    function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
+) -> Tangents:
+    del results, overwrites
+    bound = signature(function).bind(*args, **named)
+    input = bound.arguments["input"]
+    weight, bias = (bound.arguments.get(name) for name in ("weight", "bias"))
+    bound.arguments |= {name: None for name in ("weight", "bias") if name in bound.arguments}
+    leaf = input.primal.detach().requires_grad_()
+    plain_args, plain_named = replaced(
+        (bound.args, bound.kwargs), Moving, lambda one: leaf if one is input else one.primal
+    )
+    with torch.enable_grad():
+        normalised = function(*plain_args, **plain_named)
+    y = normalised.detach()
+    # Features are the last dimensions of a layer norm, and the second one of others.
+    shape = (-1, *[1] * (y.ndim - 2)) if function in CHANNELS else ()
+
+    def spread(one: Tensor) -> Tensor:
+        return one.view(shape) if shape else one
+
+    found: Tangents = []
+    for j, tangent in enumerate(input.tangents):
+        terms = [] if tangent is None else [_times_jacobian(normalised, leaf, tangent)]
+        if terms and weight is not None:
+            terms = [terms[0] * spread(weight.primal)]
+        d_weight, d_bias = (None if one is None else one.tangents[j] for one in (weight, bias))
+        terms += [] if d_weight is None else [y * spread(d_weight)]
+        terms += [] if d_bias is None else [spread(d_bias).expand(y.shape)]
+        found.append([_sum(terms)])
+    return found
+
+
+def _pools(
+    function: Any,
+    results: Sequence[Tensor | None],
+    overwrites: bool,
+    input: Moving,
+    *options: Any,
+    **named: Any,
+) -> Tangents:
+    del overwrites
+    (result,) = results
+    assert result is not None
+    with_indices, dimensions = POOLS[function]
+    _, indices = with_indices(input.primal, *options, **named)
+    at = indices.flatten(-dimensions)
+    return [
+        [None if t is None else t.flatten(-dimensions).gather(-1, at).view(result.shape)]
+        for t in input.tangents
+    ]
+
+
+_RULES: list[tuple[Iterable[Any], Any]] = [
+    (BACKWARD, _elementwise),
+    (LAYERS, _layers),
+    (PRODUCTS, _products),
+    (LINEAR, _linear),
+    (RANDOM, _dropout),
+    (SYMMETRIC, _symmetric),
+    (NORMS, _norms),
+    (POOLS, _pools),
+]
+
+
+@lru_cache
+def signature(function: Any) -> inspect.Signature:
+    """Return the signature of a function of Python."""
+    return inspect.signature(function)
+
+
+def _tangents_in(value: Any) -> list[Sequence[Tensor | None]]:
+    found: list[Sequence[Tensor | None]] = []
+    replaced(value, Moving, lambda one: found.append(one.tangents))
+    return found
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -1,15 +1,13 @@
 """The torch functions of a forward pass, and the derivatives of its outputs from them.
 
-A derivative along a direction, by forward-mode differentiation, runs the user's closure again and
-computes every activation again beside its tangent. A `Tape` notes what the first pass calls, and
-computes tangents alone from the notes, function by function, for all directions at once: see
-`soframe.derivatives.tangents` for what a function costs. No module is called again, no hook runs,
-no random number is drawn that was not drawn before.
+A `Tape` notes what the pass calls, and computes tangents from the notes, function by function, for
+all directions at once: see `soframe.derivatives.tangents` for what a function costs. Nothing runs
+again, and no random number is drawn that was not drawn before.
 
-A tape either follows the pass or says that it does not. It does not where autograd knows of a
-result that no noted function returned (a custom ``autograd.Function``), where a function changes
-its arguments, under autocast, and where tensors are no plain ones. Then the closure runs again:
-`jacobian_product` is the plain twin.
+A tape either follows the pass or says that it does not. It does not where a function on the way to
+the outputs has no rule, or changes its arguments, where autograd knows of a result that no noted
+function returned (a custom ``autograd.Function``), under autocast, and where tensors are no plain
+ones. Then the gradient is differentiated: `soframe.derivatives.twice` is the plain twin.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -29,12 +27,24 @@ from torch.overrides import TorchFunctionMode
 
 from soframe.derivatives.linear_end import LinearEnd
 from soframe.derivatives.replay import RandomState, eagerly
-from soframe.derivatives.tangents import Moving, owns, replaced, rule_of, tensors
+from soframe.derivatives.tangents import (
+    RANDOM,
+    Moving,
+    owns,
+    replaced,
+    rule_of,
+    signature,
+    tensors,
+)
+from soframe.derivatives.twice import Direction, Kernels, plain_kernels
 
 log = logging.getLogger(__name__)
 
 _RUNNING = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 """What changes running statistics, where that argument says that it does not normalise by them."""
+
+
+OFF = "reuse_activations is off"
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class _Call:
 
 @lru_cache(maxsize=64)  # once, not at every step
 def _tell(problem: str) -> None:
-    log.info("derivatives run the closure again: %s", problem)
+    log.info("derivatives differentiate the gradient: %s", problem)
 
 
 class Tape:
@@ -80,14 +90,17 @@ class Tape:
 
     Args:
         devices: CUDA devices whose random numbers the pass may draw.
+        reuse: Whether it is to be followed; else nothing is noted.
 
     Attributes:
         problem: Why it cannot be followed; None if it can.
+        kernels: In which kernels functions ran that have faster ones.
     """
 
-    def __init__(self, devices: Sequence[int] = ()) -> None:
+    def __init__(self, devices: Sequence[int] = (), *, reuse: bool = True) -> None:
         self._devices = devices
-        self.problem: str | None = None
+        self.problem: str | None = None if reuse else OFF
+        self.kernels: set[Kernels] = set()
         self._calls: list[_Call] = []
         self._values: dict[int, Tensor] = {}  # without their graph
         self._versions: list[int] = []
@@ -98,13 +111,38 @@ class Tape:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Note what is called within this context, up to `end`.
+        """Note what is called within this context, up to `end`; run it so that it has derivatives.
+
+        A compiled graph is nothing that could be noted, and has no second derivative: compiled
+        modules run as they are written.
 
         Yields:
             Nothing.
         """
-        with eagerly(), _Mode(self._note):
+        with eagerly(), _Mode(self._call):
             yield
+
+    @contextmanager
+    def in_same_kernels(self) -> Iterator[None]:
+        """Let checkpoints, which run functions again in a backward pass, run what they ran.
+
+        On whichever thread they do so: these settings are the process's.
+
+        Yields:
+            Nothing.
+        """
+        with ExitStack() as stack:
+            for kernels in self.kernels:
+                stack.enter_context(kernels())
+            yield
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernels = plain_kernels(function)
+        if kernels is None:
+            return self._note(function, args, kwargs)
+        self.kernels.add(kernels)
+        with kernels():
+            return self._note(function, args, kwargs)
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Without gradients nothing has a derivative; what changes an argument shows by its version.
@@ -119,7 +157,7 @@ class Tape:
         noted = _without_running(function, args, kwargs)
         inputs = tensors(noted)
         before = [t._version for t in inputs if not t.is_inference()]
-        random = self._now()
+        random = RandomState(self._devices) if function in RANDOM else None
         result = function(*args, **kwargs)
         results = tensors(result)
         if any(tensor.requires_grad for tensor in results):
@@ -138,7 +176,7 @@ class Tape:
             return f"{name} is called under autocast"
         for tensor in (*inputs, *results):
             plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if not plain or tensor.is_inference():
+            if not plain or tensor.is_complex() or tensor.is_inference():
                 return f"{name} has to do with tensors of another kind"
         for tensor, version in zip(inputs, before, strict=True):
             number = self._numbers.get(id(tensor))
@@ -155,7 +193,7 @@ class Tape:
         function: Any,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         results: list[Tensor],
-        random: RandomState,
+        random: RandomState | None,
     ) -> None:
         inputs: list[int] = []
 
@@ -189,9 +227,6 @@ class Tape:
                 self.problem = self.problem or "no torch function returned the model's output"
             if number is not None and self._versions[number] != output._version:
                 self.problem = self.problem or "the model's output has been changed in place"
-        if self.problem is not None:
-            _tell(self.problem)
-        self._forget_unused_states()
         needed = {number for number in self._ends if number is not None}
         kept: list[_Call] = []
         for call in reversed(self._calls):
@@ -200,6 +235,11 @@ class Tape:
             call.last = tuple(number for number in {*call.inputs} if number not in needed)
             needed.update(call.inputs)
             kept.append(call)
+            if rule_of(call.function) is None:
+                name = getattr(call.function, "__name__", str(call.function))
+                self.problem = self.problem or f"there is no rule for {name}"
+        if self.problem is not None and self.problem != OFF:
+            _tell(self.problem)
         self._calls = kept[::-1] if self.problem is None else []
         used = {n for call in self._calls for n in (*call.inputs, *call.results)}
         self._values = {n: value for n, value in self._values.items() if n in used}
@@ -207,25 +247,13 @@ class Tape:
         self._numbers = {id(tensor): self._numbers[id(tensor)] for tensor in leaves}
         self._tensors = leaves
 
-    def _forget_unused_states(self) -> None:
-        after = self._now()
-        drawn = bool(self._calls) and not after.equals(self._calls[0].random)
-        for call in reversed(self._calls):
-            before = call.random
-            if not drawn or after.equals(before):
-                call.random = None
-            after = before or after
-
-    def _now(self) -> RandomState:
-        return RandomState(self._devices)
-
     def follows(self) -> bool:
         """Return whether the tape is that of the pass, and what it notes is as it was."""
         unchanged = (value._version == self._versions[n] for n, value in self._values.items())
         return self.problem is None and all(unchanged)
 
     def tangents(
-        self, parameters: Sequence[nn.Parameter], directions: Sequence[Sequence[Tensor | None]]
+        self, parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
     ) -> list[list[Tensor | None]]:
         """Return the derivatives of the outputs along directions.
 
@@ -241,7 +269,7 @@ class Tape:
         return [nothing if end is None else live.get(end, nothing) for end in self._ends]
 
     def linear_end(
-        self, parameters: Sequence[nn.Parameter], directions: Sequence[Sequence[Tensor | None]]
+        self, parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
     ) -> LinearEnd | None:
         """Return the last layer with what moves before it, if it is linear and widens.
 
@@ -275,12 +303,12 @@ class Tape:
         self,
         calls: Sequence[_Call],
         parameters: Sequence[nn.Parameter],
-        directions: Sequence[Sequence[Tensor | None]],
+        directions: Sequence[Direction],
     ) -> dict[int, list[Tensor | None]]:
         """Return the tangents that are left after some calls, for each direction."""
         live: dict[int, list[Tensor | None]] = {}
         for parameter, *own in zip(parameters, *directions, strict=True):
-            if id(parameter) in self._numbers:
+            if id(parameter) in self._numbers and any(tangent is not None for tangent in own):
                 live[self._numbers[id(parameter)]] = list(own)
         made: set[int] = set()  # whose tangents are no other tensor's memory
         draws = any(call.random is not None for call in calls)
@@ -290,6 +318,8 @@ class Tape:
                 if given:
                     free = made.issuperset(given) and {*given} <= {*call.last}
                     each = self._tangents_of(call, given, len(directions), free)
+                    if not owns(call.function):
+                        made.difference_update(given)  # whose memory a result may share now
                     for number, *own in zip(call.results, *each, strict=True):
                         if number is not None and any(tangent is not None for tangent in own):
                             live[number] = own
@@ -304,14 +334,16 @@ class Tape:
     ) -> list[list[Tensor | None]]:
         """Return what a call's results have for tangents, for each direction."""
         results = [None if number is None else self._values[number] for number in call.results]
-        rule = rule_of(call.function, results, call.random, overwrites=free)
         nothing: list[Tensor | None] = [None] * count
 
         def moving(slot: _Slot) -> Moving:
             return Moving(self._values[slot.number], given.get(slot.number, nothing))
 
         args, kwargs = replaced((call.args, call.kwargs), _Slot, moving)
-        return rule(*args, **kwargs)
+        rule = rule_of(call.function, call.random)
+        assert rule is not None  # else `end` has told of it
+        found: list[list[Tensor | None]] = rule(results, free, *args, **kwargs)
+        return found
 
 
 class _Mode(TorchFunctionMode):
@@ -331,7 +363,7 @@ def _without_running(
     """Return the arguments without running statistics that are only written."""
     if function not in _RUNNING:
         return args, kwargs
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     if bound.arguments[_RUNNING[function]]:
         bound.arguments.update(running_mean=None, running_var=None)

@@ -1,15 +1,17 @@
-"""Derivatives along directions of what torch does not differentiate forward.
+"""Derivatives along directions by differentiating a gradient: for any function, and plain.
 
-Some functions have several kernels, of which the fastest has no forward-mode derivative: those run
-in another (`differentiable`). Where there is none, a gradient is differentiated: it is linear in
-what the outputs are weighed with, and its derivative in that is the one along a direction
-(`tangents_by_gradients`).
+``J^T u`` is linear in what the outputs are weighed with, so the gradient of ``(J^T u)^T v`` in u is
+``J v``, whatever u is. One gradient with its own graph serves all directions; each then takes one
+backward pass through that graph. Nothing runs forward again.
+
+Fused kernels of attention and of recurrent layers have no second derivative, so a pass that is to
+be differentiated runs those functions in plain ones (`plain_kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,19 +19,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+Direction = Sequence[Tensor | None]
+"""One tensor per parameter; None for zero."""
+
+_ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
-def differentiable(function: Any) -> AbstractContextManager[object]:
-    """Return a context in which a function runs in kernels whose derivatives torch knows.
+Kernels = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which functions run in kernels that can be differentiated twice."""
+
+
+def plain_kernels(function: Any) -> Kernels | None:
+    """Return in which context a function can be differentiated twice.
 
     Args:
         function: What is called in it.
+
+    Returns:
+        None if the function needs no other kernels than usual.
     """
     if function in _ATTENTION:
-        return sdpa_kernel(SDPBackend.MATH)
-    return _unfused() if function in _RECURRENT else nullcontext()
+        return _unfused_attention
+    return _unfused if function in _RECURRENT else None
+
+
+def _unfused_attention() -> AbstractContextManager[object]:
+    context: AbstractContextManager[object] = sdpa_kernel(SDPBackend.MATH)
+    return context
 
 
 @contextmanager
@@ -47,53 +64,77 @@ def _unfused() -> Iterator[None]:
 
 
 def tangents_by_gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], direction: Sequence[Tensor], what: str
-) -> list[Tensor | None]:
-    """Return ``J v`` as the gradient of ``(J^T u)^T v`` in u.
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Direction]
+) -> list[tuple[Tensor, ...]]:
+    """Return ``J v`` for each direction v, as the gradient of ``(J^T u)^T v`` in u.
 
-    That is exact for every u; the one that is taken also tells whether J^T u was differentiable
-    in u: both must give the same ``u^T J v``.
+    The u that is taken also tells whether ``J^T u`` was differentiable in u: both sides must give
+    the same ``u^T J v``.
 
     Args:
-        outputs: Functions of the inputs, with their graph.
-        inputs: What the direction is of.
-        direction: v, one of each input's shape.
-        what: What the outputs are, for errors.
+        outputs: Functions of the inputs, with their graph, which stays.
+        inputs: What directions are of.
+        directions: k directions.
 
     Returns:
-        One of each output's shape; None where the derivative is zero.
+        For each direction one of each output's shape.
 
     Raises:
-        RuntimeError: If a gradient on the way cannot be differentiated.
+        RuntimeError: If a gradient on the way cannot be differentiated, or what it needs has been
+            changed in place.
     """
-    tangents: list[Tensor | None] = [None] * len(outputs)
-    own = [i for i, output in enumerate(outputs) if output.requires_grad]
-    if not own:
-        return tangents
-    ends = [outputs[i] for i in own]
+    moved = [i for i in range(len(inputs)) if any(v[i] is not None for v in directions)]
+    ends = [output for output in outputs if output.requires_grad]
+    if not ends or not moved:
+        return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
+    moves = [[v[i] for i in moved] for v in directions]
     weights = [_anything_like(end).requires_grad_() for end in ends]
     try:
-        gradients = torch.autograd.grad(
-            ends, inputs, weights, create_graph=True, materialize_grads=True
-        )
-        pairs = [*zip(gradients, direction, strict=True)]
-        slope = torch.stack([(g * v).sum() for g, v in pairs]).sum()
-        found: Sequence[Tensor | None] = [None] * len(own)
-        if slope.requires_grad:
-            found = torch.autograd.grad(slope, weights, allow_unused=True)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                ends,
+                [inputs[i] for i in moved],
+                weights,
+                create_graph=True,
+                materialize_grads=True,
+            )
+            slopes = [_inner_product(gradients, v) for v in moves]
+        each = [_gradient(slope, weights) for slope in slopes]
     except RuntimeError as error:  # what torch raises for a derivative that it does not have
-        raise RuntimeError(_remedy(what)) from error
-    rows = [(w.detach(), t) for w, t in zip(weights, found, strict=True) if t is not None]
-    with torch.no_grad():
-        actual = sum(float((w * t).sum()) for w, t in rows)
-        noise = sum(float(w.norm() * t.norm()) for w, t in rows)
-        noise += sum(float(g.norm() * v.norm()) for g, v in pairs)
+        raise RuntimeError(_remedy(str(error))) from error
     rounding = 1e3 * max(torch.finfo(t.dtype).eps for t in (*weights, *gradients))
-    if abs(actual - float(slope.detach())) > rounding * noise:
-        raise RuntimeError(_remedy(what))
-    for i, tangent in zip(own, found, strict=True):
-        tangents[i] = tangent
-    return tangents
+    with torch.no_grad():
+        for v, slope, tangents in zip(moves, slopes, each, strict=True):
+            noise = _size(gradients, v) + _size(weights, tangents)
+            if abs(float(_inner_product(weights, tangents) - slope)) > rounding * noise:
+                raise RuntimeError(_remedy("a gradient does not depend on what it is made of"))
+    found = map(iter, each)
+    return [
+        tuple(next(row) if output.requires_grad else torch.zeros_like(output) for output in outputs)
+        for row in found
+    ]
+
+
+def _gradient(slope: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradient of a slope in the weights, and keep the graph for other slopes."""
+    if not slope.requires_grad:  # as where the outputs do not depend on what moves
+        return [torch.zeros_like(weight) for weight in weights]
+    found: Sequence[Tensor] = torch.autograd.grad(
+        slope, weights, retain_graph=True, materialize_grads=True
+    )
+    return found
+
+
+def _inner_product(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
+    pairs = zip(tensors, others, strict=True)
+    products = [(one * other).sum() for one, other in pairs if other is not None]
+    return torch.stack(products).sum() if products else tensors[0].new_zeros(())
+
+
+def _size(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> float:
+    """Return a bound of the inner product, of which rounding is a share."""
+    pairs = zip(tensors, others, strict=True)
+    return sum(float(one.norm() * other.norm()) for one, other in pairs if other is not None)
 
 
 def _anything_like(tensor: Tensor) -> Tensor:
@@ -102,10 +143,18 @@ def _anything_like(tensor: Tensor) -> Tensor:
     return count.sin().to(tensor.dtype).view(tensor.shape)
 
 
-def _remedy(what: str) -> str:
+def _remedy(problem: str) -> str:
+    # The graph is freed where a tape could be followed at first: then something has changed since.
+    if "modified by an inplace" in problem or "graph a second time" in problem:
+        return (
+            "TrustRegion needs the forward pass once more after the backward one, and a tensor of "
+            "it has been changed in place since: give each closure inputs of its own, change no "
+            "buffer that another closure uses (DistributedDataParallel(broadcast_buffers=False)), "
+            "or pass all samples in one closure"
+        )
     return (
-        f"TrustRegion needs derivatives of {what} along directions of the parameters, and torch "
-        f"has them neither forward nor by differentiating its gradient; write it in other "
-        f"functions, or as an autograd.Function with a `jvp`, or use soframe.Preconditioner, "
-        f"which does without"
+        f"TrustRegion needs derivatives of the model along directions of the parameters, and its "
+        f"gradient cannot be differentiated: {problem}. Write the model in other functions, give "
+        f"an autograd.Function a backward that can be differentiated, or use "
+        f"soframe.Preconditioner, which does without"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from soframe.comm.agreement import add_over_ranks, mean_over_ranks, require_no_failure
-from soframe.derivatives.forward import Forward, Outputs
-from soframe.derivatives.jacobian import Direction, jacobian_products
+from soframe.derivatives.forward import Forward
+from soframe.derivatives.twice import Direction
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.groups import slope_and_metric
 from soframe.trust_region.quadratic import Quadratic, curvature_along
@@ -20,36 +21,46 @@ TOLERANCE = 0.05
 """Of the derivative along the gradient, which autocast may round to a few digits."""
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The objective at the parameters of now.
+
+    Attributes:
+        parameters: The parameters.
+        gradients: Of the objective, over all ranks.
+        decays: The weight decay of each parameter.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    gradients: Sequence[Tensor]
+    decays: Sequence[float]
+
+
 class ExactModel:
     """Quadratic models of the loss of a model.
 
     Args:
-        model: The model.
-        outputs: Its collector.
         preconditioner: Whose ranks and whose declared loss these are.
     """
 
-    def __init__(self, model: nn.Module, outputs: Outputs, preconditioner: Preconditioner) -> None:
-        self._model, self._outputs, self._preconditioner = model, outputs, preconditioner
+    def __init__(self, preconditioner: Preconditioner) -> None:
+        self._preconditioner = preconditioner
         self._verified = False
 
     def along(
         self,
+        objective: Objective,
         forwards: Sequence[Forward],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
         directions: Sequence[Direction],
-        decays: Sequence[float],
+        *,
         damping: float,
     ) -> Quadratic:
         """Return the model along directions.
 
         Args:
+            objective: The objective.
             forwards: This rank's forward passes, one per closure.
-            parameters: The parameters.
-            gradients: Of the objective, over all ranks.
             directions: k directions.
-            decays: The weight decay of each parameter.
             damping: The damping of all.
 
         Raises:
@@ -57,40 +68,32 @@ class ExactModel:
                 looked at once.
         """
         if not self._verified:
-            self._verify(forwards, parameters, gradients, decays)
+            self._verify(objective, forwards)
             self._verified = True
         loss = self._preconditioner.loss
         own = torch.full((len(directions), len(directions)), torch.nan, dtype=torch.float64)
         with self._told_to_others() as error:
             own = curvature_along(
-                self._model,
                 forwards,
-                self._outputs,
-                parameters,
+                objective.parameters,
                 directions,
                 isotropic=loss is not None and loss.isotropic,
             )
         curvature = self._mean(own)
         self._require_no_failure(curvature, error)
-        slope, metric = slope_and_metric(gradients, directions, decays, damping)
+        slope, metric = slope_and_metric(
+            objective.gradients, directions, decays=objective.decays, damping=damping
+        )
         return Quadratic(curvature + metric, slope)
 
-    def _verify(
-        self,
-        forwards: Sequence[Forward],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-        decays: Sequence[float],
-    ) -> None:
+    def _verify(self, objective: Objective, forwards: Sequence[Forward]) -> None:
         """Take the slope along the gradient forward: it is the gradient's square."""
-        rows = zip(gradients, parameters, decays, strict=True)
+        rows = zip(objective.gradients, objective.parameters, objective.decays, strict=True)
         direction = [g if decay == 0 else g - decay * p.detach() for g, p, decay in rows]
         found = torch.zeros(3, dtype=torch.float64)
         with self._told_to_others() as error:
             for one in forwards:
-                (tangents,) = jacobian_products(
-                    self._model, one, self._outputs, parameters, [direction]
-                )
+                (tangents,) = one.jacobian_products(objective.parameters, [direction])
                 for gradient, tangent in zip(one.gradients, tangents, strict=True):
                     g, t = gradient.detach().flatten().double(), tangent.flatten().double()
                     found += torch.stack([g @ t, g.norm() * t.norm(), g.new_zeros(())]).cpu()
@@ -105,10 +108,9 @@ class ExactModel:
         if abs(slope - expected) > TOLERANCE * expected + rounding * sizes:
             raise RuntimeError(
                 f"the loss falls along its gradient by {slope:.4g}, and by {expected:.4g} as the "
-                f"gradient itself has it: the closure computes something else when it runs again. "
-                f"Let it draw random numbers from torch's generators alone, and change nothing; "
-                f"attention that drops out on CUDA needs torch.nn.attention.sdpa_kernel("
-                f"SDPBackend.MATH) around it"
+                f"gradient itself has it: the gradient is not that of what the model computes. "
+                f"Remove hooks that change gradients on the way, or pass reuse_activations=False, "
+                f"which differentiates the gradient as it is"
             )
 
     @contextmanager

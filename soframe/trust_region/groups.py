@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.checks.numbers import is_number
-from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.twice import Direction
 from soframe.trust_region.quadratic import inner_products
 
 Group = Mapping[str, Any]
@@ -178,6 +178,7 @@ def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
 def slope_and_metric(
     gradients: Sequence[Tensor],
     directions: Sequence[Direction],
+    *,
     decays: Sequence[float],
     damping: float,
 ) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,9 @@ from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
-from soframe.derivatives.jacobian import Direction
 from soframe.derivatives.replay import Replay, Snapshot
 from soframe.derivatives.tape import Tape
+from soframe.derivatives.twice import Direction
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.setup import building
@@ -52,7 +52,7 @@ from soframe.trust_region.declared import (
     require_graph,
     require_only_through,
 )
-from soframe.trust_region.exact import ExactModel
+from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.parts import Parts
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
@@ -92,8 +92,8 @@ class TrustRegion(torch.optim.Optimizer):
         max_increase: Undo the last update where a step's loss is more than so many times the
             largest of the ten before; None for never. See `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
-        reuse_activations: Whether derivatives reuse the activations of the first pass; see
-            `soframe.derivatives.tape`.
+        reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
+            else the gradient is differentiated. See `soframe.derivatives`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
@@ -172,7 +172,7 @@ class TrustRegion(torch.optim.Optimizer):
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self._model, self._outputs, self.preconditioner)
+        self._exact = ExactModel(self.preconditioner)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
 
@@ -241,8 +241,9 @@ class TrustRegion(torch.optim.Optimizer):
                 rest = self._proposer.rest(parameters, gradients, last, shares)
                 directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
                 decays = groups.setting(self.param_groups, "weight_decay")
-                own = (forwards, parameters, gradients, directions, decays)
-                quadratic = self._exact.along(*own, self.damping.at(self._steps))
+                objective = Objective(parameters, gradients, decays)
+                damping = self.damping.at(self._steps)
+                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
             chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
             if quadratic.finite():
                 self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
@@ -287,9 +288,9 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             replay = Replay(self._model)
-            tape = Tape(replay.devices) if self._reuse else None
+            tape = Tape(replay.devices, reuse=self._reuse)
             with torch.enable_grad():
-                outputs, loss = self._outputs.of(closure, tape=tape)
+                outputs, loss = self._outputs.of(closure, tape)
                 require_graph(outputs, loss)
                 gradients = torch.autograd.grad(
                     loss, outputs, create_graph=True, materialize_grads=True
@@ -298,9 +299,9 @@ class TrustRegion(torch.optim.Optimizer):
                 forward = Forward(closure, replay, outputs, gradients, tape)
                 if compared:
                     fits.append(fit(self.preconditioner.loss, forward, len(closures)))
-                self._observe(outputs, fits[-1] if compared else None, len(closures))
-                # From the outputs, not the loss: the Hessian needs the graph in between again.
-                torch.autograd.backward(outputs, [gradient.detach() for gradient in gradients])
+                with tape.in_same_kernels():  # the Fisher's passes go through checkpoints too
+                    self._observe(outputs, fits[-1] if compared else None, len(closures))
+                forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
         problems = [one.problem for one in fits if one.problem is not None]
@@ -319,9 +320,9 @@ class TrustRegion(torch.optim.Optimizer):
         if found is not None:
             if found.problem is not None:
                 return
-            how = {"alike": self._alike}
-            fisher = replace(fisher, roots=found.roots(closures, **how))
-            self.preconditioner._statistics.share = found.share(closures, **how)
+            fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
+            share = found.share(closures, alike=self._alike)
+            self.preconditioner._statistics.share = share
         heads = outputs if len(outputs) > 1 else outputs[0]
         fisher.observe(heads, self.preconditioner._capture)
 
@@ -385,7 +386,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Return the loss at the parameters of now."""
         own, error = math.nan, None
         try:
-            own = sum(evaluated(*one) for one in passes)
+            own = sum(evaluated(closure, replay) for closure, replay in passes)
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         return self._agree(own, error)[0]

@@ -13,7 +13,7 @@ from numbers import Integral
 
 from torch import Tensor, nn
 
-from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.twice import Direction
 
 
 def part_of_each(

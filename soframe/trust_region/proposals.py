@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from soframe.damping.adaptive import AdaptiveDamping
-from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.twice import Direction
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.groups import scaled
 from soframe.trust_region.parts import Parts, split, uncovered

@@ -3,9 +3,9 @@
     M(c) = h + b^T c + 1/2 c^T C c,    C_ij = d_i^T (F + damping I) d_j,    b_i = gradient^T d_i
 
 F is the generalised Gauss-Newton matrix of the user's own loss, ``(1/N) sum_n J_n^T H_n J_n``: J by
-forward-mode differentiation of the user's own closure, H by differentiating the gradient of the
-loss in the model's outputs (Martens and Grosse, 2015, sections 6.4 and 7). Only scalars are reduced
-over ranks.
+`soframe.derivatives` of the user's own closure, H by differentiating the gradient of the loss in
+the model's outputs (Martens and Grosse, 2015, sections 6.4 and 7). Only scalars are reduced over
+ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.derivatives.forward import Forward, Outputs
-from soframe.derivatives.jacobian import Direction, jacobian_products
+from soframe.derivatives.forward import Forward
+from soframe.derivatives.twice import Direction
 
 TOGETHER = 2**18
 """Numbers: smaller parameters are multiplied together, since each product is a call."""
@@ -116,9 +116,7 @@ class Quadratic:
 
 
 def curvature_along(
-    model: nn.Module,
     forwards: Sequence[Forward],
-    outputs: Outputs,
     parameters: Sequence[nn.Parameter],
     directions: Sequence[Direction],
     *,
@@ -127,9 +125,7 @@ def curvature_along(
     """Return ``d_i^T F d_j`` for this rank's data, without damping.
 
     Args:
-        model: The model.
         forwards: One per micro-batch.
-        outputs: The model's collector.
         parameters: The parameters.
         directions: k directions.
         isotropic: Whether the loss's Hessian in the output is a multiple of the identity, if the
@@ -141,13 +137,12 @@ def curvature_along(
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     for forward in forwards:
         scale = forward.isotropy() if isotropic else None
-        if scale is not None and forward.follows():
-            assert forward.tape is not None
+        if scale is not None and forward.tape.follows():
             end = forward.tape.linear_end(parameters, directions)
             if end is not None:
                 total += scale * end.gram()
                 continue
-        tangents = jacobian_products(model, forward, outputs, parameters, directions)
+        tangents = forward.jacobian_products(parameters, directions)
         for i, tangent in enumerate(tangents):
             products = forward.hessian_product(tangent) if scale is None else tangent
             # One by one: copies of outputs into one matrix would cost more than the products.

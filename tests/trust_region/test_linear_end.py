@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from soframe.derivatives.forward import Forward, Outputs
-from soframe.derivatives.jacobian import Direction
 from soframe.derivatives.linear_end import LinearEnd
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
+from soframe.derivatives.twice import Direction
 from soframe.losses import CrossEntropy, Loss, MeanSquaredError, SquaredError
 from soframe.testing import compare
 from soframe.trust_region.parts import part_of_each, split
@@ -68,22 +68,19 @@ def directions_of(model: nn.Module, parts: int) -> list[Direction]:
 
 def forward_of(
     model: nn.Module, x: Tensor, y: Tensor, criterion: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Forward, Outputs]:
+) -> Forward:
     def closure() -> Tensor:
         return criterion(model(x), y)
 
     outputs, tape, replay = Outputs(model), Tape(), Replay(model)
-    found, loss = outputs.of(closure, tape=tape)
+    found, loss = outputs.of(closure, tape)
     gradients = torch.autograd.grad(loss, found, create_graph=True)
-    return Forward(closure, replay, found, gradients, tape), outputs
+    return Forward(closure, replay, found, gradients, tape)
 
 
-def curvature(
-    model: nn.Module, forward: Forward, outputs: Outputs, directions: list[Direction]
-) -> Tensor:
+def curvature(model: nn.Module, forward: Forward, directions: list[Direction]) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    own = (model, [forward], outputs, parameters, directions)
-    return curvature_along(*own, isotropic=True)
+    return curvature_along([forward], parameters, directions, isotropic=True)
 
 
 @pytest.fixture
@@ -108,9 +105,9 @@ def test_curvature_is_that_of_the_dense_fisher(
     model = fill(MODELS[name]())
     width = 2 if name == "one layer" else 3
     x, y = randn(5, width), randn(5, 7, seed=1)
-    forward, outputs = forward_of(model, x, y, half_square)
+    forward = forward_of(model, x, y, half_square)
     directions = directions_of(model, parts)
-    found = curvature(model, forward, outputs, directions)
+    found = curvature(model, forward, directions)
     assert len(grams) == 1
     parameters = [p.detach() for p in model.parameters() if p.requires_grad]
     d = torch.stack([dense(direction, parameters) for direction in directions])
@@ -127,13 +124,13 @@ def test_rows_of_any_shape_and_arguments_by_name(flat_rows: bool, grams: list[Li
     model = fill(Named()).train(not flat_rows)
     x, y = randn(6, 3), randn(6, 9, seed=1).view(6, 9)
     target = y if flat_rows else y.view(3, 2, 9)
-    forward, outputs = forward_of(model, x, target, F.mse_loss)
+    forward = forward_of(model, x, target, F.mse_loss)
     directions = directions_of(model, 2)
-    found = curvature(model, forward, outputs, directions)
+    found = curvature(model, forward, directions)
     assert len(grams) == (0 if flat_rows else 1)
     parameters = list(model.parameters())
     plain = Forward(forward.closure, forward.replay, forward.outputs, forward.gradients)
-    expected = curvature_along(model, [plain], outputs, parameters, directions)
+    expected = curvature_along([plain], parameters, directions)
     compare(found, expected, "curvature")
 
 
@@ -166,21 +163,21 @@ def test_what_is_declared_is_held_against_the_loss(name: str, grams: list[Linear
     criterion, isotropic = LOSSES[name]
     model = fill(frozen()())
     x, y = randn(5, 3), randn(5, 7, seed=1)
-    forward, outputs = forward_of(model, x, 2 * y, criterion)
+    forward = forward_of(model, x, 2 * y, criterion)
     scale = forward.isotropy()
     assert (scale is not None) == isotropic
     directions = directions_of(model, 2)
-    found = curvature(model, forward, outputs, directions)
+    found = curvature(model, forward, directions)
     assert len(grams) == isotropic
-    own = (model, [forward], outputs, list(model.parameters()), directions)
-    compare(found, curvature_along(*own), name)
+    expected = curvature_along([forward], list(model.parameters()), directions)
+    compare(found, expected, name)
 
 
 def test_an_output_of_zeros_tells_nothing() -> None:
     model = frozen()()
     nn.init.zeros_(model.get_parameter("2.weight"))
     nn.init.zeros_(model.get_parameter("2.bias"))
-    forward, _ = forward_of(model.double(), randn(5, 3), randn(5, 7), half_square)
+    forward = forward_of(model.double(), randn(5, 3), randn(5, 7), half_square)
     assert forward.isotropy() is None
 
 
@@ -188,12 +185,12 @@ def test_where_outputs_are_narrow_their_tangents_are_taken(grams: list[LinearEnd
     """With the loss's Hessian as a number all the same."""
     model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)))
     x, y = randn(5, 3), randn(5, 4, seed=1)
-    forward, outputs = forward_of(model, x, y, half_square)
+    forward = forward_of(model, x, y, half_square)
     directions = directions_of(model, 2)
-    found = curvature(model, forward, outputs, directions)
+    found = curvature(model, forward, directions)
     assert not grams
-    own = (model, [forward], outputs, list(model.parameters()), directions)
-    compare(found, curvature_along(*own), "curvature")
+    expected = curvature_along([forward], list(model.parameters()), directions)
+    compare(found, expected, "curvature")
 
 
 @pytest.mark.parametrize(

@@ -314,10 +314,32 @@ def test_closures_run_in_the_mode_of_the_user(flush: bool, reuse: bool) -> None:
         return F.cross_entropy(net(x), y)
 
     own.step(closure)
-    # Once for the step, once for its verdict; without a tape for each of two directions, and for
-    # the gradient at the first step.
-    assert modes == [False] * (2 if reuse else 5)
+    assert modes == [False] * 2  # once for the step, once for its verdict
     assert not are_flushed()
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_backward_passes_run_in_the_mode_of_the_user(flush: bool) -> None:
+    """Also that which differentiates the gradient."""
+    net, (x, y) = deep(), classes_of(0)
+    own = trust_region(net, "cross-entropy", flush_denormals=flush, reuse_activations=False)
+    modes: list[bool] = []
+
+    def closure() -> Tensor:
+        output: Tensor = net(x)
+        return F.cross_entropy(output, y)
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: modes.append(are_flushed()))
+
+    net[0].register_forward_hook(watch)
+    own.step(closure)
+    before = len(modes)
+    own.step(closure)
+    # The Fisher's passes, one for each of three classes, the loss's, and that which has a graph.
+    assert len(modes) - before >= 3
+    assert not any(modes)
 
 
 def test_closing_removes_every_hook() -> None:

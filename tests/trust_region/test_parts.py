@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from soframe.derivatives.jacobian import Direction
+from soframe.derivatives.twice import Direction
 from soframe.kernels import products
 from soframe.testing import compare
 from soframe.trust_region import Quadratic, quadratic

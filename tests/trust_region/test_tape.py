@@ -1,8 +1,10 @@
 """Derivatives by the tape are those of the plain twin, and cost fewer products."""
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import soframe
 from soframe.derivatives import tape
 from soframe.derivatives.forward import Forward, Outputs
-from soframe.derivatives.jacobian import jacobian_product, jacobian_products
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
 from soframe.kernels import products
@@ -49,6 +50,19 @@ class Branches(nn.Module):
         hidden = self.first(x)
         both = hidden.tanh() + hidden.T.sigmoid().T * hidden.sigmoid()
         return F.linear(torch.relu(both), weight).tanh() + F.linear(hidden, self.last.weight)
+
+
+class Viewed(nn.Module):
+    """A view of what a nonlinearity is the last to need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        view = hidden.T
+        return hidden.tanh() + 3 * view.T
 
 
 class Temporaries(nn.Module):
@@ -153,18 +167,29 @@ class Single(nn.Module):
 
 
 class Positions(nn.Module):
-    """Rows of three dimensions, attention, layer norm, gelu, dropout; several results; views."""
+    """Rows of three dimensions, attention, layer norm, gelu, dropout; several results; views.
 
-    def __init__(self) -> None:
+    Attention written out, or torch's; and a maximum, for which there is no rule.
+    """
+
+    def __init__(self, fused: bool = False, largest: bool = False) -> None:
         super().__init__()
         self.inputs, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.fused, self.largest = fused, largest
+
+    def attend(self, rows: Tensor) -> Tensor:
+        if self.fused:
+            return F.scaled_dot_product_attention(rows, rows, rows)
+        scores = (rows @ rows.mT / 2).masked_fill(torch.ones(2, 2).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ rows
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.inputs(x.reshape(-1, 2, 3))
-        attended = F.scaled_dot_product_attention(rows, rows, rows)
-        hidden = F.gelu(self.norm(rows + attended))
+        hidden = F.gelu(self.norm(rows + self.attend(rows)))
         first, other = F.dropout(hidden, 0.3).split([1, 3], dim=-1)
-        largest, _ = other.max(dim=-1, keepdim=True)
+        largest = other.sum(dim=-1, keepdim=True)
+        if self.largest:
+            largest, _ = other.max(dim=-1, keepdim=True)
         hidden = torch.cat([other.T.T if other.ndim == 2 else other, first * largest], dim=-1)
         return F.linear(input=hidden, weight=self.last.weight, bias=self.last.bias).flatten(1)
 
@@ -187,8 +212,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (5, 3)),
     "sigmoids, reuse": (Sigmoids, (5, 3)),
     "branches": (Branches, (5, 3)),
+    "viewed": (Viewed, (5, 3)),
     "temporaries": (Temporaries, (5, 3)),
     "positions": (Positions, (4, 6)),
+    "fused attention": (lambda: Positions(fused=True), (4, 6)),
+    "largest": (lambda: Positions(largest=True), (4, 6)),
     "noisy": (Noisy, (5, 3)),
     "partly frozen": (without_bias_gradient, (5, 3)),
     "convolutions": (images, (3, 2, 4, 4)),
@@ -209,6 +237,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 UNFOLLOWED = {
+    "fused attention": "there is no rule for scaled_dot_product_attention",
+    "largest": "there is no rule for max",
     "in-place": "relu changes its arguments",
     "unseen": "tanh uses a result of something that is no torch function",
     "unseen output": "no torch function returned the model's output",
@@ -220,7 +250,7 @@ UNFOLLOWED = {
 
 
 class Twins:
-    """Two derivatives by the tape, and two by running the closure again."""
+    """Two derivatives by the tape, and two by differentiating the gradient."""
 
     def __init__(self, model: nn.Module, closure: Callable[[], Tensor]) -> None:
         self.model, self.outputs, self.tape = model, Outputs(model), Tape()
@@ -230,16 +260,18 @@ class Twins:
             for k in range(2)
         ]
         replay = Replay(model)
-        found, _ = self.outputs.of(closure, tape=self.tape)
+        found, _ = self.outputs.of(closure, self.tape)
         self.forward = Forward(closure, replay, found, found, self.tape)
 
     def by_tape(self) -> list[Tensor]:
-        own = (self.model, self.forward, self.outputs, self.parameters, self.directions)
-        return [output for each in jacobian_products(*own) for output in each]
+        rows = self.forward.jacobian_products(self.parameters, self.directions)
+        return [output for each in rows for output in each]
 
     def plain(self) -> list[Tensor]:
-        own = (self.model, self.forward, self.outputs, self.parameters)
-        return [t for each in self.directions for t in jacobian_product(*own, each)]
+        twin = replace(self.forward, tape=Tape(reuse=False))
+        twin.tape.kernels |= self.tape.kernels
+        rows = twin.jacobian_products(self.parameters, self.directions)
+        return [output for each in rows for output in each]
 
     def compare(self, what: str) -> None:
         for one, other in zip(self.by_tape(), self.plain(), strict=True):
@@ -286,7 +318,7 @@ def test_equals_the_plain_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("onednn", [False, True])
-def test_under_autocast_the_closure_runs_again(
+def test_under_autocast_the_gradient_is_differentiated(
     onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "LEAST_WORK", 1)
@@ -317,33 +349,28 @@ def test_nothing_is_computed_again() -> None:
     twins = Twins(model, closure)
     with Counting() as plain:
         twins.plain()
-    assert len(runs) == 3
     with Counting() as count:
         twins.by_tape()
-    assert len(runs) == 3
+    assert len(runs) == 1
     # Two for the parameters' and the inputs' tangents, but for the first layer's constant inputs.
     assert sum(count.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) == 2 * 5
-    assert sum(plain.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) >= 2 * 8
+    assert sum(plain.calls.get(name, 0) for name in ("mm", "addmm", "addmm_")) > 2 * 5
     assert count.calls["tanh_backward"] == 2 * 2
     assert not {"tanh", "mul", "rsub"} & set(count.calls)
 
 
-def test_running_again_keeps_no_graph() -> None:
-    """Of no parameter, whether the direction moves it or not."""
-    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_graph_stays_where_it_is_needed(inplace: bool) -> None:
+    """After the backward pass a tape has no use for it."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace), nn.Linear(4, 2)))
     twins = Twins(model, closure_of(model, randn(5, 3)))
-    graphs: list[bool] = []
-    for layer in model:
-        layer.register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
-    own = (model, twins.forward, twins.outputs, twins.parameters)
-    for moved in (0, 2):
-        direction = [
-            tensor if i in (moved, moved + 1) else None
-            for i, tensor in enumerate(twins.directions[0])
-        ]
-        (tangent,) = jacobian_product(*own, direction)
-        assert float(tangent.abs().sum()) > 0
-    assert graphs == [False] * 6
+    twins.forward.backward()
+    if inplace:
+        twins.compare("tangent")
+    else:
+        assert all(tangent.any() for tangent in twins.by_tape())
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            twins.forward.outputs[0].sum().backward()
 
 
 class Aside(nn.Module):
@@ -370,15 +397,37 @@ def test_what_leads_nowhere_is_forgotten() -> None:
     twins.compare("tangent")
 
 
+@pytest.mark.parametrize("freed", [False, True])
 @pytest.mark.parametrize("what", ["inputs", "weights"])
-def test_what_has_changed_is_not_followed(what: str) -> None:
+def test_what_has_changed_is_refused(what: str, freed: bool) -> None:
+    """By the tape and by its twin, whose graph is freed where a tape could be followed."""
     model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), randn(5, 3)
     twins = Twins(model, closure_of(model, x))
+    if freed:
+        twins.forward.backward()
     assert twins.tape.follows()
     with torch.no_grad():
         (x if what == "inputs" else model[2].weight).add_(1.0)
     assert not twins.tape.follows()
-    twins.compare("tangent")
+    with pytest.raises(RuntimeError, match="give each closure inputs of its own"):
+        twins.by_tape()
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_closures_that_write_into_one_input_are_refused(reuse: bool) -> None:
+    """Before anything has moved."""
+    model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), randn(5, 3)
+    before = vector(model)
+    own = soframe.TrustRegion(model, "squared-error", reuse_activations=reuse)
+
+    def closure(seed: int) -> Tensor:
+        with torch.no_grad():
+            x.copy_(randn(5, 3, seed=seed))
+        return half_square(model(x), randn(5, 2, seed=9 + seed)) / 2
+
+    with pytest.raises(RuntimeError, match="give each closure inputs of its own"):
+        own.step([lambda: closure(0), lambda: closure(1)])
+    assert torch.equal(vector(model), before)
 
 
 class Clamped(nn.Module):
@@ -455,6 +504,22 @@ def test_tensors_of_other_kinds_are_not_followed() -> None:
     assert twins.tape.problem == "_sparse_mm has to do with tensors of another kind"
 
 
+def test_complex_numbers_are_not_followed() -> None:
+    """A constant of them is a term of a sum, and a Jacobian of theirs is no symmetric one."""
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight + torch.complex(x @ x.T, x @ x.T)[:, :2]).exp().real
+
+    twins = Twins(model := Complex(), closure_of(model, randn(4, 3)))
+    assert twins.tape.problem == "add has to do with tensors of another kind"
+    twins.compare("tangent")
+
+
 def test_the_last_tangents_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tangent is let go of once no later function needs it."""
     depth, width = 12, 4
@@ -498,7 +563,7 @@ def test_says_once_why_it_is_not_followed(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO", "soframe"):
         for _ in range(3):
             Twins(model, closure_of(model, randn(5, 3)))
-    expected = "derivatives run the closure again: relu changes its arguments"
+    expected = "derivatives differentiate the gradient: relu changes its arguments"
     assert [record.getMessage() for record in caplog.records] == [expected]
 
 
@@ -542,3 +607,134 @@ def test_compiled_models_run_as_they_are_written() -> None:
     assert graphs  # those that ask for no derivative
     torch._dynamo.reset()
     compare(found, steps_of(second, second), "parameters")
+
+
+# -- each rule -------------------------------------------------------------------------------
+
+X, Y = randn(2, 3, 4, seed=50), randn(2, 3, 4, seed=51)
+SCALE, SHIFT = randn(4, seed=52), randn(4, seed=53)
+OF_CHANNELS = randn(3, seed=54), randn(3, seed=55)
+MASK = Y > 0.3
+INDEX = torch.tensor([[0, 2], [1, 3]])
+
+Function = Callable[..., Tensor]
+
+
+def old_add(x: Tensor, alpha: float, y: Tensor) -> Tensor:
+    """A signature that torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.add(x, alpha, y)  # type: ignore[call-overload, no-any-return]
+
+
+CALLS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
+    "add": (lambda x, y: x + y, (X, Y)),
+    "add a number": (lambda x: 2 + x + 3, (X,)),
+    "add a row": (lambda x, row: torch.add(x, row, alpha=2), (X, SCALE)),
+    "add a multiple, as before": (lambda x, y: old_add(x, 2, y), (X, Y)),
+    "add to a constant": (lambda x: Y[..., :1] + x, (X,)),
+    "subtract": (lambda x, y: 3 - x - y * 2, (X, Y)),
+    "multiply": (lambda x, y: x * y * 3, (X, Y)),
+    "multiply by name": (lambda x, y: torch.mul(input=x, other=y), (X, Y)),
+    "divide": (lambda x, y: x / y / 3, (X, Y)),
+    "divide rows": (lambda x, row: x / row, (X, SCALE)),
+    "divide a number": (lambda x: 2 / x, (X,)),
+    "power": (lambda x, y: x.abs() ** y, (X, Y)),
+    "power of a number": (lambda x: 2**x, (X,)),
+    "matrix product": (lambda x, y: x @ y.mT, (X, Y)),
+    "one matrix for all": (torch.matmul, (X, randn(4, 2, seed=56))),
+    "matrix of a batch": (lambda x, y: torch.bmm(x, y.transpose(1, 2)), (X, Y)),
+    "mask": (lambda x: x.masked_fill(MASK, -2.0), (X,)),
+    "where": (lambda x, y: torch.where(MASK, x, y) + torch.where(MASK, x, 4.0), (X, Y)),
+    "softmax": (lambda x: F.softmax(x, dim=1) * x.softmax(-1), (X,)),
+    "elementwise": (
+        lambda x: F.silu(x).exp().log1p() + F.leaky_relu(x, 0.2) + x.clamp(min=0),
+        (X,),
+    ),
+    "others": (lambda x: x.square().sqrt() + x.abs().rsqrt() + F.softplus(x) + F.elu(x), (X,)),
+    "gelu": (lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"), (X,)),
+    "views": (lambda x: x.view(6, 4)[1:4].T.reshape(2, 6).unsqueeze(0).squeeze(0).mT, (X,)),
+    "pieces": (lambda x: torch.cat([p.sum(1) for p in x.chunk(2, -1)], 0).mean(0), (X,)),
+    "stack": (lambda x, y: torch.stack([x, y.contiguous(), Y.clone()]).permute(3, 0, 1, 2), (X, Y)),
+    "unbind": (lambda x: x.unbind(1)[1].expand(3, 2, 4).flip(0).cumsum(0), (X,)),
+    "embedding": (lambda w: F.embedding(INDEX, w), (randn(4, 3, seed=57),)),
+    "layer norm": (lambda *a: F.layer_norm(a[0], (4,), *a[1:]), (X, SCALE, SHIFT)),
+    "layer norm over two": (lambda x: F.layer_norm(x, (3, 4), eps=0.1), (X,)),
+    "layer norm, scale alone": (lambda s: F.layer_norm(Y, (4,), s, SHIFT), (SCALE,)),
+    "rms norm": (lambda x, s: F.rms_norm(x, (4,), s), (X, SCALE)),
+    "batch norm": (
+        lambda x, s, b: F.batch_norm(x, None, None, s, b, training=True),
+        (X, *OF_CHANNELS),
+    ),
+    "batch norm, evaluation": (
+        lambda x, s, b: F.batch_norm(x, OF_CHANNELS[0], OF_CHANNELS[1].abs(), s, b),
+        (X, *OF_CHANNELS),
+    ),
+    "batch norm of rows": (
+        lambda x, s: F.batch_norm(x[0], None, None, s, training=True),
+        (X, SCALE),
+    ),
+    "group norm": (
+        lambda x, s, b: F.group_norm(x.transpose(1, 2), 2, weight=s, bias=b),
+        (X, SCALE, SHIFT),
+    ),
+    "instance norm": (lambda x, s: F.instance_norm(x, weight=s), (X, OF_CHANNELS[0])),
+    "largest of windows": (lambda x: F.max_pool2d(x, 2, 1, padding=1), (X,)),
+    "largest of a row": (lambda x: F.max_pool1d(x, 2), (X,)),
+    "means of windows": (lambda x: F.avg_pool2d(x, 2, 1) + F.adaptive_avg_pool2d(x, (1, 1)), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("still", [False, True])
+def test_each_rule_against_forward_mode(name: str, still: bool) -> None:
+    """Of all arguments, and of the last alone; by torch's own forward-mode differentiation."""
+    function, values = CALLS[name]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.ParameterList(values)
+
+        def forward(self) -> Tensor:
+            return function(*self.values)
+
+    model = Model()
+    twins = Twins(model, lambda: model().square().mean())
+    for direction in twins.directions if still else []:
+        direction[:-1] = [None] * (len(values) - 1)  # type: ignore[list-item]
+    assert twins.tape.problem is None
+    for direction, found in zip(twins.directions, twins.by_tape(), strict=True):
+        full = [
+            torch.zeros_like(x) if t is None else t for x, t in zip(values, direction, strict=True)
+        ]
+        _, expected = torch.func.jvp(function, values, tuple(full))
+        compare(found, expected, name)
+    twins.compare(name)
+
+
+def test_dropout_of_what_lies_otherwise_in_memory() -> None:
+    """Masks are drawn in the order of the argument, which its tangent need not have."""
+    layer = fill(nn.Linear(3, 8))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.layer(x).T + self.layer.bias[:, None], 0.5).sin()
+
+    model = Model()
+    twins = Twins(model, closure_of(model, randn(5, 3)))
+    assert twins.tape.follows()
+    twins.compare("tangent")
+
+
+def test_a_parameter_that_does_not_move_is_left_out() -> None:
+    """Of a direction whose other parameters move, by both."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    twins = Twins(model, closure_of(model, randn(5, 3)))
+    twins.directions[0][:2] = [None, None]  # type: ignore[list-item]
+    twins.directions[1][1:] = [None] * 3  # type: ignore[list-item]
+    twins.compare("tangent")
