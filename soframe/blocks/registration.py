@@ -111,6 +111,7 @@ class Registration:
         for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
             _require_direction(method)
         self.blocks: list[Block] = []
+        self._last = self._last_linear()
         self._register()
         self._register_parameters()
         self.report = self._make_report()
@@ -208,15 +209,15 @@ class Registration:
         assert weight is not None
         use_weight = weight.requires_grad
         use_bias = one_bias and biases[0] is not None and biases[0].requires_grad
-        for parameter in (weight, *biases):
-            if parameter is not None and not parameter.requires_grad:
-                self._reasons[id(parameter)] = "frozen"
-            elif parameter is not None and parameter is not weight and not one_bias:
-                self._reasons[id(parameter)] = (
-                    "this bias and its weight are not shared by the same modules"
-                )
+        self._explain_parts(weight, biases, one_bias=one_bias)
         if not use_weight and not use_bias:
             return
+        method: Method = self._methods.choose(name)
+        if use_bias and not method.joint:
+            self._reasons[id(biases[0])] = "its method takes the layer's weight alone"
+            use_bias = False
+            if not use_weight:
+                return
         helpers = []
         for other_name, other in tied:
             helper_class = self._helper_class(other_name, other)
@@ -227,9 +228,25 @@ class Registration:
             for _, other in tied:
                 self._explain(other, "its weight is shared with a layer of another geometry")
             return
+        if (reason := self._unsuited(name, method, helpers[0])) is not None:
+            for _, other in tied:
+                self._explain(other, reason)
+            return
         if len(tied) > 1:
             self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
-        self._append(name, self._methods.choose(name), tuple(helpers))
+        self._append(name, method, tuple(helpers))
+
+    def _explain_parts(
+        self, weight: nn.Parameter, biases: Sequence[nn.Parameter | None], *, one_bias: bool
+    ) -> None:
+        """Say which of a layer's parameters cannot be in its block, and why."""
+        for parameter in (weight, *biases):
+            if parameter is not None and not parameter.requires_grad:
+                self._reasons[id(parameter)] = "frozen"
+            elif parameter is not None and parameter is not weight and not one_bias:
+                self._reasons[id(parameter)] = (
+                    "this bias and its weight are not shared by the same modules"
+                )
 
     def _add_blocks(
         self, name: str, module: nn.Module, helper: type[LayerHelper], names: Sequence[str]
@@ -266,7 +283,13 @@ class Registration:
             for parameter in one.parameters.values():
                 if id(parameter) in self._in_block:
                     raise ValueError(f"{name}: {helper.__name__}.of() has a parameter twice")
-            self._append(f"{name}.{one.part}" if one.part else name, method, (one,))
+            full = f"{name}.{one.part}" if one.part else name
+            reason = self._unsuited(full, method, one)
+            if reason is None:
+                self._append(full, method, (one,))
+                continue
+            for parameter in one.parameters.values():
+                self._reasons.setdefault(id(parameter), reason)
         inner = {key.rpartition(".")[0] for key in names}
         return [id(module), *(id(module.get_submodule(path)) for path in inner if path)]
 
@@ -331,7 +354,6 @@ class Registration:
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
         owners = {id(m): n for n, m in self._model.named_modules()}
-        last = self._last_linear()
         for full, parameter in self._model.named_parameters():
             if id(parameter) in self._in_block:
                 continue
@@ -341,7 +363,7 @@ class Registration:
                 continue
             name, module = sharers[0] if sharers else (full.rpartition(".")[0], self._model)
             name = owners.get(id(module), name)
-            reason = self._add_parameter(full, parameter, name, module, last)
+            reason = self._add_parameter(full, parameter, name, module)
             if reason is None:
                 continue
             if self._auxiliary is None:
@@ -358,7 +380,6 @@ class Registration:
         parameter: nn.Parameter,
         name: str,
         module: nn.Module,
-        last: nn.Parameter | None,
     ) -> str | None:
         """Add the block of a parameter, or return why it has none."""
         pattern = self._skipping(module)
@@ -372,22 +393,30 @@ class Registration:
         self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
         self._require_trainable(full, parameter)
         layout = self._layout(name, module, full.rpartition(".")[2])
-        embeds = any(isinstance(m, nn.Embedding) for _, m in self._sharers[id(parameter)])
-        candidate = Candidate(
-            name=full,
-            module=module,
-            parameters=tuple(layout.parameters),
-            shape=layout.shape,
-            last=parameter is last or embeds,
-        )
-        reason = method.unsuited(candidate)
-        if reason is not None:
+        if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
         sharers = [n for n, _ in self._sharers[id(parameter)]]
         if len(set(sharers)) > 1:
             self._notes[full] = "shared by " + ", ".join(dict.fromkeys(sharers))
         self._append(full, self._methods.choose(name), (), layout)
         return None
+
+    def _unsuited(self, name: str, method: Method, layout: Layout) -> str | None:
+        """Return why a method does not take a block, or None if it does."""
+        parameters = layout.parameters
+        embeds = any(
+            isinstance(module, nn.Embedding)
+            for parameter in parameters.values()
+            for _, module in self._sharers.get(id(parameter), ())
+        )
+        candidate = Candidate(
+            name=name,
+            module=layout.module,
+            parameters=tuple(parameters),
+            shape=layout.shape,
+            last=embeds or any(p is self._last for p in parameters.values()),
+        )
+        return method.unsuited(candidate)
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of one parameter: its layer's, where that has another shape."""

@@ -7,7 +7,7 @@ from soframe.methods.ekfac import EKFAC
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.momentum import Momentum
-from soframe.methods.orthogonal import MatchRMS, Muon, Orthogonalise
+from soframe.methods.orthogonal import MatchRMS, Muon, NewtonMuon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
 from soframe.methods.soap import SOAP, SOAPMuon
 
@@ -29,6 +29,7 @@ __all__ = [
     "Method",
     "Momentum",
     "Muon",
+    "NewtonMuon",
     "Orthogonalise",
     "SOAPMuon",
     "Shampoo",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
+from soframe.methods.foof import FOOF
 from soframe.methods.momentum import Momentum, entries
 from soframe.registry import register
 from soframe.specs import FactorSpec
@@ -225,3 +226,36 @@ class Muon(Chain):
     ) -> None:
         orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
         super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))
+
+
+@register("method", "newton-muon")
+@dataclass(frozen=True, init=False)
+class NewtonMuon(Chain):
+    """Muon of the gradient times the damped inverse of the inputs' second moment.
+
+    K-FAC's factor of the inputs (`FOOF`), then momentum of what it makes, orthogonalised. It reads
+    calls, so it is for the layers that K-FAC is for; of these it takes the weights within the
+    model, without their biases.
+
+    Args:
+        momentum: See `Momentum`.
+        nesterov: See `Momentum`.
+        scale: See `MatchRMS`.
+        steps: See `Orthogonalise`.
+        coefficients: See `Orthogonalise`.
+        dtype: See `Orthogonalise`.
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        scale: RMS = "spectral",
+        steps: int = 5,
+        coefficients: Coefficients = "muon",
+        dtype: str | None = None,
+    ) -> None:
+        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
+        stages = (FOOF(), Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale))
+        super().__init__(stages)

@@ -316,4 +316,4 @@ def test_soap_is_pytorch_optimizers() -> None:
             before = other.detach().clone()
             own.step()
             peer.step()
-            compare(model[0].weight.grad, before - other.detach(), "direction", rtol=1e-2)
+            compare(model[0].weight.grad, before - other.detach(), "direction", rtol=1e-4)
