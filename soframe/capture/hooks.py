@@ -316,7 +316,7 @@ class Capture:
             return
         self.called[helper] = trained[0]._version
         keeps = helper not in self.counting and (
-            helper.weight is not None or helper in self.rereading
+            helper.multiplies or helper in self.rereading
         )
         if inner is not None:
             if self.together is not None:

@@ -164,6 +164,11 @@ class LayerHelper(ABC):
         return tuple(name for name in ("weight", "bias") if own.get(name) is not None)
 
     @property
+    def multiplies(self) -> bool:
+        """Whether a parameter of the block multiplies the inputs, rather than a bias alone."""
+        return self.weight is not None or any(name != "bias" for name in self.parameters)
+
+    @property
     def part(self) -> str:
         """What tells this block from others of its module; by default nothing does."""
         return ""
@@ -331,7 +336,7 @@ class LayerHelper(ABC):
             ValueError: If the helper's two kinds of rows do not belong together.
         """
         ones = output_rows.new_ones(()).expand(*output_rows.shape[:3], 1)
-        if self.weight is None:
+        if not self.multiplies:
             return ones
         rows = self._weight_rows(inputs, output_rows)
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
@@ -388,7 +393,7 @@ class LayerHelper(ABC):
             ``[groups, batch, 1, in]`` in the dtype of ``output_rows``.
         """
         ones = output_rows.new_ones(()).expand(*output_rows.shape[:2], 1, 1)
-        if self.weight is None:
+        if not self.multiplies:
             return ones
         means = self._weight_means(inputs, output_rows)
         return means if self.bias is None else torch.cat([means, ones], dim=3)
@@ -430,7 +435,7 @@ class LayerHelper(ABC):
         if total is None:
             total = zeros(self.groups, self.shape.in_features, output_rows)
         groups, batch, shared, _ = output_rows.shape
-        if self.weight is None:
+        if not self.multiplies:
             add_bias(total, output_rows.new_zeros(groups, 0), batch * shared, scale)
             return total
         rows = self._weight_rows(inputs, output_rows)

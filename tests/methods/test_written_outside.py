@@ -1,0 +1,224 @@
+"""Methods as a researcher writes them: what the first edition's interfaces got silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.layers import LayerHelper
+from soframe.methods import Call, Direction, Given, Method
+from soframe.specs import VALUE, FactorSpec
+from soframe.testing import check_method
+from tests.distributed.harness import run_ranks
+
+
+@dataclass(frozen=True)
+class Eva(Method):
+    """The curvature of mean inputs and mean output gradients (Zhang et al., 2023)."""
+
+    scalings = ("fisher",)
+
+    def factors(self, shape):
+        groups, out, into = shape
+        return (
+            FactorSpec("a", "right", groups, into, kind="vector"),
+            FactorSpec("g", "left", groups, out, kind="vector", degree=1),
+        )
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        sums = {"g": call.output_rows.sum((1, 2))}
+        if call.inputs is not None:
+            rows = call.helper.block_rows(call.inputs, call.output_rows)
+            sums["a"] = rows.sum((1, 2))
+        return sums
+
+    def direct(self, given: Given) -> Direction:
+        a, g = given.data["a"][VALUE].unsqueeze(1), given.data["g"][VALUE].unsqueeze(2)
+        inner = g.mT @ given.incoming @ a.mT
+        scale = given.damping + a.square().sum(2, keepdim=True) * g.square().sum(1, keepdim=True)
+        return Direction((given.incoming - inner / scale * g * a) / given.damping)
+
+
+@dataclass(frozen=True)
+class TNT(Method):
+    """Covariances of samples' gradients on both sides (Ren and Goldfarb, 2021)."""
+
+    scalings = ("fisher",)
+
+    def factors(self, shape):
+        groups, out, into = shape
+        return (
+            FactorSpec("L", "left", groups, out, reads="both", mean_over="samples"),
+            FactorSpec("R", "right", groups, into, reads="both", degree=2),
+        )
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        if call.inputs is None:
+            return {}
+        rows = call.helper.block_rows(call.inputs, call.output_rows)
+        each = torch.einsum("gnto,gnti->gnoi", call.output_rows, rows)
+        return {"L": (each @ each.mT).sum(1), "R": (each.mT @ each).sum(1)}
+
+    def direct(self, given: Given) -> Direction:
+        data = given.data
+        return Direction(
+            given.solver.apply(
+                given.incoming, left=data["L"], right=data["R"], damping=given.damping
+            )
+        )
+
+
+@pytest.mark.parametrize("method", [Eva(), TNT()], ids=repr)
+def test_methods_know_no_counts(method: Method) -> None:
+    """Nor do they guess a scale: degree and mean say it, in micro-batches and on ranks."""
+    check_method(method, ranks=(2,), strategies=("comm-opt", "mem-opt"), launch=run_ranks)
+
+
+@pytest.mark.parametrize("method", [Eva(), TNT()], ids=repr)
+def test_some_rows_have_the_scale_of_all(method: Method) -> None:
+    """The mean over many draws of half of the rows is the factor of all of them."""
+
+    def factors(rows: float, steps: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 2)).double()
+        own = soframe.Preconditioner(
+            net, method, kl_clip=None, statistics_every=1, solve_every=10**6, decay=0.999, rows=rows
+        )
+        x = torch.randn(16, 3, dtype=torch.float64)
+        for _ in range(steps):
+            net.zero_grad()
+            (net(x).square().sum(1).mean()).backward()
+            own.step()
+        return {name: factor.clone() for name, factor in own.blocks[0].running.items()}
+
+    some, every = factors(0.5, 200), factors(1.0, 1)
+    for name, factor in every.items():
+        assert torch.allclose(some[name], factor, rtol=0.1, atol=0.05 * float(factor.abs().max()))
+
+
+class LowRank(nn.Module):
+    """``y = x (U V)^T``: two parameters, none of them a weight or a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.U = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+        self.V = nn.Parameter(torch.randn(2, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.U @ self.V).T
+
+
+class UHelper(LayerHelper):
+    """The block of U alone: its inputs are ``x V^T``."""
+
+    @classmethod
+    def unsupported(cls, module):
+        return None
+
+    @classmethod
+    def names(cls, module):
+        return ("U",)
+
+    @classmethod
+    def of(cls, module, trained, *, joint=True):
+        return [cls(module)] if "U" in trained else []
+
+    @property
+    def parameters(self):
+        return {"U": self.module.U}
+
+    @property
+    def shape(self):
+        return soframe.layers.BlockShape(1, *self.module.U.shape)
+
+    def pack(self, tensors):
+        return tensors["U"].unsqueeze(0)
+
+    def unpack(self, matrix):
+        return {"U": matrix[0]}
+
+    def input_rows(self, *inputs):
+        return (inputs[0] @ self.module.V.T).detach()[None, :, None]
+
+    def output_rows(self, grad_output):
+        return grad_output[None, :, None]
+
+
+def test_a_parameter_of_any_name_has_a_block() -> None:
+    torch.manual_seed(0)
+    module = LowRank()
+    net = nn.Sequential(module)
+    twin = nn.Linear(2, 4, bias=False, dtype=torch.float64)
+    twin.weight.data.copy_(module.U.data)
+    settings = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, "damping": 0.1}
+    own = soframe.Preconditioner(net, layers={"^0$": UHelper}, **settings)
+    other = soframe.Preconditioner(twin, **settings)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    net(x).square().sum(1).mean().backward()
+    twin((x @ module.V.T).detach()).square().sum(1).mean().backward()
+    own.step()
+    other.step()
+    torch.testing.assert_close(module.U.grad, twin.weight.grad, rtol=0, atol=1e-12)
+    reasons = {row.parameter: row.reason for row in own.report()}
+    assert reasons["0.U"] == ""
+    assert reasons["0.V"]
+
+
+def test_the_optimizer_trains_what_has_no_block_by_the_auxiliary_method() -> None:
+    net = nn.Sequential(LowRank())
+    optimizer = soframe.Optimizer(net, "kfac", lr=0.1, layers={"^0$": UHelper}, kl_clip=None)
+    rows = {row.parameter: row for row in optimizer.report()}
+    assert rows["0.U"].method.startswith("kfac")
+    assert rows["0.V"].method == "adamw"
+
+
+class Twice(nn.Linear):
+    """A layer that has its weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, bias=False)
+        self.again = self.weight
+
+
+class TwiceHelper(soframe.layers.LinearHelper):
+    @classmethod
+    def unsupported(cls, module):
+        return None
+
+
+def test_a_weight_under_two_names_is_one_block_whose_inputs_count_once() -> None:
+    torch.manual_seed(0)
+    one, two = nn.Linear(3, 3, bias=False), Twice()
+    two.weight.data.copy_(one.weight.data)
+    x = torch.randn(8, 3)
+    found = []
+    for net, layers in ((one, {}), (two, {"": TwiceHelper})):
+        own = soframe.Preconditioner(net, layers=layers, kl_clip=None, statistics_every=1)
+        net(x).square().mean().backward()
+        own.step()
+        found.append(own.blocks[0].running["A"])
+    assert torch.equal(*found)
+
+
+def test_a_helper_that_names_parameters_unlike_the_module_is_refused() -> None:
+    class Wrong(UHelper):
+        @property
+        def parameters(self):
+            return {"kernel": self.module.U}
+
+    with pytest.raises(ValueError, match="'kernel', which is not what the module has"):
+        soframe.Preconditioner(nn.Sequential(LowRank()), layers={"^0$": Wrong}, kl_clip=None)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(3, 4), nn.LSTMCell(3, 4)], ids=["LSTM", "LSTMCell"])
+def test_recurrent_layers_have_a_reason(layer: nn.Module) -> None:
+    net = nn.ModuleDict({"recurrent": layer, "head": nn.Linear(4, 2)})
+    report = soframe.Preconditioner(net, kl_clip=None).report()
+    for row in report:
+        assert (row.block is None) == row.parameter.startswith("recurrent")
+        assert row.block is not None or "no layer helper" in row.reason
