@@ -1,4 +1,4 @@
-"""Layers whose rows do not all count, or are found in the graph: ranks train as one process does."""
+"""Layers whose rows do not all count, or are found in the graph: ranks train as one process."""
 
 from __future__ import annotations
 
