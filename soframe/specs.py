@@ -109,7 +109,7 @@ class FactorSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The factor's shape: ``[groups, n, n]``, ``[groups, n]`` or ``[groups, n, columns]``."""
+        """The factor's shape, ``[groups, n, n]``, ``[groups, n]`` or ``[groups, n, columns]``."""
         if self.kind == "psd":
             return (self.groups, self.size, self.size)
         if self.kind == "elementwise":
@@ -118,7 +118,7 @@ class FactorSpec:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Its shape as it travels and is saved: triangles of matrices, all of everything else."""
+        """Its shape as it travels and is saved, matrices as triangles."""
         if self.kind == "psd":
             return (self.groups, self.size * (self.size + 1) // 2)
         return self.shape

@@ -146,3 +146,19 @@ def test_the_public_functions() -> None:
 )
 def test_the_first_pattern_wins(patterns: list[str], expected: str | None) -> None:
     assert first_match(patterns, "lin.0", "Linear") == expected
+
+
+def test_what_is_optional_is_found_by_who_asks_for_it() -> None:
+    own = Registry("layer", type)
+    own._discovered = True
+    own.register(nn.Module)(Plugin)
+    own.register_optional(nn.Linear, "torch.nn.modules.conv.Conv2d")(Late)
+    derived = type("Derived", (nn.Linear,), {})
+    for module in (nn.Linear, nn.Conv2d, derived):
+        assert own.lookup(module) is Plugin
+        assert own.lookup(module, optional=True) is Late
+    own.register(derived)(Plugin)  # the nearest counts, and what is registered before the rest
+    assert own.lookup(derived, optional=True) is Plugin
+    own.register(nn.Linear)(Plugin)
+    assert own.lookup(nn.Linear, optional=True) is Plugin
+    assert own.available() == {nn.Module: Plugin, derived: Plugin, nn.Linear: Plugin}

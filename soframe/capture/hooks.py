@@ -8,6 +8,10 @@ hooks, unlike full-backward hooks, bear an in-place activation after the layer. 
 view, an in-place change gives it another past, and its base keeps what the hook was put on: there
 the hook is put on the base.
 
+A call inside a module, which no hook of modules sees, is found in the graph by its helper
+(`LayerHelper.observe`): the hook is put on the node of its product, and the inputs are those that
+the node has saved. The gradients that a probe sends to such nodes are handed on when it has ended.
+
 Inputs are kept through autograd's own saved tensors, so that activation checkpointing and
 offloading treat them like every other saved tensor, and an input that was overwritten is an error
 instead of a wrong factor.
@@ -315,9 +319,7 @@ class Capture:
         if not trained:
             return
         self.called[helper] = trained[0]._version
-        keeps = helper not in self.counting and (
-            helper.multiplies or helper in self.rereading
-        )
+        keeps = helper not in self.counting and (helper.multiplies or helper in self.rereading)
         if inner is not None:
             if self.together is not None:
                 self.together.note(helper, ())

@@ -5,7 +5,7 @@ user asks for it, with ``layers="all"`` or by class.
 """
 
 from soframe.layers.attention import AttentionHelper
-from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.base import BlockShape, InnerCall, LayerHelper
 from soframe.layers.conv import Conv2dHelper
 from soframe.layers.conv1d import TransposedLinearHelper
 from soframe.layers.embedding import EmbeddingHelper
@@ -27,6 +27,7 @@ __all__ = [
     "EmbeddingHelper",
     "ExpertsHelper",
     "GroupNormHelper",
+    "InnerCall",
     "LayerHelper",
     "LayerNormHelper",
     "LinearHelper",

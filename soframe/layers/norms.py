@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soframe.kernels.gram import add_bias, zeros
 from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
 
@@ -27,7 +28,7 @@ class NormHelper(LayerHelper):
 
     @property
     def groups(self) -> int:
-        """The features: each is a sub-layer of its own."""
+        """The number of features, each of which is a sub-layer of its own."""
         assert self._full_weight is not None
         return self._full_weight.numel()
 
@@ -39,6 +40,26 @@ class NormHelper(LayerHelper):
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """See `LayerHelper.to_matrix`."""
         return super().to_matrix(None if weight is None else weight.flatten(), bias)
+
+    def input_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """See `LayerHelper.input_moment`: sums of squares, with no tensor besides the rows."""
+        if self.weight is None:
+            return super().input_moment(inputs, output_rows, total, scale)
+        rows = self._weight_rows(inputs, output_rows)
+        if total is None:
+            total = zeros(self.groups, self.shape.in_features, output_rows)
+        if self.bias is not None:
+            count = rows.shape[1] * rows.shape[2]
+            add_bias(total, rows.sum((1, 2)), count, scale)
+        # In place: a normalised input is a new tensor, and nobody else's.
+        total[:, 0, 0].add_(rows.square_().sum((1, 2, 3)), alpha=scale)
+        return total
 
 
 @KINDS["layer"].register_optional(nn.LayerNorm)

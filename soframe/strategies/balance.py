@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 from soframe.specs import FactorSpec
 
@@ -11,13 +12,19 @@ Cost = Callable[[FactorSpec], float]
 
 
 def compute_cost(factor: FactorSpec) -> float:
-    """Return the operations of a factorisation, up to a constant: ``groups n^3``."""
-    return float(factor.groups * factor.size**3)
+    """Return the operations of a factorisation, up to a constant: ``groups n^3``.
+
+    What is no matrix, as a diagonal, costs as much as it has elements.
+    """
+    return float(factor.groups * factor.size**3 if factor.kind == "psd" else factor.packed_numel)
 
 
 def memory_cost(factor: FactorSpec) -> float:
-    """Return the elements of the second-order data, up to a constant: ``groups n^2``."""
-    return float(factor.groups * factor.size**2)
+    """Return the elements of the second-order data, up to a constant: ``groups n^2``.
+
+    What is no matrix has as many as it has itself.
+    """
+    return float(prod(factor.shape))
 
 
 def assign(costs: Sequence[float], loads: list[float]) -> list[int]:

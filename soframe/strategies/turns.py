@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from soframe.strategies.balance import assign, compute_cost
 from soframe.strategies.placement import BlockWork, Placement
@@ -110,11 +111,12 @@ def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
         rows: The rows of each.
 
     Returns:
-        ``rows groups n^2`` for each factor; that of the inputs counts once.
+        ``rows groups n^2`` for each factor, ``rows groups`` for a diagonal, which is counted from
+        indices; that of the inputs counts once.
     """
     return float(
         sum(
-            number * factor.groups * factor.size**2
+            number * (factor.groups if factor.kind == "diagonal" else prod(factor.shape))
             for index, (own, number) in enumerate(zip(work, rows, strict=True))
             for factor in own.factors
             if factor.captured and (index == 0 or factor.reads != "inputs")

@@ -368,3 +368,42 @@ def test_a_graph_without_the_products_is_an_error() -> None:
 def test_the_default_leaves_it_alone() -> None:
     with closing(soframe.Preconditioner(Model(attention()), kl_clip=None)) as own:
         assert set(blocks(own)) == {"first", "last"}
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+def test_positions_that_are_no_data_are_left_out(fisher: str) -> None:
+    """As they are for linear layers: neither counted, nor in the sums."""
+    mask = torch.ones(BATCH, 5, dtype=torch.bool)
+    mask[0, 3:] = mask[1, 1:] = False
+    found = []
+    module = attention(batch_first=True)
+    for one in (module, Twin(module)):
+        model = Model(one, key_padding_mask=~mask)
+        settings = {"layers": "all", "fisher": fisher, "loss": "mse"}
+        with closing(preconditioner(model, **settings)) as own:
+            own.count(int(mask.sum()), rows=mask)
+            output = model(*SELF[0])[mask]
+            if fisher != "empirical":
+                own.observe(output)
+            output.square().mean().backward()
+            own.step()
+            found.append({name: factors(own, name) for name in blocks(own)})
+    ours, theirs = found
+    pairs = zip(ours["attention.in_proj_weight"], packed(theirs, "q", "k", "v"), strict=True)
+    for one, other in pairs:
+        compare(one, other, "factor", rtol=1e-10)
+
+
+def test_some_rows_stand_for_all() -> None:
+    """With every row taken, a sample of them is the whole; with fewer, A has as large a trace."""
+    found = []
+    for rows in (1.0, 10**6, 7):
+        model = Model(attention(batch_first=True))
+        with closing(preconditioner(model, layers="all", rows=rows)) as own:
+            model(*THREE[0]).square().mean().backward()
+            own.step()
+            found.append(factors(own, "attention.in_proj_weight"))
+    for one, other in zip(found[0], found[1], strict=True):
+        assert torch.equal(one, other)
+    biases = [a[:, -1, -1] for a, _ in found]
+    compare(biases[2], biases[0], "positions, of a bias")

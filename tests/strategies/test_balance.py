@@ -12,6 +12,7 @@ from soframe.methods import KFAC
 from soframe.specs import FactorSpec
 from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement
 from soframe.strategies.balance import assign, compute_cost, memory_cost
+from soframe.strategies.turns import statistics_cost
 
 
 def work_of(*shapes: tuple[int, int, int]) -> list[BlockWork]:
@@ -147,3 +148,13 @@ def test_a_shorter_column_is_given_less():
     assert workers.count((0, 2)) == 6
     assert workers.count((1,)) == 3
     assert loads_of(placement) == [384.0, 384.0, 384.0]
+
+
+def test_a_diagonal_costs_its_elements() -> None:
+    """Else the table of a language model would take all owners to itself."""
+    diagonal = FactorSpec("A", "right", 1, 50_000, kind="diagonal")
+    assert compute_cost(diagonal) == memory_cost(diagonal) == 50_000
+    matrix = FactorSpec("G", "left", 2, 10)
+    assert (compute_cost(matrix), memory_cost(matrix)) == (2000, 200)
+    work = BlockWork("table", BlockShape(1, 10, 50_000), (diagonal, matrix))
+    assert statistics_cost([work], [7]) == 7 * (1 + 2 * 100)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from soframe.layers import Conv2dHelper, LinearHelper
+from soframe.layers.base import Unit
 from soframe.registry import describe
 from soframe.solvers import Eigen, Inverse, NewtonSchulz, OrthogonalIteration, Solver
+from soframe.specs import FactorSpec
 from soframe.strategies import (
     BlockWork,
     CommOpt,
@@ -97,6 +99,114 @@ def test_a_wrong_linear_helper_is_found(helper: type[LinearHelper], message: str
 def test_a_permuted_convolution_is_found() -> None:
     with pytest.raises(AssertionError, match="gradient of sample"):
         check_layer_helper(nn.Conv2d(2, 3, 2), torch.randn(2, 2, 4, 4), helper=Swapped)
+
+
+class Renamed(nn.Module):
+    """A linear layer whose parameter has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel.T
+
+
+class Kernel(LinearHelper):
+    """Right in all that it says."""
+
+    name = "kernel"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.weight = self._full_weight = module.get_parameter("kernel")
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        return None
+
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        return ("kernel",)
+
+    @classmethod
+    def of(cls, module: nn.Module, trained: Any, *, joint: bool = True) -> list[LinearHelper]:
+        return [cls(module)] if "kernel" in trained else []
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return {self.name: self.weight}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.name].unsqueeze(0)
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        return {self.name: matrix[0]}
+
+
+class CallsItWeight(Kernel):
+    name = "weight"
+
+
+class Nameless(LinearHelper):
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        return None
+
+
+class Twice(Kernel):
+    @classmethod
+    def of(cls, module: nn.Module, trained: Any, *, joint: bool = True) -> list[LinearHelper]:
+        return 2 * super().of(module, trained, joint=joint)
+
+
+class TakesTheFirst(Kernel):
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        return super().take_inputs(inputs, torch.zeros_like(index), unit)
+
+
+class CountsOneRow(Kernel):
+    """Its rows are right, and the number of them that it tells is not."""
+
+    def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        return torch.ones(1)
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+
+
+def test_parameters_may_have_any_name() -> None:
+    check_layer_helper(Renamed(), torch.randn(5, 2, 4), helper=Kernel)
+
+
+@pytest.mark.parametrize(
+    ("helper", "message"),
+    [
+        (CallsItWeight, "not all of them trained"),
+        (Nameless, r"names\(\) gives no parameter"),
+        (Twice, "blocks share a parameter"),
+        (TakesTheFirst, "take_inputs, by sample"),
+        (CountsOneRow, "G of a Preconditioner"),
+    ],
+)
+def test_a_wrong_helper_of_other_names_is_found(helper: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_layer_helper(Renamed(), torch.randn(5, 2, 4), helper=helper)
+
+
+def test_the_batch_may_be_any_dimension() -> None:
+    norm = nn.LayerNorm(3)
+    x = torch.randn(4, 5, 3)
+    check_layer_helper(norm, x)
+    with pytest.raises(AssertionError, match="keep the batch"):
+        check_layer_helper(norm, x, batch_dim=1)
+    attention = nn.MultiheadAttention(4, 2)
+    rows = torch.randn(5, 3, 4)
+    check_layer_helper(attention, rows, rows, rows, batch_dim=1)
+    with pytest.raises(AssertionError, match="keep the batch"):
+        check_layer_helper(attention, rows, rows, rows)
 
 
 def test_a_module_without_helper_is_refused() -> None:
