@@ -44,7 +44,7 @@ class Solver(ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether a solve starts from the last one's data, as where ``solve_again`` is overridden."""
+        """Whether a solve starts from the last one's data, as where ``solve_again`` has a body."""
         return type(self).solve_again is not Solver.solve_again
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
