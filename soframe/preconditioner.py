@@ -231,6 +231,7 @@ class Preconditioner(Joinable):
                 damping=self._damping,
                 scaling=scaling,
                 auxiliary=auxiliary,
+                observed=self._fisher.probed,
             )
             self._capture = Capture(probing=self._fisher.probed)
             self._closed = False

@@ -41,6 +41,7 @@ class Choices:
         damping: The damping policy, which may put a solver around each block's.
         scaling: The convention of scale, for which not every method is defined.
         auxiliary: The method of every parameter that no other has; None to leave them alone.
+        observed: Whether the Fisher is one that is observed, which only methods of calls need.
     """
 
     method: Choice
@@ -52,6 +53,7 @@ class Choices:
     damping: DampingPolicy | None = None
     scaling: str = "fisher"
     auxiliary: Choice = None
+    observed: bool = False
 
 
 def unwrap(model: nn.Module) -> nn.Module:

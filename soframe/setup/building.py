@@ -134,6 +134,11 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
         )
+    if choices.observed and not any(block.captured for block in registration.blocks):
+        raise ValueError(
+            "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
+            "out, or choose a method of calls, such as 'kfac', for some layers"
+        )
     for block in registration.blocks:
         own = block.parameters.items()
         stacks.require_materialised((f"{block.name}.{name}", p) for name, p in own)

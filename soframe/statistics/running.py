@@ -139,7 +139,7 @@ def _gather(
             block.local[factor.name] = empty
         local = block.local[factor.name].mul_(decay)
         if factor.name in new:
-            local.add_(pack_triangle(new.pop(factor.name)), alpha=1 - decay)
+            local.add_(pack(new.pop(factor.name), factor), alpha=1 - decay)
 
 
 def observe(

@@ -82,7 +82,8 @@ class BlockWork:
     @property
     def plain(self) -> bool:
         """Whether all factors are matrices, made of calls, and solved as they are."""
-        return not self.resident and not self.unsolved and not any(f.needs for f in self.factors)
+        needy = any(factor.needs or factor.decay is not None for factor in self.factors)
+        return not self.resident and not self.unsolved and not needy
 
 
 @dataclass(frozen=True)
@@ -461,12 +462,18 @@ def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
         owners=tuple(owners),
         contributors=() if tuple(contributors) == everyone else tuple(contributors),
         holders=() if tuple(holders) == everyone else tuple(holders),
-        deferred=block.deferred and not work.unsolved and not any(made),
+        # Accumulators have one mass and one decay for all factors of a block.
+        deferred=block.deferred and all(_accumulates(factor) for factor in work.factors),
         made=made if any(made) else (),
         readers=tuple(tuple(sorted(r.difference(workers))) for r in readers)
         if any(r.difference(workers) for r in readers)
         else (),
     )
+
+
+def _accumulates(factor: FactorSpec) -> bool:
+    """Return whether the statistics of a factor may wait in accumulators."""
+    return factor.captured and factor.kind == "psd" and not factor.needs and factor.decay is None
 
 
 def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:

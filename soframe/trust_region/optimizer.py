@@ -169,6 +169,11 @@ class TrustRegion(torch.optim.Optimizer):
             kl_clip=None,
             **further,
         )
+        try:
+            settings.require_memoryless(self.preconditioner.blocks)
+        except ValueError:
+            self.preconditioner.close()
+            raise
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks.block import Block
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
@@ -180,6 +181,28 @@ def whole_model_damping(choice: DampingChoice) -> DampingPolicy:
             f"TrustRegion needs one damping for the whole model, which {policy!r} has not"
         )
     return policy
+
+
+def require_memoryless(blocks: Sequence[Block]) -> None:
+    """Check that directions depend on the gradient of the step, and on statistics of calls, alone.
+
+    Several dampings are tried on one gradient, and some steps are taken back: what a method keeps
+    from step to step would not be.
+
+    Args:
+        blocks: The blocks.
+
+    Raises:
+        ValueError: If a method keeps a state, or takes statistics of averaged gradients.
+    """
+    for block in blocks:
+        if block.states or len(block.captured) < len(block.factors):
+            what = "keeps a state" if block.states else "takes statistics of averaged gradients"
+            raise ValueError(
+                f"{block.name}: {block.method!r} {what}, which TrustRegion cannot take back with a "
+                f"step: use soframe.Optimizer(model, method=...) for it, or a method of calls such "
+                f"as 'kfac' or 'ekfac' here"
+            )
 
 
 def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:

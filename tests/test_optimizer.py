@@ -1,0 +1,196 @@
+"""The optimizer that owns the step: its groups, its steps, its states, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.methods import KFAC, SOAP, AdamW, Chain, Momentum
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
+
+
+class Text(nn.Module):
+    """An embedding tied to the head, a norm, and layers in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.hidden(self.norm(self.embedding(tokens))).tanh()
+        return self.head(hidden)
+
+
+def text() -> Text:
+    torch.manual_seed(0)
+    return Text().double()
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 7, (6, 5), generator=generator)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return loss
+
+
+def train(optimizer: soframe.Optimizer, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def test_every_parameter_is_of_one_of_two_methods() -> None:
+    model = text()
+    optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)
+    rows = {row.parameter: row for row in optimizer.report()}
+    assert set(rows) == {name for name, _ in model.named_parameters()}
+    auxiliary = {name for name, row in rows.items() if row.method == "adamw"}
+    assert auxiliary == set(rows) - {"hidden.weight"}
+    assert "embedding" in rows["embedding.weight"].note
+    assert "vector" in rows["norm.weight"].note
+    main, other = optimizer.param_groups
+    assert (main["lr"], other["lr"]) == (0.02, 3e-3) or (main["lr"], other["lr"]) == (3e-3, 0.02)
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+    assert len(grouped) == len({id(p) for p in grouped})
+
+
+def test_methods_by_patterns_have_groups_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    methods = {"^0$": "muon", "^2$": SOAP()}
+    optimizer = soframe.Optimizer(model, methods, lr=0.1, auxiliary=AdamW(eps=1e-6))
+    methods_of = [group["method"] for group in optimizer.param_groups]
+    assert len(methods_of) == 3
+    assert sum("eps=1e-06" in name for name in methods_of) == 1
+    reasons = {row.parameter: row.note for row in optimizer.report()}
+    assert "no pattern of method= matches" in reasons["3.weight"]
+
+
+def test_alone_adamw_is_torchs() -> None:
+    ours, theirs = text(), text()
+    optimizer = soframe.Optimizer(ours, "adamw", lr=0.01, weight_decay=0.1)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 8) for o in (optimizer, reference)]
+    for step in range(6):
+        for model, one, scheduler in zip(
+            (ours, theirs), (optimizer, reference), schedulers, strict=True
+        ):
+            one.zero_grad()
+            backward(model, step)
+            one.step()
+            scheduler.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_closure_is_called_and_its_loss_returned() -> None:
+    model = text()
+    optimizer = soframe.Optimizer(model, **SETTINGS)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return backward(model, 0)
+
+    loss = optimizer.step(closure)
+    assert float(loss.detach()) > 0
+    assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["soap-muon", "ekfac", "shampoo"])
+def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
+    settings = {**SETTINGS, "statistics_every": 1, "solve_every": 2}
+    model = text()
+    optimizer = soframe.Optimizer(model, method, **settings)
+    train(optimizer, model, range(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(optimizer, model, range(4, 7))
+    again = text()
+    again.load_state_dict(saved[0])
+    other = soframe.Optimizer(again, method, **{**settings, "lr": 5.0})
+    other.load_state_dict(saved[1])
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    train(other, again, range(4, 7))
+    for mine, own in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, own)
+
+
+def test_states_of_others_are_refused_and_change_nothing() -> None:
+    model = text()
+    optimizer = soframe.Optimizer(model, "muon", **SETTINGS)
+    with pytest.raises(ValueError, match="not the state of a soframe"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    other = text()
+    foreign = soframe.Optimizer(other, "soap", **SETTINGS).state_dict()
+    with pytest.raises(ValueError, match="the state has param groups"):
+        optimizer.load_state_dict(foreign)
+    train(optimizer, model, range(2))
+
+
+def test_a_bad_batch_moves_nothing() -> None:
+    model = text()
+    optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)
+    train(optimizer, model, range(3))
+    before = copy.deepcopy((model.state_dict(), optimizer.preconditioner.state_dict()["blocks"]))
+    optimizer.zero_grad()
+    backward(model, 3)
+    model.norm.weight.grad[0] = float("nan")
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[0][name])  # nor does weight decay
+    for name, block in optimizer.preconditioner.state_dict()["blocks"].items():
+        for key, tensor in block["state"].items():
+            assert torch.equal(tensor, before[1][name]["state"][key])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"lr": -1.0}, "lr must be finite and not negative"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"weight_decay": float("nan")}, "weight_decay must be finite"),
+        ({"auxiliary": None}, "auxiliary= names the method"),
+        ({"optimizer": None}, "optimizer= is this optimizer's own"),
+        (
+            {"fisher": "type-2", "loss": "cross-entropy", "method": "muon"},
+            "no block's method reads",
+        ),
+        ({"method": "no-such"}, "no method 'no-such'"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=problem):
+        soframe.Optimizer(text(), **{"lr": 0.1, **settings})
+
+
+def test_groups_are_the_methods() -> None:
+    optimizer = soframe.Optimizer(text(), **SETTINGS)
+    with pytest.raises(ValueError, match="makes its param groups itself"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        (Chain((KFAC(), Momentum())), "which TrustRegion cannot take back"),
+        ({"0": "soap", "": "kfac"}, "which TrustRegion cannot take back"),
+        ("muon", "no block's method reads any"),
+    ],
+)
+def test_a_trust_region_refuses_what_it_cannot_take_back(method: Any, problem: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=problem):
+        soframe.TrustRegion(model, "cross-entropy", method=method)
+    soframe.Preconditioner(model, kl_clip=None)  # nothing is left behind
