@@ -28,6 +28,7 @@ from soframe.methods import Method
 from soframe.optimizer import Optimizer
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
+from soframe.settings import Cadence, Clips, Curvature
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.strategies import Placement, Strategy
@@ -39,6 +40,9 @@ _moved.install()
 
 __all__ = [
     "Backend",
+    "Cadence",
+    "Clips",
+    "Curvature",
     "FactorSpec",
     "LayerHelper",
     "Loss",

@@ -53,6 +53,7 @@ from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
+from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, joining
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
@@ -138,6 +139,10 @@ class Preconditioner(Joinable):
             ``"local"``, this rank's own, which `step` averages (`soframe.comm.leave_gradients`).
         auxiliary: The method of all trainable parameters that ``method`` leaves out, such as
             ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
+        cadence: ``statistics_every``, ``solve_every``, ``stagger`` and ``background`` as one.
+        clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
+        curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
+            ``scaling`` and ``dtype`` as one.
 
     Attributes:
         backend: How tensors travel.
@@ -190,10 +195,23 @@ class Preconditioner(Joinable):
         loss: str | type[Loss] | Loss | None = None,
         gradients: Literal["averaged", "local"] = "averaged",
         auxiliary: Choice = None,
+        cadence: Cadence | None = None,
+        clips: Clips | None = None,
+        curvature: Curvature | None = None,
     ) -> None:
         super().__init__()
+        given = dict(locals())
         self.backend = building.choose_backend(backend)
         with building.starting(lambda: self.backend):
+            cadence = merged("cadence", Cadence, cadence, given)
+            clips = merged("clips", Clips, clips, given)
+            curvature = merged("curvature", Curvature, curvature, given)
+            statistics_every, solve_every = cadence.statistics, cadence.solves
+            stagger, background = cadence.stagger, cadence.background
+            kl_clip, norm_clip, clip_lr = clips.kl, clips.norm, clips.lr
+            fisher, loss, dtype = curvature.fisher, curvature.loss, curvature.dtype
+            samples, loss_average = curvature.samples, curvature.loss_average
+            rows, decay, scaling = curvature.rows, curvature.decay, curvature.scaling
             building.check_words(scaling, loss_average, samples, clip_lr)
             building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
