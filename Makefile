@@ -29,8 +29,9 @@ test: $(VENV)/.stamp-test ## run the whole test suite
 	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-fast
-test-fast: $(VENV)/.stamp-test ## run the tests that take a few seconds at most
-	$(PYTEST) -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few examples of each property
+	HYPOTHESIS_PROFILE=fast $(PYTEST) -n $(WORKERS) -m "not slow and not distributed" \
+	    --ignore tests/docs $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-lint ## check style, docstrings and types

@@ -20,6 +20,8 @@ settings.register_profile(
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
 )
+# For `make test-fast`: a few examples of each property.
+settings.register_profile("fast", settings.get_profile("soframe"), max_examples=8)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "soframe"))
 
 
