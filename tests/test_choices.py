@@ -116,7 +116,9 @@ def test_patterns_that_match_do_not_warn():
 
 @pytest.mark.parametrize("choice", [3, "linear", LinearHelper(nn.Linear(1, 1))])
 def test_a_layers_choice_is_a_helper_class(choice):
-    with pytest.raises(TypeError, match=r"layers\['head'\] must be a LayerHelper class, not "):
+    with pytest.raises(
+        TypeError, match=r"layers\['head'\] must be a LayerHelper class or 'all', not "
+    ):
         chosen(layers={"head": choice})
 
 

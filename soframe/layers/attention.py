@@ -144,6 +144,11 @@ class AttentionHelper(LayerHelper):
         return self._groups
 
     @property
+    def multiplies(self) -> bool:
+        """See `LayerHelper.multiplies`: a block of the projections' biases alone does not."""
+        return self.weight is not None
+
+    @property
     def shape(self) -> BlockShape:
         """See `LayerHelper.shape`."""
         columns = self._into if self.weight is not None else 0
