@@ -1,8 +1,8 @@
 """Names that modules had before: importing one gives the module that it has become.
 
 Users' code imports classes from where they are written, such as ``soframe.factors.FactorSpec``.
-Modules that became folders (``soframe.blocks``, ``soframe.capture``, ``soframe.statistics``) give
-their classes themselves.
+Modules that became folders (``soframe.blocks``, ``soframe.capture``, ``soframe.solving``,
+``soframe.statistics``) give their classes themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ MOVED = {
     "running": "statistics.running",
     "sampling": "capture.sampling",
     "sharing": "layers.sharing",
-    "solving": "solving.solution",
     "stacks": "blocks.stacks",
     "trust_region.adaptive": "damping.adaptive",
     "trust_region.checks": "checks.numbers",
@@ -90,4 +89,4 @@ class _Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Let old names be found, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.append(_Finder())  # last: an old name never hides a module

@@ -18,13 +18,12 @@ and Hutter, 2019).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.numbers import require_numbers
@@ -40,8 +39,8 @@ class Optimizer(torch.optim.Optimizer):
     """Updates the parameters of a model by directions of any method.
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in
-    the model: ``group["method"]`` says which. Learning rates and weight decays may be changed there
-    at any time, and schedulers do.
+    the model: ``group["method"]`` says which, and begins with ``"auxiliary: "`` for that. Learning
+    rates and weight decays may be changed there at any time, and schedulers do.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -99,31 +98,36 @@ class Optimizer(torch.optim.Optimizer):
             if not 0 <= float(value) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, not {value!r}")
         self._ready = False
-        every = [p for p in unwrap(model).parameters() if p.requires_grad]
+        self._model = unwrap(model)
+        every = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(every, {"lr": float(lr), "weight_decay": float(weight_decay)})
         self.preconditioner = Preconditioner(
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
-        self._group(rates)
+        self._rates = {name: float(value) for name, value in rates.items()}
+        self._group()
         self._ready = True
 
-    def _group(self, rates: Mapping[str, float]) -> None:
-        """Let every method have a param group of its own."""
-        blocks_of: dict[str, list[Block]] = {}
+    def _group(self) -> None:
+        """Let every method have a param group of its own.
+
+        A group that is there keeps its settings and its place, by which schedulers know it.
+        """
+        params_of: dict[str, list[nn.Parameter]] = {}
         for block in self.preconditioner.blocks:
-            key = f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
-            blocks_of.setdefault(key, []).append(block)
+            name = f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
+            params_of.setdefault(name, []).extend(block.parameters.values())
+        groups = {group["method"]: group for group in self.param_groups if "method" in group}
         self.param_groups.clear()
-        for blocks in blocks_of.values():
-            prefix = "auxiliary_" if blocks[0].auxiliary else ""
-            super().add_param_group(
-                {
-                    "params": [p for block in blocks for p in block.parameters.values()],
-                    "lr": float(rates[f"{prefix}lr"]),
-                    "weight_decay": float(rates[f"{prefix}weight_decay"]),
-                    "method": describe(blocks[0].method),
-                }
-            )
+        for name in {**groups, **params_of}:
+            prefix = "auxiliary_" if name.startswith("auxiliary: ") else ""
+            made = {
+                "lr": self._rates[f"{prefix}lr"],
+                "weight_decay": self._rates[f"{prefix}weight_decay"],
+                "method": name,
+            }
+            group = groups.get(name, made)
+            self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: groups are the methods', and every parameter of the model is in one.
@@ -160,7 +164,15 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        changed = self.preconditioner.changed
+        if changed:
+            # Every trainable parameter must be in a group when blocks are made anew.
+            known = {id(p) for group in self.param_groups for p in group["params"]}
+            trained = [p for p in self._model.parameters() if p.requires_grad]
+            self.param_groups[0]["params"] += [p for p in trained if id(p) not in known]
         self.preconditioner.step()
+        if changed:
+            self._group()
         if self.preconditioner.updated:
             for group in self.param_groups:
                 moved = [p for p in group["params"] if p.grad is not None]
@@ -190,15 +202,17 @@ class Optimizer(torch.optim.Optimizer):
         """
         if PRECONDITIONER not in state_dict:
             raise ValueError("this is not the state of a soframe.Optimizer")
-        own = [(group["method"], len(group["params"])) for group in self.param_groups]
-        groups = state_dict.get("param_groups", ())
-        saved = [(group.get("method"), len(group.get("params", ()))) for group in groups]
-        if saved != own:
+        saved = _sizes(state_dict.get("param_groups", ()))
+        if saved != _sizes(self.param_groups):
             raise ValueError(
-                f"the state has param groups {saved} (method, parameters), and this optimizer {own}"
+                f"the state has param groups {saved} (method: parameters), and this optimizer "
+                f"{_sizes(self.param_groups)}"
             )
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != PRECONDITIONER})
+        by_method = {group["method"]: group for group in state_dict["param_groups"]}
+        for group in self.param_groups:
+            settings = by_method.get(group["method"], {})
+            group.update({key: value for key, value in settings.items() if key != "params"})
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -218,6 +232,12 @@ class Optimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""
         self.preconditioner.close()
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many parameters each method has, where it has any."""
+    sizes = {str(group.get("method")): len(group.get("params", ())) for group in groups}
+    return {method: size for method, size in sizes.items() if size > 0}
 
 
 def _move(parameters: list[nn.Parameter], lr: float | Tensor, weight_decay: float) -> None:

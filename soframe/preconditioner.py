@@ -485,10 +485,16 @@ class Preconditioner(Joinable):
                 "statistics_every of the next step": refresh.statistics_every.at(step + 1),
                 "solve_every": refresh.solve_every.at(step),
                 "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
+                "blocks with gradients": self._raw.alike(),
             }
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
         return now, common, None
+
+    @property
+    def changed(self) -> bool:
+        """Whether parameters were frozen, thawed or replaced since the last step."""
+        return self._watch.changed()
 
     @property
     def takes_statistics(self) -> bool:

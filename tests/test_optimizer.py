@@ -194,3 +194,40 @@ def test_a_trust_region_refuses_what_it_cannot_take_back(method: Any, problem: s
     with pytest.raises(ValueError, match=problem):
         soframe.TrustRegion(model, "cross-entropy", method=method)
     soframe.Preconditioner(model, kl_clip=None)  # nothing is left behind
+
+
+@pytest.mark.parametrize("method", ["soap-muon", "adamw", "ekfac"])
+def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    model[2].weight.requires_grad_(False)
+    optimizer = soframe.Optimizer(model, method, lr=0.01, statistics_every=1, solve_every=1)
+    optimizer.param_groups[0]["lr"] = 0.02  # as a scheduler does
+
+    def step() -> dict[str, bool]:
+        before = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        model(x).square().mean().backward()
+        optimizer.step()
+        return {k: not torch.equal(before[k], v) for k, v in model.state_dict().items()}
+
+    for _ in range(3):
+        moved = step()
+    assert [name for name, has in moved.items() if not has] == ["2.weight"]
+    main = optimizer.param_groups[0]["method"]
+    updates = {block.name: block.updates for block in optimizer.preconditioner.blocks}
+    model[2].weight.requires_grad_(True)
+    model[0].weight.requires_grad_(False)
+    step()
+    moved = step()
+    assert [name for name, has in moved.items() if not has] == ["0.weight"]
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    first = optimizer.param_groups[0]
+    assert (first["method"], first["lr"]) == (main, 0.02)
+    untouched = [b for b in optimizer.preconditioner.blocks if b.name.startswith("3")]
+    assert untouched
+    for block in untouched:  # its state has gone on
+        assert block.updates == updates[block.name] + 2

@@ -127,6 +127,9 @@ def test_no_room_imports_one_that_imports_it() -> None:
 
 @pytest.mark.parametrize("old", MOVED)
 def test_modules_are_found_by_their_former_names(old: str) -> None:
+    path = Path(soframe.__file__).parent / old.replace(".", "/")
+    assert not path.exists(), f"{old} is a folder of today: its old name must not hide it"
+    assert not path.with_suffix(".py").exists()
     sys.modules.pop(f"soframe.{old}", None)
     with pytest.warns(DeprecationWarning, match=f"soframe.{old} has become"):
         module = importlib.import_module(f"soframe.{old}")
@@ -138,11 +141,13 @@ def test_modules_are_found_by_their_former_names(old: str) -> None:
 def test_folders_give_what_the_modules_of_their_names_had() -> None:
     from soframe.blocks import Block
     from soframe.capture import Capture, Probe
+    from soframe.solving import Solution
     from soframe.statistics import Statistics
 
-    assert {c.__name__ for c in (Block, Capture, Probe, Statistics)} == {
+    assert {c.__name__ for c in (Block, Capture, Probe, Solution, Statistics)} == {
         "Block",
         "Capture",
         "Probe",
+        "Solution",
         "Statistics",
     }

@@ -296,6 +296,11 @@ class Block:
             after=self.method.refreshes_after,
         )
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter of the block has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
     def gradient(self) -> Tensor | None:
         """Return the gradient as a matrix in the factors' dtype.
 

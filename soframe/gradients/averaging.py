@@ -36,11 +36,24 @@ class AveragedGradients:
         self._present: Sequence[float] = ()
         self._placed = dict(placed)
         self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
+        self._remembering = [
+            block
+            for block in placed.blocks
+            if block.states or len(block.captured) < len(block.factors)
+        ]
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
 
     def check(self) -> None:
         """Raise if this rank's gradients are none that can be averaged."""
+
+    def alike(self) -> tuple[str, ...]:
+        """Return what all ranks must have alike: which blocks with a memory have gradients.
+
+        States, and averages of averaged gradients, would fall apart if some ranks let them go on
+        and others did not.
+        """
+        return tuple(block.name for block in self._remembering if block.has_gradient)
 
     def present(self) -> list[float]:
         """Return what the ranks have to add up, and pass to `agree`, before they call `raw`."""
@@ -99,6 +112,10 @@ class LocalGradients(AveragedGradients):
         """
         if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
+
+    def alike(self) -> tuple[str, ...]:
+        """See `AveragedGradients.alike`: nothing, since ranks agree on what any of them has."""
+        return ()
 
     def present(self) -> list[float]:
         """Return for every parameter whether this rank has its gradient."""

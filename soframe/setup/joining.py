@@ -67,6 +67,13 @@ def check(
             f"for the others, and a rank that has joined has no averaged gradient: pass "
             f"strategy='comm-opt', or gradients='local'"
         )
+    kept = [work.name for work in placement.work if work.state or not work.only_captured]
+    if kept and not local:
+        raise ValueError(
+            f"block {kept[0]!r} has a method that keeps a state, or takes statistics of averaged "
+            f"gradients, and a rank that has joined has no averaged gradient: its state would fall "
+            f"behind the others'; pass gradients='local'"
+        )
     if scaled:
         raise ValueError("Join does not go with grad_scaler=: a joined rank unscales no gradient")
     if not divide_by_initial_world_size and (local or everybody):

@@ -80,6 +80,11 @@ class BlockWork:
         return any(factor.captured for factor in self.factors)
 
     @property
+    def only_captured(self) -> bool:
+        """Whether nothing that is kept is made of averaged gradients, but directions."""
+        return all(factor.captured for factor in self.factors)
+
+    @property
     def plain(self) -> bool:
         """Whether all factors are matrices, made of calls, and solved as they are."""
         needy = any(factor.needs or factor.decay is not None for factor in self.factors)
