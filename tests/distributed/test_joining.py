@@ -138,6 +138,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "loss_average='global' divides by all ranks",
     ),
     ({"backend": "single"}, {}, "Join needs backend='torch'"),
+    ({"method": "adamw"}, {}, "block '0.weight' has a method that keeps a state"),
+    ({"method": "shampoo", "solver": "eigen"}, {}, "takes statistics of averaged gradients"),
 ]
 
 
@@ -159,6 +161,37 @@ def test_what_cannot_join_is_refused_on_every_rank():
     for errors in run_ranks(join_what_is_refused, 2, timeout=30):
         for error, (options, words, message) in zip(errors, REFUSED, strict=True):
             assert message in error, (options, words, error)
+
+
+def part_in_gradients(rank: int, ranks: int, method: str, gradients: str) -> str | Tensor:
+    """At the third step, rank 1 leaves out a layer, and nobody averages gradients."""
+    model = make_model()
+    options = {"method": method, "gradients": gradients, "kl_clip": None}
+    preconditioner = Preconditioner(model, damping=0.02, **options)
+    try:
+        for step in range(4):
+            model.zero_grad()
+            loss_of(model, 0, step).backward()
+            if step == 2 and rank == 1:
+                model[2].weight.grad = None
+            preconditioner.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+    except ValueError as error:
+        return str(error)
+    return weights(model)
+
+
+@pytest.mark.parametrize("method", ["adamw", "soap"])
+def test_states_of_ranks_do_not_fall_apart(method):
+    for error in run_ranks(part_in_gradients, 2, method, "averaged", timeout=30):
+        assert isinstance(error, str)
+        assert "blocks with gradients: rank(s) [1] have" in error
+    first, second = run_ranks(part_in_gradients, 2, method, "local", timeout=30)
+    assert isinstance(first, Tensor)
+    assert torch.equal(first, second)
 
 
 def step_as_a_scheduler_does(rank: int, ranks: int) -> str:
