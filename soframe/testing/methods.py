@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its __all__
 from torch.multiprocessing.spawn import start_processes
 
+from soframe import checkpoint
 from soframe.methods.base import Method
 from soframe.optimizer import Optimizer
 from soframe.registry import KINDS
@@ -64,7 +66,8 @@ class Training:
         passes: How many micro-batches each rank's batch is cut into.
         begin: The first step.
         end: The step after the last.
-        state: What to begin from; None for the start.
+        state: What to begin from; None for the start. A path is that of a sharded checkpoint.
+        folder: Where a sharded checkpoint is saved in the end; None for nowhere.
         options: Further settings of `soframe.Optimizer`.
     """
 
@@ -74,7 +77,8 @@ class Training:
     passes: int = 1
     begin: int = 0
     end: int = 6
-    state: dict[str, Any] | None = None
+    state: dict[str, Any] | Path | None = None
+    folder: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,7 +123,12 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     optimizer = Optimizer(
         model, copy.deepcopy(training.method), strategy=training.strategy, **settings
     )
-    if training.state is not None:
+    if isinstance(training.state, Path):
+        saved = {"model": model.state_dict()}
+        dcp.load(saved, checkpoint_id=training.state)
+        model.load_state_dict(saved["model"])
+        checkpoint.load(optimizer.preconditioner, training.state)
+    elif training.state is not None:
         model.load_state_dict(training.state["model"])
         optimizer.load_state_dict(training.state["optimizer"])
     for step in range(training.begin, training.end):
@@ -137,6 +146,12 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks
         optimizer.step()
+    if training.folder is not None:
+        sharded = {
+            "model": model.state_dict(),
+            "preconditioner": checkpoint.part(optimizer.preconditioner),
+        }
+        dcp.save(sharded, checkpoint_id=training.folder)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()
@@ -162,7 +177,8 @@ def check_method(
       which shows what a method keeps in itself;
     - saved in the middle and resumed by a fresh optimizer, to the bit;
     - on ranks, each with its part of the batch, under every strategy;
-    - saved on the most ranks and resumed on fewer, under another strategy.
+    - saved on the most ranks and resumed on half of them or fewer, under another strategy: from a
+      state, and from a sharded checkpoint.
 
     Bases are unique only where spectra are full and apart: so they are in this network.
 
@@ -206,12 +222,20 @@ def check_method(
                     )
                     _same(trained, whole, where, rtol)
         if len(ranks) > 1:
-            most, fewest = max(ranks), min(ranks)
-            before = launch(_train_each, most, [replace(one, strategy=strategies[-1], end=3)])
-            state = before[0][0].state
-            go_on = replace(one, strategy=strategies[0], begin=3, state=state)
-            after = launch(_train_each, fewest, [go_on])
-            _same(after[0][0], whole, f"{name}, resumed on {fewest} of {most} ranks", rtol)
+            most = max(ranks)
+            fewest = min(min(ranks), most // 2)
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary) / "sharded"
+                half = replace(one, strategy=strategies[-1], end=3, folder=folder)
+                before = launch(_train_each, most, [half])
+                states = (before[0][0].state, folder)
+                go_on = [
+                    replace(one, strategy=strategies[0], begin=3, state=state) for state in states
+                ]
+                after = launch(_train_each, fewest, go_on)
+            for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
+                where = f"{name}, resumed from {form} on {fewest} of {most} ranks"
+                _same(trained, whole, where, rtol)
 
 
 def _train_each(rank: int, ranks: int, trainings: Sequence[Training]) -> list[Trained]:

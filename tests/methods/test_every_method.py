@@ -27,5 +27,5 @@ def test_two_ranks_are_one_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_ranks_are_one_process(name: str) -> None:
-    """Under every strategy; saved on four ranks, and resumed on three."""
+    """Under every strategy; saved on four ranks, and resumed on two."""
     check_method(name, ranks=(3, 4), launch=run_ranks)
