@@ -223,7 +223,7 @@ def check_method(
                     _same(trained, whole, where, rtol)
         if len(ranks) > 1:
             most = max(ranks)
-            fewest = min(min(ranks), most // 2)
+            fewest = min(*ranks, most // 2)
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "sharded"
                 half = replace(one, strategy=strategies[-1], end=3, folder=folder)
