@@ -342,8 +342,10 @@ class Placement:
     def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
         """Return the bytes that a rank holds after a solve, from shapes alone.
 
-        That is what `Preconditioner.memory_usage` then says, to the byte. While a backward pass
-        gathers statistics there are, besides, the sums of the blocks that the rank contributes to.
+        That is what `Preconditioner.memory_usage` then says, to the byte. Factors whose statistics
+        are made with second-order data are counted; they come with the next statistics. While a
+        backward pass gathers statistics there are, besides, the sums of the blocks that the rank
+        contributes to.
 
         Args:
             rank: The rank.
@@ -366,6 +368,7 @@ class Placement:
         used: Collection[str] | None = None,
         local: LocalPlan | None = None,
         fused: bool = False,
+        first: bool = False,
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
@@ -381,13 +384,25 @@ class Placement:
             used: The blocks that are used and have been solved; None for all.
             local: What else there is with ``gradients="local"``; None for averaged ones.
             fused: The backend's, see `soframe.Backend`.
+            first: Whether nothing has been solved before this step, so that no factor is sent whose
+                statistics are made with second-order data. A block has such statistics in the step
+                after each solve too, if that is none of its statistics steps.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
         from soframe.strategies import plan
 
-        return plan.traffic(self, rank, statistics, solve, used, local, fused)
+        return plan.traffic(
+            self,
+            rank,
+            statistics=statistics,
+            solve=solve,
+            used=used,
+            local=local,
+            fused=fused,
+            first=first,
+        )
 
     def __str__(self) -> str:
         told = any(_statistics(w, b) for w, b in zip(self.work, self.blocks, strict=True))

@@ -88,6 +88,7 @@ def traffic(
     used: Collection[str] | None = None,
     local: LocalPlan | None = None,
     fused: bool = False,
+    first: bool = False,
 ) -> Traffic:
     """See `Placement.traffic`.
 
@@ -99,6 +100,7 @@ def traffic(
         used: The blocks in use; None for all.
         local: What else there is with local gradients.
         fused: Whether gradients travel fused.
+        first: Whether nothing has been solved before this step.
 
     Returns:
         Phase -> bytes and calls.
@@ -116,12 +118,12 @@ def traffic(
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
         for after in (False, True):
             turn = [(w, p) for w, p in due if w.after == after]
-            _count(phases, "agree", _solve_agreements(turn) if turn else [])
+            _count(phases, "agree", _solve_agreements(turn))
         reduced = [(w, p) for w, p in due if p.deferred]
         reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]
         for eager in (True, False):
             own = [(w, p) for w, p in reduced if p.deferred != eager]
-            _count(phases, "reduce", _reductions(own, rank))
+            _count(phases, "reduce", _reductions(own, rank, first))
         for after in (False, True):
             _count(phases, "share", _shares([(w, p) for w, p in due if w.after == after], rank))
         _count(phases, "exchange", _exchanges(active, rank, fused))
@@ -165,10 +167,14 @@ def _solve_agreements(active: Collection[tuple[BlockWork, BlockPlacement]]) -> l
         if factor.name not in work.unsolved
     ]
     jobs = sum(len(work.factors) - len(work.unsolved) for work, _ in active)
+    if not jobs:
+        return []
     return [_AGREED_BYTES * sum(traces)] * bool(traces) + [_OUTCOME_BYTES * _OUTCOMES * jobs]
 
 
-def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+def _reductions(
+    pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int, first: bool
+) -> list[int]:
     sums: list[tuple[Hashable, int]] = []
     copies: list[tuple[Hashable, int]] = []
     for work, place in pairs:
@@ -176,7 +182,7 @@ def _reductions(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) 
         for index, factor in enumerate(work.factors):
             way = place.reductions[index]
             size = factor.packed_numel * ITEM_BYTES[wire]
-            if not factor.captured:
+            if not factor.captured or (first and factor.needs):
                 continue
             if rank in way.group and len(way.group) > 1:
                 sums.append(((way.group, way.destination, wire, work.device), size))

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.multiprocessing.spawn import start_processes
 
 from soframe import checkpoint
@@ -125,7 +126,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     )
     if isinstance(training.state, Path):
         saved = {"model": model.state_dict()}
-        dcp.load(saved, checkpoint_id=training.state)
+        dcp_load(saved, checkpoint_id=training.state)
         model.load_state_dict(saved["model"])
         checkpoint.load(optimizer.preconditioner, training.state)
     elif training.state is not None:
@@ -151,7 +152,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
             "model": model.state_dict(),
             "preconditioner": checkpoint.part(optimizer.preconditioner),
         }
-        dcp.save(sharded, checkpoint_id=training.folder)
+        dcp_save(sharded, checkpoint_id=training.folder)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from soframe import Placement, Preconditioner
+from soframe import Placement, Preconditioner, available
 from soframe.comm import Recording, TorchDistributed
 from soframe.solvers import Eigen, Inverse
 from soframe.strategies import (
@@ -72,9 +72,21 @@ def planned(
     start = {"start": {"bytes": 64, "calls": 1}} if placement.world_size > 1 else {}
     start = {**start, "total": {"bytes": 64 * len(start), "calls": len(start)}}
     names = list(used)
+    # Statistics that are made with second-order data are made anew after each solve.
+    waiting = [work.name for work in placement.work if any(f.needs for f in work.factors)]
     for step in range(steps):
-        kinds = {"statistics": step % every[0] == 0, "solve": step % every[1] == 0}
-        one = placement.traffic(rank, **kinds, used=names, local=local, fused=fused)
+        statistics: bool | list[str] = step % every[0] == 0
+        if step % every[1] == 1 and not statistics:
+            statistics = waiting
+        one = placement.traffic(
+            rank,
+            statistics=statistics,
+            solve=step % every[1] == 0,
+            used=names,
+            local=local,
+            fused=fused,
+            first=step == 0,
+        )
         start = add(start, one)
     return start
 
@@ -90,6 +102,7 @@ def train_on_paper(
     solver: Any,
     *,
     fused: bool = False,
+    steps: int = 5,
     **options: Any,
 ) -> tuple[Preconditioner, nn.Module, Recording]:
     torch.manual_seed(0)
@@ -99,7 +112,7 @@ def train_on_paper(
     own = Preconditioner(
         model, strategy=strategy, backend=backend, solver=solver, kl_clip=None, **options
     )
-    for _ in range(5):
+    for _ in range(steps):
         model.zero_grad()
         model(torch.ones(2, widths[0])).square().mean().backward()
         own.step()
@@ -125,6 +138,30 @@ def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solve
     own, _, _ = train_on_paper(strategy, widths, rank, ranks, solver, fused=fused, **intervals)
     used = [work.name for work in own.placement.work]
     assert own.traffic() == planned(own.placement, rank, 5, every, used, fused=fused)
+    assert own.memory_usage() == own.placement.memory(rank)
+
+
+GENERAL = ["comm", "mem", "hybrid", "spread", "sharded", "pairs", "deferred", "owner-local"]
+"""Strategies for blocks with any number of factors."""
+
+
+@pytest.mark.parametrize("method", sorted(available("method")))
+@given(
+    name=st.sampled_from(GENERAL),
+    widths=st.lists(st.integers(2, 5), min_size=3, max_size=4),
+    ranks=st.integers(1, 8),
+    where=st.floats(0, 1, exclude_max=True),
+    every=st.sampled_from([(1, 2), (2, 4), (3, 3)]),
+)
+@settings(max_examples=4, deadline=None)
+def test_of_every_method_too(method, name, widths, ranks, where, every):
+    rank = int(where * ranks)
+    intervals = {"statistics_every": every[0], "solve_every": every[1]}
+    own, _, _ = train_on_paper(
+        EVERY[name], widths, rank, ranks, Eigen(), method=method, steps=6, **intervals
+    )
+    used = [work.name for work in own.placement.work]
+    assert own.traffic() == planned(own.placement, rank, 6, every, used)
     assert own.memory_usage() == own.placement.memory(rank)
 
 
