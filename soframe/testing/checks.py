@@ -7,6 +7,7 @@ parts that come with soframe pass through the same functions.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from soframe.capture.hooks import Capture, Probe
 from soframe.comm.recording import Event, Recording
 from soframe.layers.base import BlockShape, LayerHelper, Unit, moment
 from soframe.layers.layout import parameter_of
+from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
 from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import BlockWork
+from soframe.strategies.placement import BlockWork, complete
 from soframe.testing.compare import compare, kron
 
 
@@ -467,61 +469,89 @@ def _psd(groups: int, n: int, condition: float) -> Tensor:
     return (matrix + matrix.mT) / 2
 
 
-def check_strategy(strategy: Strategy, *, world_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8)) -> None:
+METHODS = ("kfac", "foof", "ekfac", "soap", "adamw")
+"""Their blocks have two factors, one, three, factors of gradients and a state, none and a state."""
+
+
+def check_strategy(
+    strategy: Strategy,
+    *,
+    world_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8),
+    methods: Sequence[Method | str] = METHODS,
+) -> None:
     """Check a strategy: its placements can be executed, and ranks never wait for each other.
 
-    For every world size a placement of several models is validated, found again by a second call,
-    and executed by every rank of a world on paper; then the ranks of every group must have entered
-    the same collectives in the same order, and each must have sent and must hold what the placement
-    plans. The largest world exchanges gradients in both ways, by owner and fused.
+    For every world size and method a placement of several models is validated, found again by a
+    second call, and executed by every rank of a world on paper; then the ranks of every group must
+    have entered the same collectives in the same order, and each must have sent and must hold what
+    the placement plans. The last world exchanges gradients in both ways, by owner and fused.
 
     Args:
         strategy: The strategy.
         world_sizes: Numbers of ranks.
+        methods: Methods whose blocks it is to place: the first on all numbers of ranks, the others
+            on the last two. A strategy that is for blocks of two factors alone is checked with
+            ``("kfac",)``.
 
     Raises:
         AssertionError: If the strategy is wrong.
     """
-    for ranks in world_sizes:
-        name = f"{strategy!r} on {ranks} rank(s)"
-        for work in _works():
+    pairs = [
+        (ranks, method)
+        for method in methods
+        for ranks in (world_sizes if method == methods[0] else world_sizes[-2:])
+    ]
+    for ranks, method in pairs:
+        name = f"{strategy!r} of {method!r} on {ranks} rank(s)"
+        for work in _works(method):
             placement = strategy.place(work, ranks)
             again = copy.deepcopy(strategy).place(list(work), ranks)
             assert placement.digest == again.digest, f"{name}: place() is not a pure function"
             assert placement.world_size == ranks, f"{name}: for {placement.world_size} ranks"
             assert placement.work == tuple(work), f"{name}: the placement is of other work"
             try:
-                placement.validate()
+                complete(placement).validate()
             except ValueError as error:
                 raise AssertionError(f"{name}: {error}") from error
-        _check_traces(strategy, ranks, name, fused=False)
-        if ranks == max(world_sizes):
-            _check_traces(strategy, ranks, f"{name}, fused", fused=True)
+        _check_traces(strategy, method, ranks, name, fused=False)
+        if ranks == world_sizes[-1]:
+            _check_traces(strategy, method, ranks, f"{name}, fused", fused=True)
 
 
-def _works() -> list[list[BlockWork]]:
-    def block(name: str, groups: int, out: int, into: int) -> BlockWork:
-        factors = (FactorSpec("A", "right", groups, into), FactorSpec("G", "left", groups, out))
-        return BlockWork(name, BlockShape(groups, out, into), factors)
+@functools.cache
+def _works(method: Method | str) -> list[list[BlockWork]]:
+    """Return the work of several models: of no layer, one, of many that differ, of many alike."""
+    uneven = [(3 + 7 * i, 2**i) for i in range(1, 7)]
+    models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], [(8, 8)] * 12]
+    works: list[list[BlockWork]] = [[]]
+    for sizes in models:
+        layers = [nn.Linear(into, out) for into, out in sizes]
+        backend = Recording(rank=0, world_size=1)
+        preconditioner = Preconditioner(
+            nn.Sequential(*layers), method, backend=backend, kl_clip=None
+        )
+        works.append(list(preconditioner.placement.work))
+        preconditioner.close()
+    return works
 
-    uneven = [block(f"layer{i}", 1 + i % 3, 2**i, 3 + 7 * i) for i in range(7)]
-    return [[], [block("only", 1, 10, 5)], uneven, [block(f"l{i}", 1, 8, 8) for i in range(12)]]
 
-
-def _check_traces(strategy: Strategy, ranks: int, name: str, *, fused: bool) -> None:
+def _check_traces(
+    strategy: Strategy, method: Method | str, ranks: int, name: str, *, fused: bool
+) -> None:
     backends = [Recording(rank=rank, world_size=ranks, fused=fused) for rank in range(ranks)]
     for backend in backends:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2))
         preconditioner = Preconditioner(
             model,
+            method,
             strategy=strategy,
             backend=backend,
             kl_clip=None,
-            solve_every=1,
+            solve_every=2,
             statistics_every=1,
         )
         # On paper nothing travels, so the ranks' weights are those of one.
-        for _ in range(2):
+        for _ in range(_STEPS):
             model.zero_grad()
             model(torch.ones(3, 4)).square().mean().backward()
             preconditioner.step()
@@ -539,11 +569,19 @@ def _check_traces(strategy: Strategy, ranks: int, name: str, *, fused: bool) -> 
             )
 
 
+_STEPS = 4  # solves in the first and third, statistics in all
+
+
 def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
-    placement = preconditioner.placement
-    fused = preconditioner.backend.fused
-    step = placement.traffic(rank, statistics=True, solve=True, fused=fused)
-    expected = {phase: {key: 2 * n for key, n in count.items()} for phase, count in step.items()}
+    placement, fused = preconditioner.placement, preconditioner.backend.fused
+    expected: dict[str, dict[str, int]] = {}
+    for step in range(_STEPS):
+        one = placement.traffic(
+            rank, statistics=True, solve=step % 2 == 0, fused=fused, first=step == 0
+        )
+        for phase, count in one.items():
+            total = expected.setdefault(phase, {"bytes": 0, "calls": 0})
+            expected[phase] = {key: total[key] + n for key, n in count.items()}
     traffic = preconditioner.traffic()
     start = traffic.pop("start", {"bytes": 0, "calls": 0})
     traffic["total"] = {key: n - start[key] for key, n in traffic["total"].items()}

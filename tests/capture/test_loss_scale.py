@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from soframe import Preconditioner
+from soframe.capture import loss_scale
 from soframe.testing import compare
 from tests.capture.kit import Case, precondition, snapshot, softplus, vectors
 from tests.capture.test_mixed_precision import Network, assert_close, unscaled_training
@@ -377,3 +378,21 @@ def test_looking_for_scalers_ends() -> None:
         scaler.update(scaler.get_scale())
     assert not own._loss_scale._others
     compare(torch.tensor(own._loss_scale._looks), torch.tensor(2), "looks")
+
+
+def test_all_objects_are_gone_through_once_while_there_is_no_scaler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    times: list[int] = []
+    through_all = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *of: times.append(1) or through_all(*of))
+    monkeypatch.setattr(loss_scale, "_NO_SCALER_AT", {})
+    for _ in range(5):
+        assert not loss_scale._live_scalers()
+    assert len(times) == 1
+    for kind in (torch.amp.GradScaler, Own):
+        scaler = kind("cpu", enabled=True)
+        assert loss_scale._live_scalers() == [scaler]
+        del scaler
+        assert not loss_scale._live_scalers()

@@ -317,6 +317,15 @@ class OwnsNowhere(Strategy):
         return replace(placement, blocks=blocks)
 
 
+class TwoOwners(Strategy):
+    """Takes for granted that blocks have two factors."""
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        placement = MemOpt().place(work, ranks)
+        blocks = tuple(replace(b, owners=(0, 0)) for b in placement.blocks)
+        return replace(placement, blocks=blocks)
+
+
 class ForgetsWork(Strategy):
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
         return CommOpt().place(work[:1], ranks)
@@ -328,6 +337,7 @@ class ForgetsWork(Strategy):
         (Shifting(), "pure function"),
         (OwnsNowhere(), "an owner is not a rank"),
         (ForgetsWork(), "other work"),
+        (TwoOwners(), "'foof'.*one owner per factor"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
 )
