@@ -53,6 +53,7 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
     "soframe",
+    "tests.distributed.frozen",
 ]
 # After one rank fails, its peers often fail of it: wait so long to report them together.
 _GRACE = 0.5
