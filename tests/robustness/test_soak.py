@@ -18,8 +18,8 @@ from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 2000
-WARM_UP = 600  # allocators and engines grow to their size
+STEPS = 1000
+WARM_UP = 400  # allocators and engines grow to their size
 RESIDENT = Path("/proc/self/statm")
 
 

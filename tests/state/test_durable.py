@@ -157,7 +157,7 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path, rank
         run_ranks(save_twice, ranks, folder := tmp_path / f"count-{victim}", sharded)
         count = run_ranks(save_until, ranks, folder, sharded, victim, None)[victim]
         assert count >= (1 if victim else 10)
-        for at in {*range(0, count, 2 * ranks - 1), count - 1}:
+        for at in {*range(0, count, 3 * ranks - 1), count - 1}:
             run_ranks(save_twice, ranks, folder := tmp_path / f"{victim}-{at}", sharded)
             ends = run_ranks(
                 *(save_until, ranks, folder, sharded, victim, at), check=False, group_timeout=3
