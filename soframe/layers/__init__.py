@@ -6,7 +6,14 @@ user asks for it, with ``layers="all"`` or by class.
 
 from soframe.layers.attention import AttentionHelper
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper
-from soframe.layers.conv import Conv2dHelper
+from soframe.layers.conv import (
+    Conv1dHelper,
+    Conv2dHelper,
+    Conv3dHelper,
+    ConvTranspose1dHelper,
+    ConvTranspose2dHelper,
+    ConvTranspose3dHelper,
+)
 from soframe.layers.conv1d import TransposedLinearHelper
 from soframe.layers.embedding import EmbeddingHelper
 from soframe.layers.experts import ExpertsHelper
@@ -23,7 +30,12 @@ __all__ = [
     "AttentionHelper",
     "BatchNormHelper",
     "BlockShape",
+    "Conv1dHelper",
     "Conv2dHelper",
+    "Conv3dHelper",
+    "ConvTranspose1dHelper",
+    "ConvTranspose2dHelper",
+    "ConvTranspose3dHelper",
     "EmbeddingHelper",
     "ExpertsHelper",
     "GroupNormHelper",
