@@ -372,6 +372,8 @@ class Registration:
                 self._reasons.setdefault(id(parameter), reason)
                 continue
             self._require_trainable(full, parameter)
+            if (why := self._sparse(parameter)) is not None:
+                raise ValueError(f"{full}: {why}, or freeze it")
             layout = PlainLayout(module, full.rpartition(".")[2])
             self._notes[full] = self._reasons.get(id(parameter), reason)
             self._append(full, self._auxiliary, (), layout, auxiliary=True)
@@ -394,6 +396,8 @@ class Registration:
             return self._reasons.get(id(parameter), "its layer has no block")
         self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
         self._require_trainable(full, parameter)
+        if (reason := self._sparse(parameter)) is not None:
+            return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
@@ -445,6 +449,14 @@ class Registration:
         if parameter.is_complex() or parameter.numel() == 0:
             what = "is complex" if parameter.is_complex() else "has no elements"
             raise ValueError(f"{full} {what}, which no method takes: freeze it")
+
+    def _sparse(self, parameter: nn.Parameter) -> str | None:
+        """Return why the gradient of a parameter is no matrix, if it is sparse."""
+        for _, module in self._sharers.get(id(parameter), ()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                kind = type(module).__name__
+                return f"{kind}: sparse=True makes sparse gradients; build it with sparse=False"
+        return None
 
     def _explain(self, module: nn.Module, reason: str, name: str = "") -> None:
         for parameter in module._parameters.values():

@@ -15,7 +15,7 @@ from soframe.layers.conv import (
     ConvTranspose3dHelper,
 )
 from soframe.layers.conv1d import TransposedLinearHelper
-from soframe.layers.embedding import EmbeddingHelper
+from soframe.layers.embedding import EmbeddingBagHelper, EmbeddingHelper
 from soframe.layers.experts import ExpertsHelper
 from soframe.layers.linear import LinearHelper
 from soframe.layers.norms import (
@@ -36,6 +36,7 @@ __all__ = [
     "ConvTranspose1dHelper",
     "ConvTranspose2dHelper",
     "ConvTranspose3dHelper",
+    "EmbeddingBagHelper",
     "EmbeddingHelper",
     "ExpertsHelper",
     "GroupNormHelper",
