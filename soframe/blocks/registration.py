@@ -16,6 +16,7 @@ from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import Layout, PlainLayout, parameter_of
+from soframe.layers.recurrent import without_helper
 from soframe.methods.base import Candidate, Method
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
@@ -169,6 +170,8 @@ class Registration:
             kind = type(module).__name__
             if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
                 return f"no layer helper by default; layers='all' adds {known.__name__}"
+            if (why := without_helper(module)) is not None:
+                return f"no layer helper: {why}"
             return f"no layer helper; register one with @soframe.register('layer', {kind})"
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:

@@ -21,10 +21,13 @@ from soframe.layers.linear import LinearHelper
 from soframe.layers.norms import (
     BatchNormHelper,
     GroupNormHelper,
+    InstanceNormHelper,
+    LanguageModelRMSNormHelper,
     LayerNormHelper,
     NormHelper,
     RMSNormHelper,
 )
+from soframe.layers.recurrent import RecurrentCellHelper
 
 __all__ = [
     "AttentionHelper",
@@ -41,10 +44,13 @@ __all__ = [
     "ExpertsHelper",
     "GroupNormHelper",
     "InnerCall",
+    "InstanceNormHelper",
+    "LanguageModelRMSNormHelper",
     "LayerHelper",
     "LayerNormHelper",
     "LinearHelper",
     "NormHelper",
     "RMSNormHelper",
+    "RecurrentCellHelper",
     "TransposedLinearHelper",
 ]
