@@ -140,6 +140,26 @@ class EmbeddingHelper(LayerHelper):
         values = (counts.to(output_rows.dtype) / positions).square()
         return self._added(both % size, values, total, scale)
 
+    def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.squared_gradients`: of the indices that occur, sample by sample."""
+        sample, indices, gradients = self._entries(inputs, output_rows)
+        size = self.module.num_embeddings
+        both, place = (indices + sample * size).unique(return_inverse=True)
+        sums = gradients.new_zeros(len(both), gradients.shape[1]).index_add_(0, place, gradients)
+        squares = gradients.new_zeros(size, gradients.shape[1])
+        squares.index_add_(0, both % size, sums.square())
+        if self.module.padding_idx is not None:
+            squares[self.module.padding_idx] = 0
+        return squares.T.unsqueeze(0)
+
+    def _entries(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sample, the index and the gradient of each row that is looked up."""
+        indices = _rows(inputs[0])
+        sample = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices)
+        return sample.flatten(), indices.flatten(), output_rows[0].flatten(0, 1)
+
     def _added(self, indices: Tensor, values: Tensor, total: Tensor | None, scale: float) -> Tensor:
         """Add up values by index, times a scale, without those of padding."""
         counts = values.new_zeros(1, self.module.num_embeddings)
@@ -250,6 +270,14 @@ class EmbeddingBagHelper(EmbeddingHelper):
     ) -> Tensor:
         """See `LayerHelper.mean_moment`: the same, for a bag has one position."""
         return self.input_moment(inputs, output_rows, total, scale)
+
+    def _entries(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices, weights, sizes = inputs
+        bags = _bags(sizes, len(indices))
+        weights = weights.to(output_rows.dtype).unsqueeze(1)
+        return bags, indices, output_rows[0, bags, 0] * weights
 
     def input_key(self) -> None:
         """See `LayerHelper.input_key`: entries of a call are tensors of that call."""
