@@ -197,6 +197,8 @@ class Registration:
                 return f"no layer helper: {why}"
             if isinstance(module, ParametrizationList):
                 return f"no layer helper: a weight is computed of it; {_REMEDY}"
+            if are_experts(module):
+                return f"no layer helper: tokens are sorted by expert within {kind}; {_REMEDY}"
             return f"no layer helper; register one with @soframe.register('layer', {kind})"
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
