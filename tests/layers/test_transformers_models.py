@@ -6,6 +6,7 @@ which share of each model's elements every method has.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.blocks.report import Report
+from soframe.layers import LanguageModelRMSNormHelper
+from soframe.registry import KINDS
+from soframe.testing import compare
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, about kernels that are not there
@@ -212,6 +216,24 @@ def test_experts_are_laid_out_one_by_one() -> None:
     assert by_name["model.layers.0.mlp.experts.gate_up_proj"] == (3, 64, 16)
     assert by_name["model.layers.0.mlp.experts.down_proj"] == (3, 16, 32)
     optimizer.close()
+
+
+NORMS = [
+    key
+    for key, helper in KINDS["layer"]._optional.items()
+    if helper is LanguageModelRMSNormHelper and isinstance(key, str)
+]
+
+
+@pytest.mark.parametrize("key", NORMS, ids=lambda key: key.rpartition(".")[2])
+def test_norms_have_the_rows_that_they_scale(key: str) -> None:
+    """Each by its name, as the package has it now, with a scale of one."""
+    path, _, name = key.rpartition(".")
+    module = getattr(importlib.import_module(path), name)(4, eps=0.1)
+    helper = LanguageModelRMSNormHelper(module)
+    assert helper.unsupported(module) is None
+    x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    compare(helper.input_rows(x)[:, :, :, 0].permute(1, 2, 0), module(x), name, rtol=1e-6)
 
 
 if __name__ == "__main__":
