@@ -138,7 +138,7 @@ def gradient_matrix(block: Block) -> Tensor:
         if parameter.requires_grad:
             assert parameter.grad is not None
             grad = parameter.grad
-            rows = (grad.permute(0, 2, 3, 1) if grad.dim() == 4 else grad).reshape(len(grad), -1)
+            rows = (grad.movedim(1, -1) if grad.dim() > 2 else grad).reshape(len(grad), -1)
             columns.append((name != "weight", rows))
     matrix = torch.cat([rows for _, rows in sorted(columns, key=lambda pair: pair[0])], 1)
     return matrix.reshape(groups, len(matrix) // groups, -1)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
-from soframe.layers.layout import Layout, PlainLayout, parameter_of
+from soframe.layers.experts import are_experts
+from soframe.layers.layout import GroupedLayout, Layout, PlainLayout, parameter_of
+from soframe.layers.recurrent import without_helper
 from soframe.methods.base import Candidate, Method
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
@@ -72,6 +75,23 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+_REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
+
+_UNCALLED: Mapping[str, tuple[str, ...]] = {
+    "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
+    "transformers.models.mamba.modeling_mamba.MambaMixer": ("conv1d", "dt_proj"),
+}
+"""Modules that use parameters of submodules without calling these, by name, and which ones."""
+
+
+def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name of a class and of a submodule, for each that the module does not call."""
+    for base in type(module).__mro__:
+        for child in _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ()):
+            prefix = "nn." if base.__module__.startswith("torch.nn.") else ""
+            yield f"{prefix}{base.__name__}", child
 
 
 class Registration:
@@ -132,7 +152,11 @@ class Registration:
                     if self._skipping(module) is None:
                         _require_initialised(name, module, parameter)
                     sharers.setdefault(id(parameter), []).append((name, module))
-        attention = [n for n, m in modules if isinstance(m, nn.MultiheadAttention)]
+        uncalled = {
+            f"{n}.{child}" if n else child: f"{kind} uses its weight without calling it"
+            for n, m in modules
+            for kind, child in _uncalled(m)
+        }
         self._sharers = sharers
         self._in_block: dict[int, Block] = {}
         done: set[int] = set()
@@ -140,7 +164,7 @@ class Registration:
             if id(module) in done or not self._is_observed(name):
                 continue
             helper = self._helper_class(name, module)
-            if helper is not None and self._reason(name, module, attention) is None:
+            if helper is not None and self._reason(name, module, uncalled) is None:
                 names = helper.names(module)
                 if not set(names) <= {"weight", "bias"}:
                     done.update(self._add_blocks(name, module, helper, names))
@@ -149,7 +173,7 @@ class Registration:
             tied = sharers[id(weight)] if weight is not None else [(name, module)]
             tied = list({id(m): (n, m) for n, m in tied}.values())  # one has it by two names
             done.update(id(m) for _, m in tied)
-            reasons = [(n, m, self._reason(n, m, attention)) for n, m in tied]
+            reasons = [(n, m, self._reason(n, m, uncalled)) for n, m in tied]
             refused = [(n, m, r) for n, m, r in reasons if r is not None]
             if not refused:
                 self._add_block(tied)
@@ -159,7 +183,7 @@ class Registration:
             for n, m, reason in reasons:
                 self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared, n)
 
-    def _reason(self, name: str, module: nn.Module, attention: Sequence[str]) -> str | None:
+    def _reason(self, name: str, module: nn.Module, uncalled: Mapping[str, str]) -> str | None:
         """Return why a module has no block, or None if it can have one."""
         pattern = self._skipping(module)
         if pattern is not None:
@@ -169,12 +193,18 @@ class Registration:
             kind = type(module).__name__
             if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
                 return f"no layer helper by default; layers='all' adds {known.__name__}"
+            if (why := without_helper(module)) is not None:
+                return f"no layer helper: {why}"
+            if isinstance(module, ParametrizationList):
+                return f"no layer helper: a weight is computed of it; {_REMEDY}"
+            if are_experts(module):
+                return f"no layer helper: tokens are sorted by expert within {kind}; {_REMEDY}"
             return f"no layer helper; register one with @soframe.register('layer', {kind})"
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
             return f"it has parameters without elements: {', '.join(empty)}"
-        if name.rpartition(".")[0] in attention and name.endswith("out_proj"):
-            return "nn.MultiheadAttention uses its weight without calling it"
+        if name in uncalled:
+            return uncalled[name]
         why = helper.unsupported(module)
         if why is None and not helper.names(module):
             raise _nameless(name, module, helper)
@@ -228,7 +258,9 @@ class Registration:
             _require_own_parameters(other_name, helpers[-1])
         if not _same_matrix(helpers):
             for _, other in tied:
-                self._explain(other, "its weight is shared with a layer of another geometry")
+                self._explain(
+                    other, f"its weight is shared with a layer of another geometry; {_REMEDY}"
+                )
             return
         if (reason := self._unsuited(name, method, helpers[0])) is not None:
             for _, other in tied:
@@ -372,6 +404,8 @@ class Registration:
                 self._reasons.setdefault(id(parameter), reason)
                 continue
             self._require_trainable(full, parameter)
+            if (why := self._sparse(parameter)) is not None:
+                raise ValueError(f"{full}: {why}, or freeze it")
             layout = PlainLayout(module, full.rpartition(".")[2])
             self._notes[full] = self._reasons.get(id(parameter), reason)
             self._append(full, self._auxiliary, (), layout, auxiliary=True)
@@ -394,6 +428,8 @@ class Registration:
             return self._reasons.get(id(parameter), "its layer has no block")
         self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
         self._require_trainable(full, parameter)
+        if (reason := self._sparse(parameter)) is not None:
+            return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
@@ -422,6 +458,8 @@ class Registration:
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of one parameter: its layer's, where that has another shape."""
+        if are_experts(module) and module.get_parameter(key).dim() > 1:
+            return GroupedLayout(module, key)
         plain = PlainLayout(module, key)
         helper = self._helper_class(name, module)
         if helper is None or key not in helper.names(module) or helper.unsupported(module):
@@ -445,6 +483,14 @@ class Registration:
         if parameter.is_complex() or parameter.numel() == 0:
             what = "is complex" if parameter.is_complex() else "has no elements"
             raise ValueError(f"{full} {what}, which no method takes: freeze it")
+
+    def _sparse(self, parameter: nn.Parameter) -> str | None:
+        """Return why the gradient of a parameter is no matrix, if it is sparse."""
+        for _, module in self._sharers.get(id(parameter), ()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                kind = type(module).__name__
+                return f"{kind}: sparse=True makes sparse gradients; build it with sparse=False"
+        return None
 
     def _explain(self, module: nn.Module, reason: str, name: str = "") -> None:
         for parameter in module._parameters.values():

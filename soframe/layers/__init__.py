@@ -6,32 +6,51 @@ user asks for it, with ``layers="all"`` or by class.
 
 from soframe.layers.attention import AttentionHelper
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper
-from soframe.layers.conv import Conv2dHelper
+from soframe.layers.conv import (
+    Conv1dHelper,
+    Conv2dHelper,
+    Conv3dHelper,
+    ConvTranspose1dHelper,
+    ConvTranspose2dHelper,
+    ConvTranspose3dHelper,
+)
 from soframe.layers.conv1d import TransposedLinearHelper
-from soframe.layers.embedding import EmbeddingHelper
+from soframe.layers.embedding import EmbeddingBagHelper, EmbeddingHelper
 from soframe.layers.experts import ExpertsHelper
 from soframe.layers.linear import LinearHelper
 from soframe.layers.norms import (
     BatchNormHelper,
     GroupNormHelper,
+    InstanceNormHelper,
+    LanguageModelRMSNormHelper,
     LayerNormHelper,
     NormHelper,
     RMSNormHelper,
 )
+from soframe.layers.recurrent import RecurrentCellHelper
 
 __all__ = [
     "AttentionHelper",
     "BatchNormHelper",
     "BlockShape",
+    "Conv1dHelper",
     "Conv2dHelper",
+    "Conv3dHelper",
+    "ConvTranspose1dHelper",
+    "ConvTranspose2dHelper",
+    "ConvTranspose3dHelper",
+    "EmbeddingBagHelper",
     "EmbeddingHelper",
     "ExpertsHelper",
     "GroupNormHelper",
     "InnerCall",
+    "InstanceNormHelper",
+    "LanguageModelRMSNormHelper",
     "LayerHelper",
     "LayerNormHelper",
     "LinearHelper",
     "NormHelper",
     "RMSNormHelper",
+    "RecurrentCellHelper",
     "TransposedLinearHelper",
 ]

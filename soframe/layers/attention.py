@@ -14,7 +14,7 @@ rows are positions, in the *expand* setting, as for ``nn.Linear`` in place of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
+from soframe.layers.graph import PRODUCTS, products
 from soframe.layers.layout import parameter_of
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
@@ -30,28 +31,6 @@ from soframe.specs import FactorSpec
 __all__ = ["AttentionHelper"]
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-# Of the nodes of products: what they have saved of the input, and which argument the weight is.
-PRODUCTS = {
-    "AddmmBackward0": ("_saved_mat1", 2),
-    "MmBackward0": ("_saved_self", 1),
-    "BmmBackward0": ("_saved_self", 1),
-    "LinearBackward0": ("_saved_input", 1),
-    "MkldnnLinearBackward0": ("_saved_self", 1),
-}
-# Nodes between a product and the parameter that it takes.
-VIEWS = {
-    "TBackward0",
-    "TransposeBackward0",
-    "PermuteBackward0",
-    "ExpandBackward0",
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "UnsqueezeBackward0",
-    "ToCopyBackward0",
-    "SplitBackward0",
-    "SplitWithSizesBackward0",
-}
 
 
 @KINDS["layer"].register_optional(nn.MultiheadAttention)
@@ -205,7 +184,7 @@ class AttentionHelper(LayerHelper):
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         wanted = {id(w): self._weights[name] for name, w in weights.items()}
         calls, seen = [], [0] * self._groups
-        for node, group, size in _products(first.grad_fn, wanted, self._out, given):
+        for node, group, size in products(first.grad_fn, wanted, self._out, given):
             for index in range(group, group + size):
                 seen[index] += 1
             calls.append(self._call(node, group, size, batch))
@@ -316,45 +295,3 @@ def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor
         return torch.nn.functional.pad(rows, around) if any(around) else rows
 
     return arrange
-
-
-def _products(
-    start: Any, weights: Mapping[int, int], out: int, given: Sequence[Tensor]
-) -> Iterator[tuple[Any, int, int]]:
-    """Yield the products that take weights, from the output of a module up to its inputs.
-
-    Args:
-        start: The node of the output.
-        weights: The weights by ``id``, with the first of their groups.
-        out: The rows of the weight of one projection.
-        given: What the module was called with.
-
-    Yields:
-        The node, the first of its groups and how many they are.
-    """
-    ends = [x.grad_fn for x in given if x.grad_fn is not None]
-    seen: set[Any] = {*ends}  # the nodes themselves: others might get their addresses
-    open_nodes = [start]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        open_nodes += [following for following, _ in node.next_functions]
-        if node.name() in PRODUCTS:
-            parameter, offset = _source(*node.next_functions[PRODUCTS[node.name()][1]])
-            if id(parameter) in weights:
-                size = node._input_metadata[0].shape[-1] // out
-                yield node, weights[id(parameter)] + offset // out, size
-
-
-def _source(node: Any, number: int) -> tuple[Tensor | None, int]:
-    """Return the parameter that a tensor is a view of, and with which of its rows it begins."""
-    offset = 0
-    while node is not None and node.name() in VIEWS:
-        if node.name() == "SplitBackward0":
-            offset += number * node._saved_split_size
-        elif node.name() == "SplitWithSizesBackward0":
-            offset += sum(node._saved_split_sizes[:number])
-        node, number = node.next_functions[0]
-    return getattr(node, "variable", None), offset

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
+from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.specs import FactorSpec
 
@@ -400,6 +401,21 @@ class LayerHelper(ABC):
 
     def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         return self._weight_rows(inputs, output_rows).mean(2, keepdim=True)
+
+    def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """Return the sum over samples of the squares of the entries of their gradients.
+
+        It is asked where `factor` makes that of the inputs diagonal; elsewhere methods have the
+        rows in a basis of their own.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient, in whichever basis.
+
+        Returns:
+            ``[groups, out, in]``. By default made of all rows, written out.
+        """
+        return squared_gradients(self.block_rows(inputs, output_rows), output_rows)
 
     def input_key(self) -> Hashable | None:
         """Return what ``input_moment`` depends on besides the tensors of the call.

@@ -1,16 +1,24 @@
-"""Two-dimensional convolutions, with everything that ``nn.Conv2d`` accepts.
+"""Convolutions of one to three dimensions, transposed too, with all that ``torch.nn`` accepts.
 
 A patch is a row and an output location a position (KFC: Grosse and Martens, 2016, section 3), with
 the features of a patch in the order kernel row, kernel column, channel: that of a weight in
 channels_last. A factor is then made of blocks of channels, one for each two kernel positions, which
 fast paths compute without writing patches out (`soframe.kernels`). Each group of a grouped
 convolution is a sub-layer of its own, with its own factors.
+
+The fast paths know images. One dimension is an image of one row. Of three dimensions the last is
+unfolded: kernel positions of that axis become channels, and its output positions further images.
+
+A transposed convolution is a convolution of its inputs with zeros between them (Dumoulin and Visin,
+2016, section 4), and has the rows of that one: a position is a location of its output, with one
+bias each. Its kernel meets the inputs backwards, so the axes of the inputs are turned round instead
+of the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +29,17 @@ from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
 from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
 from soframe.kernels.unfold import patches
-from soframe.layers.base import LayerHelper, Unit
-from soframe.registry import register
+from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.registry import KINDS, register
+
+__all__ = [
+    "Conv1dHelper",
+    "Conv2dHelper",
+    "Conv3dHelper",
+    "ConvTranspose1dHelper",
+    "ConvTranspose2dHelper",
+    "ConvTranspose3dHelper",
+]
 
 
 @register("layer", nn.Conv2d)
@@ -35,7 +52,9 @@ class Conv2dHelper(LayerHelper):
             factor. To choose for some layers, name a subclass in ``Preconditioner(layers=...)``.
     """
 
-    module: nn.Conv2d
+    module: nn.modules.conv._ConvNd
+    dimensions: ClassVar[int] = 2
+    transposed: ClassVar[bool] = False
     path: ClassVar[Path | None] = None
     unit: ClassVar[Unit | None] = "sample"
 
@@ -44,8 +63,9 @@ class Conv2dHelper(LayerHelper):
         """See `LayerHelper.unsupported`."""
         if not isinstance(module, nn.modules.conv._ConvNd):  # helpers of others may extend this one
             return f"{cls.__name__} serves convolutions, not {type(module).__name__}"
-        if getattr(module, "transposed", False):
-            return "transposed convolutions have another geometry"
+        if (len(module.kernel_size), module.transposed) != (cls.dimensions, cls.transposed):
+            kind = "transposed convolutions" if module.transposed else "convolutions"
+            return f"{kind} of {len(module.kernel_size)} dimension(s) have another geometry"
         return super().unsupported(module)
 
     @property
@@ -55,7 +75,7 @@ class Conv2dHelper(LayerHelper):
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """See `LayerHelper.to_matrix`; a view where the weight is in channels_last."""
-        return super().to_matrix(weight if weight is None else weight.permute(0, 2, 3, 1), bias)
+        return super().to_matrix(weight if weight is None else weight.movedim(1, -1), bias)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """See `LayerHelper.from_matrix`."""
@@ -66,18 +86,18 @@ class Conv2dHelper(LayerHelper):
         if self.weight is None:
             return None, bias
         out, channels, *kernel = self.weight.shape
-        return matrix.reshape(out, *kernel, channels).permute(0, 3, 1, 2), bias
+        return matrix.reshape(out, *kernel, channels).movedim(-1, 1), bias
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """See `LayerHelper.input_rows`: the plain way, which writes all patches out."""
-        return patches(*self._padded(inputs[0]))
+        return patches(*self._image(*inputs))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """See `LayerHelper.output_rows`: a view, channels first or last."""
-        g = grad_output if grad_output.dim() == 4 else grad_output.unsqueeze(0)
+        g = self._batched(grad_output)
         groups = self.module.groups
-        batch, channels, height, width = g.shape
-        g = g.reshape(batch, groups, channels // groups, height * width)
+        batch, channels, *locations = g.shape
+        g = g.reshape(batch, groups, channels // groups, torch.Size(locations).numel())
         return g.permute(1, 0, 3, 2)
 
     def input_moment(
@@ -92,7 +112,7 @@ class Conv2dHelper(LayerHelper):
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
             total = zeros(self.groups, self.shape.in_features, output_rows)
-        x, geometry = self._padded(inputs[0].to(output_rows.dtype))
+        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
@@ -109,41 +129,194 @@ class Conv2dHelper(LayerHelper):
         return total
 
     def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        return patch_means(*self._padded(inputs[0].to(output_rows.dtype)))
+        return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
 
     def input_key(self) -> Hashable:
         """See `LayerHelper.input_key`."""
         conv = self.module
-        where = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode)
-        return type(self), self.weight is not None, self.bias is not None, conv.groups, *where
+        sizes = (conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        padding = (conv.padding, conv.padding_mode, conv.output_padding)
+        return type(self), self.weight is not None, self.bias is not None, *sizes, *padding
 
-    def _padded(self, x: Tensor) -> tuple[Tensor, Geometry]:
-        """Return a batch with all padding that is not zeros, and the geometry that is left."""
+    def _batched(self, x: Tensor) -> Tensor:
+        return x if x.dim() == self.dimensions + 2 else x.unsqueeze(0)
+
+    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+        """Return a batch with all padding that is not zeros, and the axes that are left."""
+        del settings
         conv = self.module
-        x = x if x.dim() == 4 else x.unsqueeze(0)
-        top, bottom, left, right = _padding(conv)
+        x, around = self._batched(x), _padding(conv)
         if conv.padding_mode != "zeros":
-            x = F.pad(x, (left, right, top, bottom), mode=conv.padding_mode)
-            top = bottom = left = right = 0
+            # The last dimension first.
+            x = F.pad(x, [n for pair in reversed(around) for n in pair], mode=conv.padding_mode)
+            around = [(0, 0)] * len(around)
         numbers = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
-        height, width = numbers
-        geometry = Geometry(
-            x.shape[0],
-            conv.groups,
-            conv.in_channels // conv.groups,
-            Axis(*height, top, bottom),
-            Axis(*width, left, right),
+        return x, [Axis(*axis, *pair) for axis, pair in zip(numbers, around, strict=True)]
+
+    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
+        """Return the batch as images, and the geometry of their patches."""
+        x, (rows, columns) = self._padded(x, *settings)
+        return x, self._geometry(len(x), 1, rows, columns)
+
+    def _geometry(self, batch: int, unfolded: int, rows: Axis, columns: Axis) -> Geometry:
+        conv = self.module
+        channels = conv.in_channels // conv.groups * unfolded
+        return Geometry(batch, conv.groups, channels, rows, columns)
+
+
+@KINDS["layer"].register_optional(nn.Conv1d)
+class Conv1dHelper(Conv2dHelper):
+    """``nn.Conv1d``: an image of one row."""
+
+    dimensions: ClassVar[int] = 1
+
+    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
+        x, (axis,) = self._padded(x, *settings)
+        return x.unsqueeze(2), self._geometry(len(x), 1, Axis(1, 1), axis)
+
+
+@KINDS["layer"].register_optional(nn.Conv3d)
+class Conv3dHelper(Conv2dHelper):
+    """``nn.Conv3d``: for each output position of the last axis an image."""
+
+    dimensions: ClassVar[int] = 3
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`."""
+        rows = super().input_rows(*inputs)  # [groups, batch * last, the others, features]
+        batch = len(self._batched(inputs[0]))
+        by_sample: Tensor = rows.unflatten(1, (batch, -1))
+        return by_sample.transpose(2, 3).flatten(2, 3)
+
+    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        of_images = super()._weight_means(inputs, output_rows)
+        means: Tensor = of_images.unflatten(1, (output_rows.shape[1], -1)).mean(2)
+        return means
+
+    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
+        x, (rows, columns, last) = self._padded(x, *settings)
+        x = F.pad(x, (last.before, last.after))
+        windows = x.unfold(4, last.reach + 1, last.stride)[..., :: last.dilation]
+        windows = windows.unflatten(1, (self.groups, -1))
+        # [batch, last, group, kernel position, channel, height, width]
+        images = windows.permute(0, 5, 1, 6, 2, 3, 4).flatten(2, 4).flatten(0, 1)
+        return images, self._geometry(len(images), last.kernel, rows, columns)
+
+
+class _Transposed(Conv2dHelper):
+    """What transposed convolutions of all dimensions have in common."""
+
+    module: nn.modules.conv._ConvTransposeNd
+    transposed: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> BlockShape:
+        """See `LayerHelper.shape`: the weight is ``[in, out / groups, kernel]``."""
+        conv = self.module
+        columns = conv.weight.numel() // conv.out_channels if self.weight is not None else 0
+        out = conv.out_channels // conv.groups
+        return BlockShape(conv.groups, out, columns + (self.bias is not None))
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See `LayerHelper.to_matrix`; a view of the weight where there is one group."""
+        if weight is not None:
+            weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return super().to_matrix(weight, bias)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """See `LayerHelper.from_matrix`; the weight of several groups is a copy."""
+        bias = None
+        if self.bias is not None:
+            bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
+        if self.weight is None:
+            return None, bias
+        kernel = self.module.kernel_size
+        weight = matrix.unflatten(2, (*kernel, -1)).movedim(-1, 1)
+        return weight.flatten(0, 1), bias
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """See `LayerHelper.inputs`: with the padding of a call that names its output's size."""
+        bound = self._signature.bind(*args, **kwargs).arguments
+        x, size = bound["input"], bound.get("output_size")
+        if size is None:
+            return (x,)
+        conv = self.module
+        padding = conv._output_padding(
+            input=x,
+            output_size=list(size),
+            stride=list(conv.stride),
+            padding=[int(p) for p in conv.padding],
+            kernel_size=list(conv.kernel_size),
+            num_spatial_dims=self.dimensions,
+            dilation=list(conv.dilation),
         )
-        return x, geometry
+        return x, torch.tensor(padding)
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """See `LayerHelper.take_inputs`: the padding is that of all samples."""
+        return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`."""
+        return super().input_rows(*inputs).flip(2)  # all axes are turned round
+
+    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+        """Return the inputs turned round, with the zeros of the stride, and their axes."""
+        conv = self.module
+        x = self._batched(x)
+        extra = settings[0].tolist() if settings else conv.output_padding
+        sizes = [stride * (n - 1) + 1 for n, stride in zip(x.shape[2:], conv.stride, strict=True)]
+        spread = x.new_zeros(*x.shape[:2], *sizes)
+        places = spread
+        for axis, stride in enumerate(conv.stride):
+            places = places.unfold(axis + 2, 1, stride).squeeze(-1)
+        places.copy_(x)
+        axes, crop = [], []
+        for axis, size in enumerate(sizes):
+            reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            after = reach - int(conv.padding[axis])
+            before = after + int(extra[axis])
+            # Padding beyond the kernel's reach takes inputs away.
+            crop += [min(before, 0), min(after, 0)]
+            axes.append(
+                Axis(
+                    size + crop[-2] + crop[-1],
+                    conv.kernel_size[axis],
+                    dilation=conv.dilation[axis],
+                    before=max(before, 0),
+                    after=max(after, 0),
+                )
+            )
+        turned = spread.flip(tuple(range(2, x.dim())))
+        if any(crop):
+            pairs = [crop[i : i + 2] for i in range(0, len(crop), 2)]
+            turned = F.pad(turned, [n for pair in reversed(pairs) for n in pair])
+        return turned, axes
 
 
-def _padding(conv: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return the padding as (top, bottom, left, right)."""
+@KINDS["layer"].register_optional(nn.ConvTranspose1d)
+class ConvTranspose1dHelper(_Transposed, Conv1dHelper):
+    """``nn.ConvTranspose1d``: stride, padding, output padding, dilation, groups."""
+
+
+@KINDS["layer"].register_optional(nn.ConvTranspose2d)
+class ConvTranspose2dHelper(_Transposed):
+    """``nn.ConvTranspose2d``: stride, padding, output padding, dilation, groups."""
+
+
+@KINDS["layer"].register_optional(nn.ConvTranspose3d)
+class ConvTranspose3dHelper(_Transposed, Conv3dHelper):
+    """``nn.ConvTranspose3d``: stride, padding, output padding, dilation, groups."""
+
+
+def _padding(conv: nn.modules.conv._ConvNd) -> list[tuple[int, int]]:
+    """Return the padding of each axis, before and after."""
     if conv.padding == "valid":
-        return (0, 0, 0, 0)
+        return [(0, 0)] * len(conv.kernel_size)
     if conv.padding == "same":
-        # An odd total leaves the extra row or column at the end, as torch does.
-        rows, columns = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
-        return (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2)
-    rows, columns = (int(p) for p in conv.padding)
-    return (rows, rows, columns, columns)
+        # An odd total leaves the extra position at the end, as torch does.
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(p), int(p)) for p in conv.padding]

@@ -7,13 +7,17 @@ transposed: ``[1, embedding_dim, num_embeddings]``.
 
 The index for padding has no gradient. Its rows count neither for the inputs nor for the gradients
 of the outputs.
+
+A bag adds up rows of the table: its input is the sum of one-hot rows, with the weights that entries
+have in it. Of the second moment of these the diagonal is taken, which is all of it where no bag has
+two different indices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,7 @@ from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
-__all__ = ["EmbeddingHelper"]
+__all__ = ["EmbeddingBagHelper", "EmbeddingHelper"]
 
 
 @KINDS["layer"].register_optional(nn.Embedding)
@@ -41,7 +45,7 @@ class EmbeddingHelper(LayerHelper):
     def unsupported(cls, module: nn.Module) -> str | None:
         """See `LayerHelper.unsupported`."""
         if getattr(module, "sparse", False):
-            return "sparse=True makes sparse gradients, which cannot be preconditioned"
+            return "sparse=True makes sparse gradients; build it with sparse=False to have a block"
         if getattr(module, "max_norm", None) is not None:
             return "max_norm changes the table in the forward pass, between two calls"
         if getattr(module, "scale_grad_by_freq", False):
@@ -136,6 +140,26 @@ class EmbeddingHelper(LayerHelper):
         values = (counts.to(output_rows.dtype) / positions).square()
         return self._added(both % size, values, total, scale)
 
+    def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.squared_gradients`: of the indices that occur, sample by sample."""
+        sample, indices, gradients = self._entries(inputs, output_rows)
+        size = self.module.num_embeddings
+        both, place = (indices + sample * size).unique(return_inverse=True)
+        sums = gradients.new_zeros(len(both), gradients.shape[1]).index_add_(0, place, gradients)
+        squares = gradients.new_zeros(size, gradients.shape[1])
+        squares.index_add_(0, both % size, sums.square())
+        if self.module.padding_idx is not None:
+            squares[self.module.padding_idx] = 0
+        return squares.T.unsqueeze(0)
+
+    def _entries(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sample, the index and the gradient of each row that is looked up."""
+        indices = _rows(inputs[0])
+        sample = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices)
+        return sample.flatten(), indices.flatten(), output_rows[0].flatten(0, 1)
+
     def _added(self, indices: Tensor, values: Tensor, total: Tensor | None, scale: float) -> Tensor:
         """Add up values by index, times a scale, without those of padding."""
         counts = values.new_zeros(1, self.module.num_embeddings)
@@ -149,6 +173,121 @@ class EmbeddingHelper(LayerHelper):
     def input_key(self) -> Hashable:
         """See `LayerHelper.input_key`."""
         return type(self), self.module.num_embeddings, self.module.padding_idx
+
+
+@KINDS["layer"].register_optional(nn.EmbeddingBag)
+class EmbeddingBagHelper(EmbeddingHelper):
+    """``nn.EmbeddingBag``, modes ``"sum"`` and ``"mean"``: every bag is a sample.
+
+    The tensors of a call are the indices of all bags ``[entries]``, their weights in their bags
+    ``[entries]``, and the number of entries of each bag ``[bags]``.
+    """
+
+    module: nn.EmbeddingBag  # type: ignore[assignment]  # it has what is asked of an Embedding
+    unit: ClassVar[Unit | None] = "sample"
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        if getattr(module, "mode", None) == "max":
+            return "mode='max' is not linear in the table, which 'sum' and 'mean' are"
+        return super().unsupported(module)
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        """See `LayerHelper.factor`: empty bags reach nothing."""
+        spec = super().factor(spec)
+        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """See `LayerHelper.inputs`: entries, weights and sizes, however bags were given."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        indices, offsets = given["input"], given.get("offsets")
+        weights = given.get("per_sample_weights")
+        if offsets is None:
+            sizes = indices.new_full(indices.shape[:1], indices.shape[1])
+        elif self.module.include_last_offset:
+            sizes = offsets.diff()
+        else:
+            sizes = offsets.diff(append=offsets.new_full((1,), len(indices)))
+        indices = indices.flatten()
+        if weights is None:
+            weights = torch.ones(len(indices), dtype=self.module.weight.dtype, device=sizes.device)
+        weights = weights.detach().flatten()
+        if self.module.padding_idx is not None:
+            weights = weights * (indices != self.module.padding_idx)
+        if self.module.mode == "mean":
+            bags = _bags(sizes, len(indices))
+            counts = weights.new_zeros(len(sizes)).index_add_(0, bags, weights)
+            weights = weights / counts.clamp(min=1)[bags]
+        return indices, weights, sizes
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`: weighted sums of one-hot rows; the plain way."""
+        indices, weights, sizes = inputs
+        rows = weights.new_zeros(len(sizes), self.module.num_embeddings)
+        rows.index_put_((_bags(sizes, len(indices)), indices), weights, accumulate=True)
+        return rows.view(1, len(sizes), 1, -1)
+
+    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.mask`: bags without entries, or with padding alone, reach nothing."""
+        _, weights, sizes = inputs
+        entries = (weights != 0).long()
+        counts = entries.new_zeros(len(sizes)).index_add_(0, _bags(sizes, len(entries)), entries)
+        return (counts > 0).view(1, -1, 1)
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """See `LayerHelper.take_inputs`."""
+        indices, weights, sizes = inputs
+        taken, starts = sizes[index], sizes.cumsum(0) - sizes
+        shift = starts[index] - (taken.cumsum(0) - taken)
+        entries = shift.repeat_interleave(taken)
+        entries = entries + torch.arange(len(entries), device=entries.device)
+        return indices[entries], weights[entries], taken
+
+    def input_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """See `LayerHelper.input_moment`: the diagonal ``[1, num_embeddings]``."""
+        indices, weights, sizes = inputs
+        size = self.module.num_embeddings
+        both, place = (indices + _bags(sizes, len(indices)) * size).unique(return_inverse=True)
+        values = output_rows.new_zeros(len(both))
+        values.index_add_(0, place, weights.to(output_rows.dtype))
+        return self._added(both % size, values.square(), total, scale)
+
+    def mean_moment(
+        self,
+        inputs: tuple[Tensor, ...],
+        output_rows: Tensor,
+        total: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """See `LayerHelper.mean_moment`: the same, for a bag has one position."""
+        return self.input_moment(inputs, output_rows, total, scale)
+
+    def _entries(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices, weights, sizes = inputs
+        bags = _bags(sizes, len(indices))
+        weights = weights.to(output_rows.dtype).unsqueeze(1)
+        return bags, indices, output_rows[0, bags, 0] * weights
+
+    def input_key(self) -> None:
+        """See `LayerHelper.input_key`: entries of a call are tensors of that call."""
+        return
+
+
+def _bags(sizes: Tensor, entries: int) -> Tensor:
+    """Return the bag of each entry; as their number is given, a device need not be waited for."""
+    bags = torch.arange(len(sizes), device=sizes.device)
+    return bags.repeat_interleave(sizes, output_size=entries)
 
 
 def _rows(indices: Tensor) -> Tensor:

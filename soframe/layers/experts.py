@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.specs import FactorSpec
 
-__all__ = ["ExpertsHelper"]
+__all__ = ["ExpertsHelper", "are_experts"]
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Return whether parameters of a module have one matrix for each expert.
+
+    Args:
+        module: The module. Those of the package transformers have the word in the class's name.
+    """
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
 
 
 class ExpertsHelper(LayerHelper):

@@ -75,6 +75,22 @@ class PlainLayout:
         return {self._name: matrix.reshape(self._parameter.shape)}
 
 
+class GroupedLayout(PlainLayout):
+    """The layout of one parameter whose first dimension counts matrices that are side by side.
+
+    ``[groups, out, in]`` is itself, and vectors ``[groups, n]`` are ``[groups, n, 1]``.
+
+    Args:
+        module: The module.
+        name: The parameter's name in it; it has two dimensions or more.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
+        groups, out, *others = self._parameter.shape
+        self.shape = BlockShape(groups, out, prod(others))
+
+
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return what a module has under a name now, which may be dotted.
 

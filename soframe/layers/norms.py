@@ -20,7 +20,14 @@ from soframe.kernels.gram import add_bias, zeros
 from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
 
-__all__ = ["BatchNormHelper", "GroupNormHelper", "LayerNormHelper", "NormHelper", "RMSNormHelper"]
+__all__ = [
+    "BatchNormHelper",
+    "GroupNormHelper",
+    "InstanceNormHelper",
+    "LayerNormHelper",
+    "NormHelper",
+    "RMSNormHelper",
+]
 
 
 class NormHelper(LayerHelper):
@@ -85,11 +92,16 @@ class LayerNormHelper(NormHelper):
         """See `LayerHelper.take_inputs`."""
         (x,) = inputs
         if unit == "row":
-            x = x.reshape(-1, *self.module.normalized_shape)
+            x = x.reshape(-1, *self._features)
         return (x[index],)
 
+    @property
+    def _features(self) -> torch.Size:
+        assert self._full_weight is not None
+        return self._full_weight.shape
+
     def _rows(self, x: Tensor) -> Tensor:
-        leading = x.shape[: x.dim() - len(self.module.normalized_shape)]
+        leading = x.shape[: x.dim() - len(self._features)]
         batch = leading[0] if leading else 1
         shared = leading[1:].numel() if leading else 1
         return x.reshape(batch, shared, self.groups).permute(2, 0, 1).unsqueeze(3)
@@ -107,6 +119,43 @@ class RMSNormHelper(LayerNormHelper):
         x = _wide(inputs[0])
         shape = list(module.normalized_shape)
         return self._rows(F.rms_norm(x, shape, eps=module.eps))
+
+
+@KINDS["layer"].register_optional(
+    *(
+        f"transformers.models.{name}.modeling_{name}.{kind}"
+        for name, kind in {
+            "llama": "LlamaRMSNorm",
+            "mamba": "MambaRMSNorm",
+            "mistral": "MistralRMSNorm",
+            "mixtral": "MixtralRMSNorm",
+            "phi3": "Phi3RMSNorm",
+            "qwen2": "Qwen2RMSNorm",
+            "qwen2_moe": "Qwen2MoeRMSNorm",
+            "qwen3": "Qwen3RMSNorm",
+            "qwen3_moe": "Qwen3MoeRMSNorm",
+            "t5": "T5LayerNorm",
+        }.items()
+    )
+)
+class LanguageModelRMSNormHelper(LayerNormHelper):
+    """The RMS norms that models of the package transformers have of their own.
+
+    For any module ``y = w x / sqrt(mean(x^2) + variance_epsilon)`` over the last dimension.
+    """
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        if not isinstance(getattr(module, "variance_epsilon", None), float):
+            return f"{cls.__name__} needs variance_epsilon, a number"
+        return super().unsupported(module)
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
+        x = _wide(inputs[0])
+        epsilon = float(getattr(self.module, "variance_epsilon"))  # noqa: B009  # of no torch type
+        return self._rows(F.rms_norm(x, list(x.shape[-1:]), eps=epsilon))
 
 
 @KINDS["layer"].register_optional(nn.GroupNorm)
@@ -129,6 +178,11 @@ class GroupNormHelper(NormHelper):
 @KINDS["layer"].register_optional(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormHelper(NormHelper):
     """``nn.BatchNorm1d``, ``2d`` and ``3d``: ``[N, channels, ...]``, in either mode.
+
+    In training the loss of one sample depends on all of them, through the statistics of the batch.
+    Its gradient is here that of scale and shift with the normalised inputs given, ``g x̂`` and
+    ``g``; over a batch these add up to the gradient that autograd has. But ``g`` is what arrives
+    at the output of the layer, where later batch norms have mixed the samples already.
 
     No sample can be taken of a batch by itself: it would have other statistics.
     """
@@ -161,6 +215,36 @@ class BatchNormHelper(NormHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """See `LayerHelper.output_rows`."""
         return _channels(grad_output)
+
+
+@KINDS["layer"].register_optional(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormHelper(BatchNormHelper):
+    """``nn.InstanceNorm1d``, ``2d`` and ``3d`` with ``affine=True``: every sample by itself."""
+
+    module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d  # type: ignore[assignment]
+    unit: ClassVar[Unit | None] = "sample"
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
+        x, *running = inputs
+        x = self._batched(_wide(x))
+        mean, variance = (r.to(x.dtype) for r in running) if running else (None, None)
+        eps = self.module.eps
+        return _channels(F.instance_norm(x, mean, variance, use_input_stats=not running, eps=eps))
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        """See `LayerHelper.output_rows`."""
+        return _channels(self._batched(grad_output))
+
+    def take_inputs(
+        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
+    ) -> tuple[Tensor, ...]:
+        """See `LayerHelper.take_inputs`: running statistics are those of all samples."""
+        return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """Return ``[N, channels, ...]``; the module takes one sample without N too."""
+        return x.unsqueeze(0) if x.dim() == self.module._get_no_batch_dim() else x
 
 
 def _channels(x: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Addend, Call, Direction, Given, Method
 from soframe.methods.kfac import KFAC
 from soframe.registry import register
 from soframe.solvers.base import Solver
+from soframe.solvers.eigen import turned
 from soframe.specs import VALUE, FactorSpec
 
 
@@ -64,9 +64,11 @@ class EKFAC(KFAC):
     def _squares(self, call: Call) -> Tensor:
         """Return the sum over samples of the squares of their gradients in the basis."""
         assert call.inputs is not None
+        gradients = _rotated(call.output_rows, call.data["G"]["vectors"])
+        if "vectors" not in call.data["A"]:  # A is diagonal: the basis is that of the indices
+            return call.helper.squared_gradients(call.inputs, gradients)
         rows = call.helper.block_rows(call.inputs, call.output_rows)
-        inputs = _rotated(rows, call.data["A"]["vectors"])
-        return squared_gradients(inputs, _rotated(call.output_rows, call.data["G"]["vectors"]))
+        return squared_gradients(_rotated(rows, call.data["A"]["vectors"]), gradients)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         """See `Method.solver`.
@@ -83,7 +85,8 @@ class EKFAC(KFAC):
         """
         if factor.kind == "elementwise":
             return None
-        if not {"vectors", "values"} <= default.tensors(factor).keys():
+        needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
+        if not needed <= default.tensors(factor).keys():
             raise ValueError(
                 f"EKFAC gathers second moments in an eigenbasis, and {default!r} makes none: pass "
                 f"solver='eigen', or method='kfac'"
@@ -99,10 +102,10 @@ class EKFAC(KFAC):
             )
             return Direction(matrix)
         curvature = given.data["S"][VALUE] + _damping(given)
-        rotated = times(times(left["vectors"].mT, given.incoming), right["vectors"])
+        rotated = turned(given.incoming, left, right, back=False)
         # Where there is neither curvature nor damping, no step is the least one.
         rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
-        return Direction(times(times(left["vectors"], rotated), right["vectors"].mT))
+        return Direction(turned(rotated, left, right, back=True))
 
     def forward_only(self) -> Method:
         """See `Method.forward_only`: it has none."""

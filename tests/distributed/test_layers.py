@@ -17,6 +17,7 @@ from tests.layers.test_experts import EXPERTS, INTO, Kernel, Routed
 pytestmark = pytest.mark.distributed
 
 SAMPLES, STEPS = 6, 3
+FISHERS = ("empirical", "type-2")
 STRATEGIES: dict[str, Any] = {
     "comm": "comm-opt",
     "mem": "mem-opt",
@@ -45,20 +46,45 @@ class Net(nn.Module):
         return output
 
 
+class Signals(nn.Module):
+    """A bag with padding, convolutions of a signal, an instance norm and a recurrent cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(7, 6, mode="mean", padding_idx=0)
+        self.convolution = nn.Conv1d(2, 4, 2, groups=2, padding=1)
+        self.norm = nn.InstanceNorm1d(4, affine=True)
+        self.transposed = nn.ConvTranspose1d(4, 3, 2, stride=2)
+        self.cell = nn.GRUCell(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bag(tokens).unflatten(1, (2, 3))
+        x = self.transposed(self.norm(self.convolution(x)).tanh())
+        state: Tensor | None = None
+        for step in x.unbind(2):
+            state = self.cell(step, state)
+        output: Tensor = self.head(state)
+        return output
+
+
+NETS: dict[str, type[nn.Module]] = {"tokens": Net, "signals": Signals}
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 7, (SAMPLES, 4), generator=generator)
     return tokens, torch.randn(SAMPLES, 2, generator=generator, dtype=torch.float64)
 
 
-def train(rank: int, ranks: int, strategy: str, fisher: str) -> Tensor:
+def train(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -> Tensor:
     torch.manual_seed(0)
-    model = Net().double()
+    model = NETS[net]().double()
     share = SAMPLES // ranks
     own = Preconditioner(
         model,
         strategy=STRATEGIES[strategy] if ranks > 1 else "comm-opt",
-        layers={"experts": Kernel, "": "all"},
+        layers={"experts": Kernel, "": "all"} if net == "tokens" else "all",
         samples=lambda: share,
         fisher=fisher,
         loss="mse",
@@ -89,18 +115,23 @@ def train(rank: int, ranks: int, strategy: str, fisher: str) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def on_ranks(rank: int, ranks: int) -> dict[tuple[str, str], Tensor]:
-    fishers = ("empirical", "type-2")
-    return {(s, f): train(rank, ranks, s, f) for s in STRATEGIES for f in fishers}
+def on_ranks(rank: int, ranks: int) -> dict[tuple[str, str, str], Tensor]:
+    return {
+        (net, strategy, fisher): train(rank, ranks, net=net, strategy=strategy, fisher=fisher)
+        for net in NETS
+        for strategy in STRATEGIES
+        for fisher in FISHERS
+    }
 
 
 def test_ranks_train_as_one_process() -> None:
     ranks = run_ranks(on_ranks, 2)
-    for fisher in ("empirical", "type-2"):
-        alone = train(0, 1, "comm", fisher)
-        for rank, found in enumerate(ranks):
-            for strategy in STRATEGIES:
-                where = f"{strategy}, {fisher}, rank {rank}"
-                torch.testing.assert_close(
-                    found[strategy, fisher], alone, rtol=1e-8, atol=1e-10, msg=where
-                )
+    for net in NETS:
+        for fisher in FISHERS:
+            alone = train(0, 1, net=net, strategy="comm", fisher=fisher)
+            for rank, found in enumerate(ranks):
+                for strategy in STRATEGIES:
+                    where = f"{net}, {strategy}, {fisher}, rank {rank}"
+                    torch.testing.assert_close(
+                        found[net, strategy, fisher], alone, rtol=1e-8, atol=1e-10, msg=where
+                    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.damping.policies import RelativeDamping
-from soframe.layers import EmbeddingHelper
+from soframe.layers import EmbeddingHelper, LayerHelper
 from soframe.layers.base import moment
 from soframe.solvers import Lazy
 from soframe.specs import FactorSpec
@@ -199,3 +199,40 @@ def test_a_run_goes_on_from_its_state() -> None:
     other, resumed = made()
     resumed.load_state_dict(own.state_dict())
     assert torch.equal(step(model, own, 1), step(other, resumed, 1))
+
+
+CASES: dict[str, Any] = {
+    "indices": (lambda: nn.Embedding(5, 3), INDICES),
+    "padding": (lambda: nn.Embedding(5, 3, padding_idx=3), INDICES),
+    "bags": (lambda: nn.EmbeddingBag(5, 3, mode="mean", padding_idx=2), INDICES),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_second_moments_in_the_basis_are_those_of_samples(case: str) -> None:
+    """EKFAC: of autograd's gradients, turned by the eigenvectors of G alone."""
+    make, x = CASES[case]
+    model = fill(nn.Sequential(make(), nn.Flatten(1), nn.Tanh()))
+    y = randn(*model(x).shape)
+    settings = {"layers": "all", "method": "ekfac", "samples": lambda: len(x), "solve_every": 9}
+    with closing(preconditioner(model, **settings)) as own:
+        for _ in range(2):  # the first step makes the basis, the second one's statistics are in it
+            model.zero_grad()
+            log_cosh(model(x), y).backward()
+            raw = model[0].weight.grad.T.clone()
+            own.step()
+        block = blocks(own)["0"]
+        basis, counts = block.second_order["G"]["vectors"][0], block.second_order["A"]["values"]
+        assert counts.shape == (1, 5)
+        expected = torch.zeros(3, 5, dtype=torch.float64)
+        for one, target in zip(x, y, strict=True):
+            loss = log_cosh(model(one[None]), target[None])
+            (gradient,) = torch.autograd.grad(loss, [model[0].weight])
+            expected += (basis.T @ gradient.T).square() / len(x)
+        compare(block.running["S"][0], expected, "second moments")
+        direction = basis @ ((basis.T @ raw) / (expected + 0.1))
+        compare(model[0].weight.grad.T, direction, "direction")
+        helper = block.helpers[0]
+        inputs, rows = helper.inputs((x,), {}), randn(1, 4, 1 if case == "bags" else 3, 3)
+        plain = LayerHelper.squared_gradients(helper, inputs, rows)
+        compare(helper.squared_gradients(inputs, rows), plain, "its plain twin")

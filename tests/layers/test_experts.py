@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import soframe
 from soframe.layers import ExpertsHelper
 from soframe.strategies import Sharded
 from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned, kron
@@ -177,3 +178,40 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
     reason = ExpertsHelper.unsupported(nn.Linear(2, 2))
     assert reason is not None
     assert "weight is 2-dimensional" in reason
+
+
+class _Experts(nn.Module):
+    """Three experts with biases, and a vector, as models of transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(3, 4, 2))
+        self.up_bias = nn.Parameter(torch.randn(3, 4))
+        self.scale = nn.Parameter(torch.randn(3))
+
+
+SomeExperts = type("SomeExperts", (_Experts,), {"__module__": "transformers.models.some"})
+
+
+def test_methods_of_gradients_take_experts_one_by_one() -> None:
+    """The direction of each is that of a model that has nothing else."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": SomeExperts(), "head": nn.Linear(4, 2)})
+    optimizer = soframe.Optimizer(model, method="muon", lr=1.0, auxiliary_lr=0.1)
+    rows = {row.parameter: row.method for row in optimizer.report()}
+    methods = {"experts.up_proj": "muon", "experts.up_bias": "adamw", "experts.scale": "adamw"}
+    assert {name: rows[name] for name in methods} == methods
+    experts = model["experts"]
+    before, gradient = experts.up_proj.detach().clone(), torch.randn(3, 4, 2)
+    experts.up_proj.grad = gradient.clone()
+    optimizer.step()
+    for number in range(3):
+        alone = nn.ModuleDict({"one": nn.Linear(2, 4, bias=False), "head": nn.Linear(4, 2)})
+        start, alone["one"].weight.grad = (
+            alone["one"].weight.detach().clone(),
+            gradient[number].clone(),
+        )
+        soframe.Optimizer(alone, method="muon", lr=1.0).step()
+        moved = experts.up_proj[number] - before[number]
+        compare(moved, alone["one"].weight - start, f"expert {number}")
+    optimizer.close()

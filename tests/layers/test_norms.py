@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe.layers import BatchNormHelper, LayerNormHelper, RMSNormHelper
+from soframe.layers import (
+    BatchNormHelper,
+    InstanceNormHelper,
+    LanguageModelRMSNormHelper,
+    LayerNormHelper,
+    RMSNormHelper,
+)
 from soframe.testing import check_layer_helper, compare, dense_fisher, kron
 from tests.curvature import (
     Kind,
@@ -30,6 +36,12 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "rms norm, two dimensions": (lambda: nn.RMSNorm((3, 4), eps=0.1), (5, 3, 4)),
     "group norm": (lambda: nn.GroupNorm(2, 4, eps=0.1), (5, 4, 3, 2)),
     "group norm, no positions": (lambda: nn.GroupNorm(2, 4), (5, 4)),
+    "instance norm 1d": (lambda: nn.InstanceNorm1d(4, affine=True, eps=0.1), (5, 4, 3)),
+    "instance norm 2d": (lambda: nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 2)),
+    "instance norm 3d, evaluated": (
+        lambda: nn.InstanceNorm3d(3, affine=True, track_running_stats=True).eval(),
+        (4, 3, 2, 1, 2),
+    ),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (5, 4)),
     "batch norm 1d, positions": (lambda: nn.BatchNorm1d(4, eps=0.1), (5, 4, 3)),
     "batch norm 2d": (lambda: nn.BatchNorm2d(4), (5, 4, 3, 2)),
@@ -158,6 +170,38 @@ def test_they_join_where_a_user_asks_for_them() -> None:
     for layers in ("all", {"^1$": "all"}, {"^1$": LayerNormHelper}):
         with closing(preconditioner(model, layers=layers)) as own:
             assert set(blocks(own)) == {"0", "1"}
+
+
+class Scaled(nn.Module):
+    """An RMS norm as models of language write it."""
+
+    def __init__(self, features: int, eps: float = 0.1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + self.variance_epsilon))
+
+
+Named = type("T5LayerNorm", (Scaled,), {"__module__": "transformers.models.t5.modeling_t5"})
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 2, 3, 4)])
+def test_rms_norms_of_language_models_are_found_by_name(shape: tuple[int, ...]) -> None:
+    check_layer_helper(fill(Named(4)), randn(*shape))
+    assert LanguageModelRMSNormHelper.unsupported(nn.RMSNorm(4)) is not None
+    model: Any = nn.Sequential(Named(4), nn.Linear(4, 2), Scaled(2))
+    with closing(preconditioner(model, layers="all")) as own:
+        assert set(blocks(own)) == {"0", "1"}
+
+
+def test_an_instance_norm_takes_one_sample_without_a_batch() -> None:
+    norm = fill(nn.InstanceNorm1d(3, affine=True))
+    helper, x = InstanceNormHelper(norm), randn(3, 5)
+    assert torch.equal(helper.input_rows(x), helper.input_rows(x[None]))
+    assert helper.output_rows(x).shape == (3, 1, 5, 1)
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:

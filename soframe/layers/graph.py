@@ -1,0 +1,74 @@
+"""Products inside a function, found in the graph of its output by the parameters that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["PRODUCTS", "products"]
+
+# Of the nodes of products: what they have saved of the input, and which argument the weight is.
+PRODUCTS = {
+    "AddmmBackward0": ("_saved_mat1", 2),
+    "MmBackward0": ("_saved_self", 1),
+    "BmmBackward0": ("_saved_self", 1),
+    "LinearBackward0": ("_saved_input", 1),
+    "MkldnnLinearBackward0": ("_saved_self", 1),
+}
+# Nodes between a product and the parameter that it takes.
+VIEWS = {
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ExpandBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ToCopyBackward0",
+    "SplitBackward0",
+    "SplitWithSizesBackward0",
+}
+
+
+def products(
+    start: Any, weights: Mapping[int, int], out: int, given: Sequence[Tensor]
+) -> Iterator[tuple[Any, int, int]]:
+    """Yield the products that take weights, from the output of a module up to its inputs.
+
+    Args:
+        start: The node of the output.
+        weights: The weights by ``id``, with the first of their groups.
+        out: The rows of the weight of one projection.
+        given: What the module was called with.
+
+    Yields:
+        The node, the first of its groups and how many they are.
+    """
+    ends = [x.grad_fn for x in given if x.grad_fn is not None]
+    seen: set[Any] = {*ends}  # the nodes themselves: others might get their addresses
+    open_nodes = [start]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [following for following, _ in node.next_functions]
+        if node.name() in PRODUCTS:
+            parameter, offset = _source(*node.next_functions[PRODUCTS[node.name()][1]])
+            if id(parameter) in weights:
+                size = node._input_metadata[0].shape[-1] // out
+                yield node, weights[id(parameter)] + offset // out, size
+
+
+def _source(node: Any, number: int) -> tuple[Tensor | None, int]:
+    """Return the parameter that a tensor is a view of, and with which of its rows it begins."""
+    offset = 0
+    while node is not None and node.name() in VIEWS:
+        if node.name() == "SplitBackward0":
+            offset += number * node._saved_split_size
+        elif node.name() == "SplitWithSizesBackward0":
+            offset += sum(node._saved_split_sizes[:number])
+        node, number = node.next_functions[0]
+    return getattr(node, "variable", None), offset

@@ -1,0 +1,171 @@
+"""Recurrent cells: two products, of the input and of the state, within one function.
+
+The gates of ``nn.LSTMCell``, ``nn.GRUCell`` and ``nn.RNNCell`` are made of ``x W_ih^T + b_ih`` and
+``h W_hh^T + b_hh``: each product is a block, as if an ``nn.Linear`` stood in its place. A step of
+the sequence is a call, and calls of one backward pass are positions of the same samples, in the
+*expand* setting (Martens, Ba and Johnson, 2018, have factors for dependent steps; here steps are
+taken as independent).
+
+Whole layers, ``nn.LSTM`` and its like, are one kernel on most devices, which shows no products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
+from soframe.layers.graph import PRODUCTS, products
+from soframe.registry import KINDS
+
+__all__ = ["RecurrentCellHelper", "without_helper"]
+
+
+@KINDS["layer"].register_optional(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+class RecurrentCellHelper(LayerHelper):
+    """One of the two products of a cell, with its bias.
+
+    Args:
+        module: The cell.
+        part: ``"ih"`` for the product of the input, ``"hh"`` for that of the state.
+        bias: Whether the bias is part of the block.
+    """
+
+    module: nn.RNNCellBase
+    unit: ClassVar[Unit | None] = "row"
+
+    def __init__(self, module: nn.Module, *, part: str, bias: bool) -> None:
+        super().__init__(module, weight=False, bias=False)
+        self._part = part
+        self.weight = self._full_weight = module._parameters[f"weight_{part}"]
+        self.bias = module._parameters[f"bias_{part}"] if bias else None
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """See `LayerHelper.unsupported`."""
+        if not isinstance(module, nn.RNNCellBase):
+            return f"{cls.__name__} serves recurrent cells, not {type(module).__name__}"
+        if not {"weight_ih", "weight_hh"} <= set(module._parameters):
+            return "its weights are not parameters of its own (parametrised or computed)"
+        return None
+
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        """See `LayerHelper.names`."""
+        return tuple(name for name, p in module._parameters.items() if p is not None)
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
+    ) -> Sequence[LayerHelper]:
+        """See `LayerHelper.of`; a bias whose weight is frozen is in no block."""
+        return [
+            cls(module, part=part, bias=joint and f"bias_{part}" in trained)
+            for part in ("ih", "hh")
+            if f"weight_{part}" in trained
+        ]
+
+    @property
+    def part(self) -> str:
+        """See `LayerHelper.part`: the name of the weight."""
+        return f"weight_{self._part}"
+
+    @property
+    def shape(self) -> BlockShape:
+        """See `LayerHelper.shape`: all gates below one another."""
+        assert self.weight is not None
+        out, into = self.weight.shape
+        return BlockShape(1, out, into + (self.bias is not None))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """See `LayerHelper.parameters`."""
+        both = {f"weight_{self._part}": self.weight, f"bias_{self._part}": self.bias}
+        return {name: p for name, p in both.items() if p is not None}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See `LayerHelper.pack`."""
+        part = self._part
+        return self.to_matrix(tensors.get(f"weight_{part}"), tensors.get(f"bias_{part}"))
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """See `LayerHelper.unpack`."""
+        named = zip(self.parameters, self.from_matrix(matrix), strict=False)
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def observe(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Sequence[InnerCall]:
+        """See `LayerHelper.observe`: the product that takes the block's weight.
+
+        Args:
+            args: Positional arguments of the cell's call.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+
+        Returns:
+            The call; none where nothing is differentiated.
+
+        Raises:
+            RuntimeError: If the graph does not show the product.
+        """
+        first = output[0] if isinstance(output, tuple) else output
+        weight = self.weight
+        if weight is None or not (first.requires_grad and weight.requires_grad):
+            return []
+        state = args[1] if len(args) > 1 else kwargs.get("hx")
+        given = [args[0] if args else kwargs["input"]]
+        given += [] if state is None else state if isinstance(state, tuple) else [state]
+        calls = [
+            _call(node, weight.shape[1])
+            for node, _, _ in products(first.grad_fn, {id(weight): 0}, len(weight), given)
+        ]
+        if len(calls) != 1:
+            raise RuntimeError(
+                f"{type(self).__name__} finds the product of weight_{self._part} {len(calls)} "
+                f"time(s) in the graph of {type(self.module).__name__}, not once: if the module is "
+                f"compiled, exempt it with torch.compiler.disable, or skip it"
+            )
+        return calls
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        """See `LayerHelper.input_rows`."""
+        return inputs[0].unsqueeze(1).unsqueeze(0)
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        """See `LayerHelper.output_rows`."""
+        return grad_output.unsqueeze(1).unsqueeze(0)
+
+
+def without_helper(module: nn.Module) -> str | None:
+    """Return why there is no helper for a recurrent layer, and what to do; None for others.
+
+    Args:
+        module: The module.
+    """
+    if not isinstance(module, nn.RNNBase):
+        return None
+    return (
+        "its products are inside one kernel, which shows none of them: loop over a cell "
+        f"(nn.{module.mode.partition('_')[0]}Cell, layers='all'), or choose a method that reads "
+        "gradients alone for it, such as method={'name of the module': 'soap', '': 'kfac'}"
+    )
+
+
+def _call(node: Any, into: int) -> InnerCall:
+    """Return the call that a product is."""
+    saved, _ = PRODUCTS[node.name()]
+    meta = node._input_metadata[0]
+
+    def read() -> tuple[Tensor, ...]:
+        return (getattr(node, saved).detach(),)
+
+    def like() -> tuple[Tensor, ...]:
+        one = torch.empty(1, dtype=meta.dtype, device=meta.device)
+        return (one.expand(meta.shape[0], into),)
+
+    return InnerCall(edge=GradientEdge(node, 0), read=read, like=like, arrange=lambda g: g)
