@@ -147,10 +147,12 @@ def test_the_options_of_train_reach_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_compare_runs_each_optimizer_and_strategy(tmp_path):
-    options = ["--optimizers", "adamw,kfac", "--strategies", "comm-opt,mem-opt", "--seconds", 0.2]
+    names = "adamw,kfac,soframe:muon"
+    options = ["--optimizers", names, "--strategies", "comm-opt,mem-opt", "--seconds", 0.2]
     out = succeeded(soframe_command("compare", "--json", *options, cwd=tmp_path))
     read = json.loads(out)
-    assert [run["label"] for run in read["runs"]] == ["AdamW", "K-FAC, comm-opt", "K-FAC, mem-opt"]
+    labels = [run["label"] for run in read["runs"]]
+    assert labels == ["AdamW", "K-FAC, comm-opt", "K-FAC, mem-opt", "muon"]
     assert (tmp_path / "runs/compare/digits-autoencoder.png").exists()
 
 

@@ -25,7 +25,7 @@ from soframe.experiments.compare import (
     console,
     jsonable,
 )
-from soframe.experiments.config import RunConfig
+from soframe.experiments.config import RunConfig, method_of
 from soframe.experiments.inspection import build_model, inspect
 from soframe.experiments.launch import WorkerError
 from soframe.experiments.records import FIRST_ORDER, SECOND_ORDER, verdict
@@ -103,7 +103,9 @@ def train(
     workload_name: Annotated[
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
-    optimizer: Annotated[str, typer.Option(help="sgd, adamw, kfac or trust-region.")] = "kfac",
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adamw, kfac, trust-region or soframe:METHOD.")
+    ] = "kfac",
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
@@ -181,11 +183,9 @@ def _configure(
     (name,) = tuning.optimizers([optimizer])
     if options.get("kl_clip") == 0:
         options["kl_clip"] = None
-    field = "preconditioner"
-    if name == "trust-region":
-        field = "options"
-        if refused := {"damping", "kl_clip"} & set(options):
-            raise ValueError(f"trust-region chooses its own {' and '.join(sorted(refused))}")
+    field = "options" if name == "trust-region" or method_of(name) else "preconditioner"
+    if name == "trust-region" and (refused := {"damping", "kl_clip"} & set(options)):
+        raise ValueError(f"trust-region chooses its own {' and '.join(sorted(refused))}")
     if lr is None:
         settings = dict(tuning.chosen(workload_name, name))
         settings |= {f"{field}.{option}": value for option, value in options.items()}
@@ -200,7 +200,10 @@ def compare_command(
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
     optimizers: Annotated[
-        str, typer.Option(help="Separated by commas, from: sgd, adamw, kfac, trust-region.")
+        str,
+        typer.Option(
+            help="Separated by commas, from: sgd, adamw, kfac, trust-region, soframe:METHOD."
+        ),
     ] = "sgd,adamw,kfac",
     strategies: Annotated[
         str, typer.Option(help="Of K-FAC, separated by commas; one run for each.")

@@ -6,11 +6,42 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-OptimizerName = Literal["sgd", "adamw", "kfac", "trust-region", "soap", "muon", "shampoo"]
-ScheduleName = Literal["constant", "cosine"]
+import soframe
+
+OptimizerName = str
+ScheduleName = Literal["constant", "cosine", "linear"]
 ClockName = Literal["wall", "cpu"]
 
-OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+OPTIMIZERS: tuple[OptimizerName, ...] = (
+    *("sgd", "adamw", "kfac", "trust-region"),
+    *("soap", "muon", "shampoo"),
+)
+
+OWN = "soframe:"
+"""What stands before the name of a method, as in ``"soframe:soap-muon"``."""
+
+
+def method_of(optimizer: OptimizerName) -> str | None:
+    """Return the method that `soframe.Optimizer` is to use.
+
+    Args:
+        optimizer: The name of an optimizer.
+
+    Returns:
+        The name of the method; None for an optimizer of another kind.
+
+    Raises:
+        ValueError: If there is no such optimizer.
+    """
+    if optimizer in OPTIMIZERS:
+        return None
+    methods = sorted(soframe.available("method"))
+    if optimizer.startswith(OWN) and (method := optimizer.removeprefix(OWN)) in methods:
+        return method
+    raise ValueError(
+        f"no optimizer {optimizer!r}; there are: {', '.join(OPTIMIZERS)}; and {OWN} with a method: "
+        f"{', '.join(methods)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -20,18 +51,20 @@ class RunConfig:
     Attributes:
         workload: The name of a workload.
         optimizer: "sgd" (Nesterov momentum); "adamw"; "kfac", the same SGD behind a
-            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`; or a peer: "muon", and
-            "soap" and "shampoo", which need the package pytorch_optimizer.
+            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`; "soframe:" and the
+            name of a method, `soframe.Optimizer`; or a peer: "muon", and "soap" and "shampoo",
+            which need the package pytorch_optimizer.
         lr: The learning rate.
         momentum: Of "sgd", "kfac" and "muon".
         betas: Of "adamw", "soap" and "shampoo".
         weight_decay: Of all optimizers.
-        schedule: Of the learning rate: constant, or half a cosine to zero.
-        schedule_steps: The length of the cosine in steps; the budget in steps if None.
+        schedule: Of the learning rate: constant, half a cosine to zero, or a line to zero.
+        schedule_steps: The length of the schedule in steps; the budget in steps if None.
         strategy: Of the preconditioner.
         preconditioner: Further arguments of `soframe.Preconditioner`. Those left out keep the
             library's defaults.
-        options: Further arguments of the optimizer, where it is "trust-region" or a peer.
+        options: Further arguments of the optimizer, where it is "trust-region", soframe's of a
+            method, or a peer.
         targets: Training losses to reach, descending; the workload's if None.
         seconds: Training stops at the first evaluation after so many seconds of training.
         steps: Training stops after so many steps.
@@ -70,8 +103,8 @@ class RunConfig:
     clock: ClockName = "wall"
 
     def __post_init__(self) -> None:
+        method_of(self.optimizer)
         for name, known in (
-            ("optimizer", OPTIMIZERS),
             ("schedule", get_args(ScheduleName)),
             ("clock", get_args(ClockName)),
         ):
@@ -80,8 +113,11 @@ class RunConfig:
                 raise ValueError(f"no {name} {value!r}; there are: {', '.join(known)}")
         if self.seconds is None and self.steps is None:
             raise ValueError("a run needs a budget: seconds, steps or both")
-        if self.schedule == "cosine" and self.schedule_steps is None and self.steps is None:
-            raise ValueError("a cosine schedule needs its length: schedule_steps or steps")
+        endless = self.schedule_steps is None and self.steps is None
+        if self.schedule != "constant" and endless:
+            raise ValueError(
+                f"a {self.schedule} schedule needs its length: schedule_steps or steps"
+            )
         for name in ("lr", "seconds", "steps", "batch_size", "evaluate_every", "schedule_steps"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -90,6 +126,8 @@ class RunConfig:
     @property
     def label(self) -> str:
         """What tables and plots call the optimizer."""
+        if method := method_of(self.optimizer):
+            return f"{method}, {self.strategy}" if self.strategy != "comm-opt" else method
         names = {
             "sgd": "SGD",
             "adamw": "AdamW",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import soframe
-from soframe.experiments.config import RunConfig
+from soframe.experiments.config import RunConfig, method_of
 from soframe.experiments.muon import MuonWithAdamW, split
 from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
@@ -29,6 +29,15 @@ def build_optimizer(
     Returns:
         The optimizer; SGD with Nesterov momentum for "sgd" and "kfac" alike.
     """
+    if method := method_of(config.optimizer):
+        return soframe.Optimizer(
+            model,
+            method,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            strategy=config.strategy,
+            **config.options,
+        )
     if config.optimizer == "trust-region":
         return _trust_region(model, config, full_batch)
     return _BUILDERS.get(config.optimizer, _sgd)(model, config)
@@ -129,7 +138,7 @@ _BUILDERS: Mapping[str, Callable[[nn.Module, RunConfig], torch.optim.Optimizer]]
 def build_preconditioner(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> soframe.Preconditioner | None:
-    """The preconditioner of "kfac", or the one within "trust-region".
+    """The preconditioner of "kfac", or the one within an optimizer of soframe's.
 
     Args:
         model: The model, unwrapped: names in reports are then the model's own.
@@ -139,7 +148,7 @@ def build_preconditioner(
     Returns:
         The preconditioner, or None for the other optimizers.
     """
-    if isinstance(optimizer, soframe.TrustRegion):
+    if isinstance(optimizer, soframe.TrustRegion | soframe.Optimizer):
         return optimizer.preconditioner
     if config.optimizer != "kfac":
         return None
@@ -162,7 +171,8 @@ def schedule_factor(config: RunConfig, step: int) -> float:
         return 1.0
     length = config.schedule_steps or config.steps
     assert length is not None, "RunConfig checks this"
-    return 0.5 * (1.0 + math.cos(math.pi * min(step / length, 1.0)))
+    part = min(step / length, 1.0)
+    return 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> None:

@@ -192,7 +192,7 @@ class Run:
 
     def close(self) -> None:
         """Removes hooks from the model."""
-        if isinstance(self.optimizer, soframe.TrustRegion):
+        if isinstance(self.optimizer, soframe.TrustRegion | soframe.Optimizer):
             self.optimizer.close()
         elif self.preconditioner is not None:
             self.preconditioner.close()
@@ -228,7 +228,7 @@ class Run:
         # Statistics peak here, second-order data after the step; looking at either is not training.
         self._look_at_memory()
         start = self.clock()
-        if self.preconditioner is not None:
+        if self.preconditioner is not None and not isinstance(self.optimizer, soframe.Optimizer):
             self.preconditioner.step()
         self.optimizer.step()
         self.step_seconds.append(seconds + self.clock() - start)

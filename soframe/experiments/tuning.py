@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from soframe.experiments import outcomes
-from soframe.experiments.config import OptimizerName, RunConfig
+from soframe.experiments.config import OWN, OptimizerName, RunConfig, method_of
 from soframe.experiments.records import RunRecord
 from soframe.experiments.train import run
 from soframe.experiments.workloads import workload
@@ -252,6 +252,9 @@ def chosen(workload_name: str, optimizer: OptimizerName) -> Mapping[str, Any]:
     """
     if optimizer in UNTUNED:
         return UNTUNED[optimizer]
+    if method := method_of(optimizer):
+        # What orthogonalises has steps of its own length; what divides by roots has Adam's.
+        return {"lr": 0.02 if method.endswith("muon") else 0.003}
     return load(workload_name, optimizer).best.settings
 
 
@@ -358,6 +361,9 @@ def optimizers(names: Sequence[str]) -> tuple[OptimizerName, ...]:
         ValueError: If one does not exist.
     """
     for name in names:
-        if name not in (known := (*OPTIMIZERS, *UNTUNED)):
-            raise ValueError(f"no optimizer {name!r}; there are: {', '.join(known)}")
-    return tuple(cast(OptimizerName, name) for name in names) or OPTIMIZERS
+        known = (*OPTIMIZERS, *UNTUNED)
+        if name not in known and not name.startswith(OWN):
+            raise ValueError(f"no optimizer {name!r}; there are: {', '.join(known)}, {OWN}METHOD")
+        if name.startswith(OWN):
+            method_of(name)
+    return tuple(names) or OPTIMIZERS

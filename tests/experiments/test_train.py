@@ -22,6 +22,7 @@ CONFIGS = {
     "sgd": SGD,
     "adamw": SGD.but(optimizer="adamw", lr=1e-3),
     "kfac": SGD.but(optimizer="kfac", lr=0.1, preconditioner={"damping": 0.01, "kl_clip": 1e-3}),
+    "soframe:muon": SGD.but(optimizer="soframe:muon", options={"auxiliary_lr": 1e-3}),
 }
 
 
@@ -51,7 +52,12 @@ def test_optimizers_differ_and_start_at_the_same_loss():
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("workload", "optimizer"),
-    [("digits-autoencoder", "sgd"), ("digits-cnn", "sgd"), ("digits-autoencoder", "kfac")],
+    [
+        ("digits-autoencoder", "sgd"),
+        ("digits-cnn", "sgd"),
+        ("digits-autoencoder", "kfac"),
+        ("digits-autoencoder", "soframe:muon"),
+    ],
 )
 def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
     config = CONFIGS[optimizer].but(workload=workload, strategy="mem-opt", batch_size=64)
@@ -62,8 +68,8 @@ def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
     assert alone.sent_bytes_per_step == {}
     assert shared.sent_bytes_per_step["gradients"] == 8 * shared.parameters
     assert len(shared.curvature_bytes) == 2
-    assert (sum(shared.curvature_bytes) > 0) == (optimizer == "kfac")
-    if optimizer == "kfac":
+    assert (sum(shared.curvature_bytes) > 0) == (optimizer != "sgd")
+    if optimizer != "sgd":
         assert set(shared.gradient_workers) == {1}
         assert set(shared.sent_bytes_per_step) > {"gradients"}
 
@@ -195,7 +201,8 @@ def test_a_batch_must_split_evenly():
     ("changes", "message"),
     [
         ({"optimizer": "lion"}, "no optimizer 'lion'; there are: sgd, adamw, kfac"),
-        ({"schedule": "linear"}, "no schedule 'linear'; there are: constant, cosine"),
+        ({"optimizer": "soframe:lion"}, "and soframe: with a method: adamw, diagonal"),
+        ({"schedule": "line"}, "no schedule 'line'; there are: constant, cosine, linear"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
         ({"lr": 0.0}, "lr must be positive"),
@@ -211,6 +218,12 @@ def test_impossible_configurations_are_refused(changes, message):
 def test_a_configuration_survives_json():
     config = CONFIGS["kfac"].but(betas=(0.8, 0.9))
     assert from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_the_line_falls_from_one_to_zero():
+    config = SGD.but(schedule="linear", schedule_steps=100)
+    factors = [schedule_factor(config, step) for step in (0, 25, 100, 150)]
+    assert factors == pytest.approx([1.0, 0.75, 0.0, 0.0])
 
 
 def test_the_cosine_falls_from_one_to_zero():
