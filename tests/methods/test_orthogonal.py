@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe.methods import Chain, MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise
+from soframe.methods import Chain, MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
 from soframe.methods.base import Candidate
 from soframe.methods.orthogonal import (
     MUON,
@@ -30,7 +30,7 @@ def by_singular_values(matrix: Tensor, steps: list[tuple[float, float, float]], 
     return u @ torch.diag(s) @ v
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (2, 1), (3, 7), (9, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["muon", "polar-express"])
 @pytest.mark.parametrize("steps", [1, 5, 9])
 def test_iterations(shape: tuple[int, int], kind: Coefficients, steps: int) -> None:
@@ -62,8 +62,45 @@ def test_it_is_near_the_nearest(kind: Coefficients, steps: int, error: float) ->
     assert float(torch.linalg.matrix_norm(found - left @ right, 2)) < error
 
 
+@pytest.mark.parametrize("kind", ["muon", "polar-express"])
+@pytest.mark.parametrize("steps", [5, 9])
+@pytest.mark.parametrize("smallest", [-3, -6, -9])
+def test_gram_matrices_are_precise_enough(kind: Coefficients, steps: int, smallest: int) -> None:
+    """In single precision, at the worst conditions: what is far below rounding stays bounded."""
+    left, right = torch.linalg.qr(randn(24, 24))[0], torch.linalg.qr(randn(96, 24, seed=1))[0]
+    values = torch.logspace(0, smallest, 24, dtype=torch.float64)
+    matrix = (left * values @ right.T)[None]
+    each = coefficients(kind, steps)
+    scaled = matrix / matrix.norm()
+    plain = orthogonal._by_products(scaled, each)
+    fast = orthogonal._by_gram_matrices(scaled.float(), each).double()
+    slow = orthogonal._by_products(scaled.float(), each).double()
+    largest = float(torch.linalg.matrix_norm(plain[0], 2))
+    assert float(torch.linalg.matrix_norm(fast[0], 2)) < 1.001 * largest
+    error, of_products = ((one - plain).norm() / plain.norm() for one in (fast, slow))
+    assert float(error) < 1e-3, (float(error), float(of_products))
+
+
+def test_long_matrices_are_those_of_twice_the_width() -> None:
+    """Half precision is for the products of all steps: Gram matrices square the condition."""
+    for dtype, shape, by_gram in (
+        (torch.float32, (1, 4, 8), True),
+        (torch.float32, (1, 8, 4), True),
+        (torch.float32, (1, 4, 7), False),
+        (torch.bfloat16, (1, 4, 8), False),
+    ):
+        matrix = randn(*shape).to(dtype)
+        wide = matrix if shape[1] <= shape[2] else matrix.mT
+        scaled = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + 1e-7)
+        iterate = orthogonal._by_gram_matrices if by_gram else orthogonal._by_products
+        expected = iterate(scaled, coefficients("muon", 5))
+        found = nearest_orthogonal(matrix)
+        assert torch.equal(found if wide is matrix else found.mT, expected), (dtype, shape)
+
+
 def test_zero_stays_zero() -> None:
     assert not nearest_orthogonal(torch.zeros(2, 3, 4)).any()
+    assert not nearest_orthogonal(torch.zeros(2, 3, 9)).any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
