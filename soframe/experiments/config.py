@@ -65,6 +65,7 @@ class RunConfig:
             library's defaults.
         options: Further arguments of the optimizer, where it is "trust-region", soframe's of a
             method, or a peer.
+        method: Arguments of the method, where the optimizer is soframe's of a method.
         targets: Training losses to reach, descending; the workload's if None.
         seconds: Training stops at the first evaluation after so many seconds of training.
         steps: Training stops after so many steps.
@@ -91,6 +92,7 @@ class RunConfig:
     strategy: str = "comm-opt"
     preconditioner: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    method: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[float, ...] | None = None
     seconds: float | None = None
     steps: int | None = None

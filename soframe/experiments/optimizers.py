@@ -32,7 +32,7 @@ def build_optimizer(
     if method := method_of(config.optimizer):
         return soframe.Optimizer(
             model,
-            method,
+            soframe.available("method")[method](**config.method),
             lr=config.lr,
             weight_decay=config.weight_decay,
             strategy=config.strategy,

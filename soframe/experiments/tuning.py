@@ -213,7 +213,7 @@ def configure(
         The configuration.
     """
     own: dict[str, Any] = {}
-    arguments: dict[str, Any] = {"preconditioner": {}, "options": {}}
+    arguments: dict[str, Any] = {"preconditioner": {}, "options": {}, "method": {}}
     for name, value in settings.items():
         prefix, dot, argument = name.partition(".")
         if dot:

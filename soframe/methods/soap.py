@@ -56,6 +56,9 @@ class SOAP(Method):
             zero. Otherwise the stage passes its first input on, which for SOAP alone is a gradient
             of any length, and for stages that end with a length of their own is a step.
         max_size: Longer sides have no factor.
+        max_ratio: A side that is so many times as long as the other, or longer, has no factor. Its
+            factor would have the rank of the short side in every step, and would cost most: four
+            leaves out the wide side of a transformer's perceptrons.
         correct_bias: Whether averages are freed of their start.
         normalise: Whether directions are divided by their root mean square, in each group.
         carry: How v follows a new basis: ``"permute"`` as its columns are put in order (published),
@@ -75,6 +78,7 @@ class SOAP(Method):
     shampoo_beta: float = 0.95
     skip_first: bool = True
     max_size: int = 10_000
+    max_ratio: float = math.inf
     correct_bias: bool = True
     normalise: bool = False
     carry: Carry = "permute"
@@ -86,6 +90,8 @@ class SOAP(Method):
         require_eps("SOAP", self.eps)
         if self.max_size < 1:
             raise ValueError(f"SOAP: max_size must be positive, not {self.max_size!r}")
+        if not self.max_ratio > 1:
+            raise ValueError(f"SOAP: max_ratio must be above 1, not {self.max_ratio!r}")
         if self.carry not in ("permute", "rotate"):
             raise ValueError(f"SOAP: carry must be 'permute' or 'rotate', not {self.carry!r}")
 
@@ -94,7 +100,8 @@ class SOAP(Method):
         _, out, into = shape
         if min(out, into) == 1:
             return ()
-        left, right = out <= self.max_size, into <= self.max_size
+        left = out <= self.max_size and out < self.max_ratio * into
+        right = into <= self.max_size and into < self.max_ratio * out
         return gradient_factors(shape, self.shampoo_beta, left=left, right=right)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
@@ -169,6 +176,7 @@ class SOAPMuon(Chain):
         shampoo_beta: See `SOAP`.
         eps: See `SOAP`.
         max_size: See `SOAP`.
+        max_ratio: See `SOAP`.
         carry: See `SOAP`.
         scale: See `MatchRMS`.
         steps: See `Orthogonalise`.
@@ -184,6 +192,7 @@ class SOAPMuon(Chain):
         shampoo_beta: float = 0.95,
         eps: float = 1e-8,
         max_size: int = 10_000,
+        max_ratio: float = math.inf,
         carry: Carry = "permute",
         scale: RMS = "spectral",
         steps: int = 5,
@@ -196,6 +205,7 @@ class SOAPMuon(Chain):
             shampoo_beta=shampoo_beta,
             skip_first=False,
             max_size=max_size,
+            max_ratio=max_ratio,
             carry=carry,
         )
         orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)

@@ -1,6 +1,7 @@
 """SOAP against the published algorithm, written out anew for one matrix, in NumPy."""
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from soframe.layers.layout import BlockShape
 from soframe.methods import SOAP, Chain, Momentum, Muon, SOAPMuon
 from soframe.solvers import Basis
 from soframe.specs import FactorSpec
@@ -114,6 +116,14 @@ def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) ->
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
             orders.add(str(own.blocks[0].second_order["L"]["order"].tolist()))
     assert len(orders) > 1
+
+
+def test_a_side_that_is_many_times_as_long_has_no_factor() -> None:
+    method = SOAP(max_ratio=3.0)
+    for out, into, names in ((2, 5, "LR"), (2, 6, "L"), (5, 2, "LR"), (6, 2, "R"), (1, 9, "")):
+        factors = method.factors(BlockShape(1, out, into))
+        assert "".join(factor.name for factor in factors) == names, (out, into)
+    assert SOAPMuon(max_ratio=3.0).stages[1] == replace(SOAPMuon().stages[1], max_ratio=3.0)
 
 
 @pytest.mark.parametrize(("shape", "sides"), [((5, 3), "R"), ((3, 5), "L"), ((5, 5), "")], ids=str)
@@ -279,6 +289,7 @@ def test_settings_are_checked() -> None:
         {"shampoo_beta": -1.0},
         {"eps": 0.0},
         {"max_size": 0},
+        {"max_ratio": 1.0},
         {"carry": "drop"},
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
