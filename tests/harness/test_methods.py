@@ -23,7 +23,11 @@ def test_steps_are_read_off_between_lengths(target: float, steps: float | None) 
 @pytest.mark.parametrize("name", methods.CONTENDERS)
 def test_contenders_can_be_built(name: str) -> None:
     config = methods.CONTENDERS[name].config(0.02, 10, seed=0)
-    assert build_optimizer(gpt.byte_gpt(), config).param_groups[0]["lr"] == 0.02
+    groups = build_optimizer(gpt.byte_gpt(), config).param_groups
+    own = [g for g in groups if not g.get("method", "").startswith("auxiliary")]
+    others = [group for group in groups if group not in own]
+    assert [group["lr"] for group in own] == [0.02]
+    assert [group["lr"] for group in others] == [methods.AUXILIARY_LR] * len(others)
 
 
 def test_a_report_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +40,8 @@ def test_a_report_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "final_losses",
         lambda configs, processes, what: [1 / (config.steps + config.lr) for config in configs],
     )
+    (tmp_path / "tuned.json").write_text("{}")
     with pytest.raises(ValueError, match=r"--tune --only 'muon'"):
-        (tmp_path / "tuned.json").write_text("{}")
         methods.report(["soap-muon"], [0], 1)
     methods.tune(["muon", "soap-muon"], 1)
     assert methods.best_lrs(["muon"]) == {"muon": 0.04}
