@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe.blocks.block import Block, factor_dtype
+from soframe.blocks.home import GradientHome
 from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
@@ -33,6 +34,7 @@ class Choices:
     Attributes:
         method: The curvature method.
         solver: The solver.
+        home: Where gradients live.
         layers: Helper classes by patterns on module names, before the registry is asked; or
             ``"all"``, for every helper that there is rather than those of the default.
         skip: Patterns of modules to leave alone.
@@ -46,6 +48,7 @@ class Choices:
 
     method: Choice
     solver: Choice
+    home: GradientHome
     layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
@@ -324,6 +327,7 @@ class Registration:
             solver=solver if damping is None else damping.solver(solver),
             dtype=factor_dtype(list(one.parameters.values()), self._choices.dtype),
             layout=one,
+            home=self._choices.home,
             auxiliary=auxiliary,
         )
         for chosen in {id(solver): solver for _, _, solver in block.solved_here}.values():
