@@ -20,6 +20,7 @@ from soframe import (
     strategies,
     trust_region,
 )
+from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.report import Report
 from soframe.comm import Backend
 from soframe.layers import LayerHelper
@@ -44,11 +45,13 @@ __all__ = [
     "Clips",
     "Curvature",
     "FactorSpec",
+    "GradientHome",
     "LayerHelper",
     "Loss",
     "Method",
     "Optimizer",
     "Placement",
+    "PlainGrad",
     "Preconditioner",
     "Registry",
     "Report",

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import home
+from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.numbers import require_numbers
@@ -175,9 +177,23 @@ class Optimizer(torch.optim.Optimizer):
             self._group()
         if self.preconditioner.updated:
             for group in self.param_groups:
-                moved = [p for p in group["params"] if p.grad is not None]
-                _move(moved, group["lr"], group["weight_decay"])
+                _move(
+                    group["params"],
+                    self.preconditioner.home,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                )
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, wherever they live.
+
+        Args:
+            set_to_none: Whether parameters have none afterwards.
+        """
+        super().zero_grad(set_to_none)
+        every = (p for group in self.param_groups for p in group["params"])
+        home.empty(self.preconditioner.home, every, set_to_none=set_to_none)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -240,15 +256,23 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {method: size for method, size in sizes.items() if size > 0}
 
 
-def _move(parameters: list[nn.Parameter], lr: float | Tensor, weight_decay: float) -> None:
+def _move(
+    parameters: Sequence[nn.Parameter],
+    gradients_in: GradientHome,
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
     """Take a step along what gradients hold."""
-    by_device: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    by_device: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in parameters:
-        by_device.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        direction = gradients_in.read(parameter)
+        if direction is not None:
+            same = by_device.setdefault((parameter.device, parameter.dtype), ([], []))
+            same[0].append(parameter)
+            same[1].append(direction)
     rate = float(lr)
-    for same in by_device.values():
-        weights: list[Tensor] = list(same)
+    for weights, directions in by_device.values():
         if weight_decay:
             torch._foreach_mul_(weights, 1 - rate * weight_decay)
-        gradients = [p.grad for p in same if p.grad is not None]
-        torch._foreach_add_(weights, gradients, alpha=-rate)
+        torch._foreach_add_(weights, directions, alpha=-rate)

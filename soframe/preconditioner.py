@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe.blocks import claims
 from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report
@@ -141,11 +142,14 @@ class Preconditioner(Joinable):
             ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
         cadence: ``statistics_every``, ``solve_every``, ``stagger`` and ``background`` as one.
         clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
+        home: Where gradients live, for stacks that keep them elsewhere than in ``.grad``; None for
+            ``.grad``. The same on every rank.
         curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
             ``scaling`` and ``dtype`` as one.
 
     Attributes:
         backend: How tensors travel.
+        home: Where gradients live.
         placement: Who owns, preconditions and receives what.
         counters: Updates and statistics that were skipped since something was not finite, and
             factorisations that were retried in float64 or failed.
@@ -198,6 +202,7 @@ class Preconditioner(Joinable):
         cadence: Cadence | None = None,
         clips: Clips | None = None,
         curvature: Curvature | None = None,
+        home: GradientHome | None = None,
     ) -> None:
         super().__init__()
         given = dict(locals())
@@ -224,6 +229,8 @@ class Preconditioner(Joinable):
                 skip=skip,
                 mappings=mappings,
             )
+            building.check_home(home)
+            self.home: GradientHome = PlainGrad() if home is None else home
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", decay, high=1.0)
@@ -242,6 +249,7 @@ class Preconditioner(Joinable):
             self._choices = Choices(
                 method=method,
                 solver=solver,
+                home=self.home,
                 layers=dict(layers),
                 skip=tuple(skip),
                 dtype=dtype,
@@ -305,7 +313,7 @@ class Preconditioner(Joinable):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Rewrite ``.grad`` of every registered parameter, in place.
+        """Rewrite the gradient of every registered parameter, in place.
 
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
@@ -334,7 +342,7 @@ class Preconditioner(Joinable):
             results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
         )
         if self.updated:
-            # Before anything is written: gradients may be views of what `.grad` holds.
+            # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
             for block, result in results.items():
                 block.write(result)
@@ -342,7 +350,7 @@ class Preconditioner(Joinable):
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
-            gradients.discard(self._model)
+            gradients.discard(self._model, self.home)
         self._accumulation.wrote(results if finite else ())
         self._steps += 1
         self._refresh.owed = max(0, self._refresh.owed - 1)
@@ -390,7 +398,7 @@ class Preconditioner(Joinable):
 
     @torch.no_grad()
     def precondition_again(self, damping: float) -> None:
-        """After `step`, precondition what `.grad` holds now, with another damping.
+        """After `step`, precondition the gradients as they are now, with another damping.
 
         Nothing that methods keep changes.
 
@@ -426,7 +434,7 @@ class Preconditioner(Joinable):
         """
         now, common, error = self._settings_now()
         with_statistics = self.takes_statistics
-        size = gradients.magnitude(self._watch.parameters())
+        size = gradients.magnitude(self._watch.parameters(), self.home)
         bad_gradient = not math.isfinite(size)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
         said = Poll(
@@ -516,6 +524,7 @@ class Preconditioner(Joinable):
             self._lrs,
             building.averaged_tensors(self._model, self._gradients),
             building.describe_samples(self._samples),
+            self.home,
             self._sampler,
             self.backend.fused,
         )
@@ -544,7 +553,12 @@ class Preconditioner(Joinable):
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)
         self._effect = Effect(
-            self._model, self._blocks, self._capture, self._accumulation, rebuilt=bool(old)
+            self._model,
+            self._blocks,
+            self._capture,
+            self._accumulation,
+            home=self.home,
+            rebuilt=bool(old),
         )
         scale = Scale(
             scaling=self._scaling,
@@ -564,7 +578,7 @@ class Preconditioner(Joinable):
             statistics.resume(self._statistics)
         self._statistics = statistics
         kind = averaging.KINDS[self._gradients]
-        self._raw = kind(self._model, placed)
+        self._raw = kind(self._model, placed, self.home)
         statistics.listen()
         if not old:
             self._begin()
@@ -631,7 +645,7 @@ class Preconditioner(Joinable):
             divide_by_initial_world_size=divide,
             **words,
         )
-        return joining.Shadow(self._model, self.backend, self._take_step, sync=local)
+        return joining.Shadow(self._model, self.home, self.backend, self._take_step, sync=local)
 
     @property
     def join_device(self) -> torch.device:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks.home import GradientHome
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.comm.tasks import Task, finish
 from soframe.kernels.gram import mirror
@@ -33,6 +34,7 @@ class Block:
         solver: The solver of factors for which the method chooses none.
         dtype: The dtype of factors and second-order data.
         layout: How the parameters become the gradient matrix: the first helper, where there is one.
+        home: Where the parameters' gradients live.
         arrived: The running factors that this rank holds, by name: in their shape, or packed as
             triangles where the placement says so; empty before the first statistics. Without what
             is under way: see ``running``.
@@ -68,6 +70,7 @@ class Block:
     solver: Solver
     dtype: torch.dtype
     layout: Layout
+    home: GradientHome
     arrived: dict[str, Tensor] = field(default_factory=dict)
     lower: set[str] = field(default_factory=set)
     under_way: list[Task] = field(default_factory=list)
@@ -299,7 +302,7 @@ class Block:
     @property
     def has_gradient(self) -> bool:
         """Whether any parameter of the block has a gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters.values())
+        return any(map(self.home.has, self.parameters.values()))
 
     def gradient(self) -> Tensor | None:
         """Return the gradient as a matrix in the factors' dtype.
@@ -309,11 +312,12 @@ class Block:
             none counts as zero.
         """
         parameters = self.parameters
-        if all(parameter.grad is None for parameter in parameters.values()):
+        gradients = {name: self.home.read(parameter) for name, parameter in parameters.items()}
+        if all(gradient is None for gradient in gradients.values()):
             return None
         tensors = {
-            name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            for name, parameter in parameters.items()
+            name: torch.zeros_like(parameters[name]) if gradient is None else gradient
+            for name, gradient in gradients.items()
         }
         return self.layout.pack(tensors).to(self.dtype)
 
@@ -325,9 +329,7 @@ class Block:
         """
         parameters = self.parameters
         for name, value in self.layout.unpack(matrix).items():
-            gradient = parameters[name].grad
-            if gradient is not None:
-                gradient.copy_(value)
+            self.home.write(parameters[name], value)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a running factor that this rank holds, as whole matrices.

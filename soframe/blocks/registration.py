@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks.block import Block, factor_dtype
+from soframe.blocks.home import GradientHome
 from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
@@ -36,6 +37,7 @@ class Choices:
     Attributes:
         method: The curvature method.
         solver: The solver.
+        home: Where gradients live.
         layers: Helper classes by patterns on module names, before the registry is asked; or
             ``"all"``, for every helper that there is rather than those of the default.
         skip: Patterns of modules to leave alone.
@@ -49,6 +51,7 @@ class Choices:
 
     method: Choice
     solver: Choice
+    home: GradientHome
     layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
@@ -356,6 +359,7 @@ class Registration:
             solver=solver if damping is None else damping.solver(solver),
             dtype=factor_dtype(list(one.parameters.values()), self._choices.dtype),
             layout=one,
+            home=self._choices.home,
             auxiliary=auxiliary,
         )
         for chosen in {id(solver): solver for _, _, solver in block.solved_here}.values():

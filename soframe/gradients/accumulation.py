@@ -37,6 +37,7 @@ class _Watched:
 
     def __init__(self, block: Block) -> None:
         self.block, self.parameter = block, next(iter(block.parameters.values()))
+        self._home = block.home
         self._written: tuple[weakref.ref[Tensor], int] | None = None
         self._added = self.used = False
 
@@ -47,9 +48,10 @@ class _Watched:
             parameter: The parameter, whose gradient has just been accumulated.
         """
         self.used = True
-        gradient, written = parameter.grad, self._written
+        gradient, written = self._home.read(parameter), self._written
         self._added = (
-            written is not None
+            self._home.filled_by_autograd  # else what is added later looks like a change
+            and written is not None
             and gradient is not None
             and written[0]() is gradient
             and gradient._version == written[1] + 1
@@ -63,7 +65,7 @@ class _Watched:
 
     def wrote(self) -> None:
         """Note the gradient as it is."""
-        gradient, self._added = self.parameter.grad, False
+        gradient, self._added = self._home.read(self.parameter), False
         self._written = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def forget(self) -> None:
@@ -73,8 +75,10 @@ class _Watched:
     @property
     def added(self) -> bool:
         """Whether the gradient is one that a step wrote, plus later ones."""
-        gradient = self.parameter.grad
-        if not self._added or self._written is None or gradient is None:
+        if not self._added or self._written is None:
+            return False
+        gradient = self._home.read(self.parameter)
+        if gradient is None:
             return False
         reference, version = self._written
         if reference() is not gradient:

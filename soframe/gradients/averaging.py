@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
@@ -29,10 +30,11 @@ class AveragedGradients:
     Args:
         model: The model.
         placed: Its blocks, with their places.
+        home: Where gradients live.
     """
 
-    def __init__(self, model: nn.Module, placed: PlacedBlocks) -> None:
-        self._backend = placed.backend
+    def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
+        self._backend, self._home = placed.backend, home
         self._present: Sequence[float] = ()
         self._placed = dict(placed)
         self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
@@ -76,7 +78,7 @@ class AveragedGradients:
         return self.now()
 
     def now(self) -> dict[Block, Tensor | None]:
-        """Return what ``.grad`` holds for the blocks that are solved and have any gradient."""
+        """Return what their home holds for the blocks that are solved and have any gradient."""
         own = {block: block.gradient() for block in self._placed if block.active}
         return {block: gradient for block, gradient in own.items() if gradient is not None}
 
@@ -110,7 +112,7 @@ class LocalGradients(AveragedGradients):
         Raises:
             TypeError: If a gradient is sparse.
         """
-        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
+        if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
 
     def alike(self) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ class LocalGradients(AveragedGradients):
 
     def present(self) -> list[float]:
         """Return for every parameter whether this rank has its gradient."""
-        return [float(p.grad is not None) for p in self._parameters]
+        return [float(self._home.has(p)) for p in self._parameters]
 
     def raw(self) -> dict[Block, Tensor | None]:
         """Average every gradient that any rank has; on ranks without it counts as zero.
@@ -132,8 +134,7 @@ class LocalGradients(AveragedGradients):
         for parameter, ranks in zip(self._parameters, self._present, strict=True):
             if ranks > 0:
                 known.add(parameter)
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                self._home.fill(parameter)
         everywhere = [p for p in self._rest if p in known]
         found: dict[Block, Tensor | None] = {}
         sums: list[tuple[int | None, Tensor]] = []
@@ -147,7 +148,7 @@ class LocalGradients(AveragedGradients):
                 workers = place.gradient_workers
                 sums.append((workers[0] if len(workers) == 1 else None, matrix))
                 found[block] = matrix if self._backend.rank in workers else None
-        sums += [(None, p.grad) for p in everywhere if p.grad is not None]
+        sums += [(None, gradient) for gradient in self._home.of(everywhere)]
         _average(self._backend, sums)
         return found
 
@@ -195,4 +196,4 @@ def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> Non
 
 
 KINDS = {"averaged": AveragedGradients, "local": LocalGradients}
-"""What ``.grad`` may hold when a step begins."""
+"""What gradients may be when a step begins."""

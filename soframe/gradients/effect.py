@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from soframe.blocks import stacks
 from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
 from soframe.gradients.accumulation import Accumulation
 
@@ -45,6 +46,7 @@ class Effect:
         blocks: Its blocks, in the placement's order.
         capture: Its hooks.
         accumulation: Tells whether autograd itself has added to gradients.
+        home: Where gradients live.
         rebuilt: Whether the model changed in the window under way, of which the hooks then may not
             have seen everything.
     """
@@ -56,10 +58,11 @@ class Effect:
         capture: Capture,
         accumulation: Accumulation,
         *,
+        home: GradientHome,
         rebuilt: bool,
     ) -> None:
         self._model, self._blocks, self._capture = model, blocks, capture
-        self._accumulation = accumulation
+        self._accumulation, self._home = accumulation, home
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
         own = {p for parameters in self._parameters.values() for p in parameters}
         self._others = [p for p in model.parameters() if p not in own]
@@ -74,11 +77,12 @@ class Effect:
         """
         self._partial = False
         self._accumulation.begin()
+        read = self._home.read
         self._before = {
-            p: (weakref.ref(p.grad), p.grad._version)
+            p: (weakref.ref(gradient), gradient._version)
             for block in due
             for p in self._parameters[block]
-            if p.grad is not None
+            if (gradient := read(p)) is not None
         }
 
     def check(self, due: Collection[Block]) -> None:
@@ -88,8 +92,8 @@ class Effect:
             due: The blocks that take statistics in the window; nothing is checked without any.
         """
         for block in self._blocks if due else ():
-            own = block.parameters.items()
-            stacks.require_whole((f"{block.name}.{name}", p) for name, p in own)
+            parameters = block.parameters.items()
+            self._home.check((f"{block.name}.{name}", p) for name, p in parameters)
 
     def said(self, due: Collection[Block]) -> list[float]:
         """Return what this rank says of the window.
@@ -107,8 +111,8 @@ class Effect:
         blocks = self._of(due)
         taken = self._taken([block for block in blocks if block.counts.calls])
         missed = self._reached([block for block in blocks if not self._seen(block)])
-        given = any(p.grad is not None for own in self._parameters.values() for p in own)
-        others = not given and any(p.grad is not None for p in self._others)
+        given = any(self._home.has(p) for own in self._parameters.values() for p in own)
+        others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
         for block in blocks:
             numbers += [float(self._seen(block)), float(block in missed), float(block in taken)]
@@ -156,9 +160,9 @@ class Effect:
     def _taken(self, blocks: Sequence[Block]) -> set[Block]:
         """Return the blocks with statistics whose gradients others' hooks have taken."""
         hooked = [b for b in blocks if any(map(stacks.consumes_gradients, self._parameters[b]))]
-        gone = {b for b in hooked if all(p.grad is None for p in self._parameters[b])}
+        gone = {b for b in hooked if not any(map(self._home.has, self._parameters[b]))}
         stepped = [b for b in hooked if b not in gone and self._moved(b)]
-        there = _not_zero({b: _gradients(self._parameters[b]) for b in stepped})
+        there = _not_zero({b: self._home.of(self._parameters[b]) for b in stepped})
         return gone | (set(stepped) - there)
 
     def _moved(self, block: Block) -> bool:
@@ -177,16 +181,18 @@ class Effect:
         """
         fresh: dict[Block, list[Tensor]] = {}
         for block in blocks:
-            own = [p for p in self._parameters[block] if p.grad is not None]
-            if own and not all(map(self._is_left, own)):
-                fresh[block] = [_beside(p) for p in own]
+            present = [
+                (p, gradient)
+                for p in self._parameters[block]
+                if (gradient := self._home.read(p)) is not None
+            ]
+            if present and not all(self._is_left(p, gradient) for p, gradient in present):
+                fresh[block] = [_beside(p, gradient) for p, gradient in present]
         return _not_zero(fresh)
 
-    def _is_left(self, parameter: nn.Parameter) -> bool:
+    def _is_left(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         """Return whether a gradient is what the last step has left."""
         reference, version = self._before.get(parameter, (None, 0))
-        gradient = parameter.grad
-        assert gradient is not None
         return reference is not None and reference() is gradient and gradient._version == version
 
     # -- what is said of it -------------------------------------------------------------------
@@ -257,14 +263,8 @@ def _names(blocks: Sequence[Block]) -> str:
     return f"block(s) {names}" + (f" and {more} more" if more > 0 else "")
 
 
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def _beside(parameter: nn.Parameter) -> Tensor:
+def _beside(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """Return what a gradient has beside a multiple of its parameter, up to rounding; or zero."""
-    gradient = parameter.grad
-    assert gradient is not None
     g = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     p = parameter.flatten()
     wide = torch.promote_types(g.dtype, torch.float32)

@@ -7,21 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from soframe.blocks.home import GradientHome
+
 MODERATE = 1e10
 """What sums of gradients stay below, unless products with them may be out of range."""
 
 
-def magnitude(parameters: Iterable[nn.Parameter]) -> float:
+def magnitude(parameters: Iterable[nn.Parameter], home: GradientHome) -> float:
     """Return how large the gradients are, where that matters.
 
     Args:
         parameters: The parameters of a model.
+        home: Where their gradients live.
 
     Returns:
         Zero where sums tell of nothing large, else the largest absolute value: infinite or not a
         number where an element is.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel() > 0]
+    gradients = [gradient for gradient in home.of(parameters) if gradient.numel() > 0]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
         return 0.0
@@ -35,12 +38,12 @@ def magnitude(parameters: Iterable[nn.Parameter]) -> float:
     return float(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")))
 
 
-def discard(model: nn.Module) -> None:
+def discard(model: nn.Module, home: GradientHome) -> None:
     """Zero every gradient: the optimizer's step then costs one update, not the weights.
 
     Args:
         model: The model.
+        home: Where its gradients live.
     """
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
+    for gradient in home.of(model.parameters()):
+        gradient.zero_()

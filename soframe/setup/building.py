@@ -11,6 +11,7 @@ from torch import nn
 
 from soframe.blocks import claims, stacks
 from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import check_rows
@@ -128,7 +129,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         ValueError: If there is nothing to precondition, or parameters are shared out or without
             values.
     """
-    stacks.require_whole(model.named_parameters())
+    choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks:
         raise ValueError(
@@ -294,6 +295,20 @@ def describe_samples(samples: Samples) -> str:
         samples: The setting.
     """
     return f"samples={'a callable' if callable(samples) else repr(samples)}"
+
+
+def check_home(home: object) -> None:
+    """Check that gradients live in a home.
+
+    Args:
+        home: The home, or None.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if home is not None and not isinstance(home, GradientHome):
+        hint = "; pass an instance of the class" if isinstance(home, type) else ""
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}{hint}")
 
 
 def check_count(terms: bool, samples: Samples, scaling: str) -> None:

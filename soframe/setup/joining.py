@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from soframe.blocks.home import GradientHome
 from soframe.comm.base import Backend
 from soframe.strategies.placement import Placement
 
@@ -86,21 +86,28 @@ class Shadow(JoinHook):
 
     Args:
         model: The model, unwrapped.
+        home: Where its gradients live.
         backend: The backend.
         take_step: Takes part in a step of the others.
         sync: Whether the parameters of this rank are brought up to date in the end.
     """
 
     def __init__(
-        self, model: nn.Module, backend: Backend, take_step: Callable[[], None], *, sync: bool
+        self,
+        model: nn.Module,
+        home: GradientHome,
+        backend: Backend,
+        take_step: Callable[[], None],
+        *,
+        sync: bool,
     ) -> None:
-        self._model, self._backend = model, backend
+        self._model, self._home, self._backend = model, home, backend
         self._take_step, self._sync = take_step, sync
 
     @torch.no_grad()
     def main_hook(self) -> None:
         """Take part in a step, without gradients."""
-        with _no_gradients(self._model.parameters()):
+        with _no_gradients(self._model.parameters(), self._home):
             self._take_step()
 
     @torch.no_grad()
@@ -124,13 +131,13 @@ class Shadow(JoinHook):
 
 
 @contextmanager
-def _no_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _no_gradients(parameters: Iterable[nn.Parameter], home: GradientHome) -> Iterator[None]:
     """Put gradients away: those of this rank's last step are none of the others' steps."""
-    kept: list[tuple[nn.Parameter, Any]] = [(p, p.grad) for p in parameters]
+    kept = [(parameter, home.read(parameter)) for parameter in parameters]
     for parameter, _ in kept:
-        parameter.grad = None
+        home.clear(parameter)
     try:
         yield
     finally:
         for parameter, gradient in kept:
-            parameter.grad = gradient
+            home.put(parameter, gradient)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks.home import GradientHome
 from soframe.checks.numbers import is_number
 from soframe.derivatives.twice import Direction
 from soframe.trust_region.quadratic import inner_products
@@ -143,23 +144,25 @@ def scaled(direction: Direction, factors: Sequence[float]) -> list[Tensor | None
     return [t if t is None or factor == 1.0 else t * factor for t, factor in rows]
 
 
-def add_decay(parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> list[Tensor]:
-    """Add the gradient of the penalty to ``.grad``.
+def add_decay(
+    parameters: Sequence[nn.Parameter], decays: Sequence[float], home: GradientHome
+) -> list[Tensor]:
+    """Add the gradient of the penalty to the gradients.
 
     Args:
         parameters: The parameters; those without a gradient get one.
         decays: Their weight decays.
+        home: Where their gradients live.
 
     Returns:
         Copies of the gradients of the objective.
     """
     gradients = []
     for parameter, decay in zip(parameters, decays, strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        gradient = home.fill(parameter)
         if decay:
-            parameter.grad.add_(parameter.detach(), alpha=decay)
-        gradients.append(parameter.grad.clone())
+            gradient.add_(parameter.detach(), alpha=decay)
+        gradients.append(gradient.clone())
     return gradients
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe.blocks import registration
+from soframe.blocks import home, registration
 from soframe.comm.agreement import (
     add_over_ranks,
     fingerprint,
@@ -225,7 +225,11 @@ class TrustRegion(torch.optim.Optimizer):
         parameters = groups.trainable(self.param_groups)
         forwards, loss = self._first_passes(closures)
         self._parts.follow(parameters)
-        gradients = groups.add_decay(parameters, groups.setting(self.param_groups, "weight_decay"))
+        gradients = groups.add_decay(
+            parameters,
+            groups.setting(self.param_groups, "weight_decay"),
+            self.preconditioner.home,
+        )
         skipped = self.preconditioner.counters["skipped_updates"]
         self._proposer.begin(self._mean_damping())
         with flushed_denormals(self._flush):
@@ -330,6 +334,19 @@ class TrustRegion(torch.optim.Optimizer):
             self.preconditioner._statistics.share = share
         heads = outputs if len(outputs) > 1 else outputs[0]
         fisher.observe(heads, self.preconditioner._capture)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, wherever they live.
+
+        Args:
+            set_to_none: Whether parameters have none afterwards.
+        """
+        super().zero_grad(set_to_none)
+        home.empty(
+            self.preconditioner.home,
+            groups.trainable(self.param_groups),
+            set_to_none=set_to_none,
+        )
 
     def _move(
         self,

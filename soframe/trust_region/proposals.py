@@ -71,7 +71,7 @@ class Proposer:
         """Return the preconditioned gradient, and another one where a trial is due.
 
         Args:
-            parameters: The parameters, after the preconditioner's step: ``.grad`` is
+            parameters: The parameters, after the preconditioner's step: their gradients are
                 preconditioned.
             gradients: Their gradients as they were before.
             shares: What each of them is scaled by, after it was preconditioned.
@@ -85,7 +85,7 @@ class Proposer:
         others = self._damping.trial(step)
         if others:
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.clone()
+                self._preconditioner.home.put(parameter, gradient.clone())
             self._damp(self._of_blocks(others))
             self._preconditioner.precondition_again(max(others))
             made.append(self._proposal(parameters, shares))
@@ -150,7 +150,9 @@ class Proposer:
 
     def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
         covered = self._preconditioner.covered()
-        rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
+        read = self._preconditioner.home.read
+        found = [read(p) if p in covered else None for p in parameters]
+        rows = [None if direction is None else -direction for direction in found]
         data = [dict(block.second_order) for block in self._preconditioner.blocks]
         parts = split(scaled(rows, shares), [self._parts.numbers[p] for p in parameters])
         return Proposal(parts, data, self._unsolved())

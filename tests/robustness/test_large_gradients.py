@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe import PlainGrad
 from soframe.gradients import magnitude as gradients
 from tests.distributed.harness import run_ranks
 
@@ -102,7 +103,7 @@ def test_ranks_are_careful_together() -> None:
 def test_magnitude(values: list[float], expected: float) -> None:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))]
     parameters[0].grad, parameters[1].grad = torch.tensor(values), torch.zeros(0)
-    assert gradients.magnitude(parameters) == pytest.approx(expected)
+    assert gradients.magnitude(parameters, PlainGrad()) == pytest.approx(expected)
     parameters[0].grad[0] = math.nan
-    assert math.isnan(gradients.magnitude(parameters))
-    assert gradients.magnitude([]) == 0.0
+    assert math.isnan(gradients.magnitude(parameters, PlainGrad()))
+    assert gradients.magnitude([], PlainGrad()) == 0.0

@@ -1,0 +1,172 @@
+"""Where gradients live: the one seam between soframe and stacks that keep them elsewhere.
+
+Whatever reads, writes or clears the gradient of a parameter asks a `GradientHome`, which the
+constructor of `soframe.Preconditioner` gives to all of its parts. Plain PyTorch keeps gradients in
+``.grad`` (`PlainGrad`, the default); Megatron, for example, in ``main_grad``.
+
+A home answers for this rank alone: what it returns has the parameter's shape, and is averaged over
+ranks or this rank's own, as ``gradients=`` of the preconditioner says. Reading is never a
+collective: gradients are read on some ranks and not on others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.stacks import require_whole
+
+
+class GradientHome(ABC):
+    """Where the gradients of parameters live. Two methods make a home; the rest follows from them.
+
+    Attributes:
+        filled_by_autograd: Whether a backward pass has added to what `read` returns by the time
+            that the parameter's post-accumulate hooks run. Only then can soframe see that gradients
+            were not zeroed between two steps.
+    """
+
+    filled_by_autograd: ClassVar[bool] = False
+
+    @abstractmethod
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            The very tensor in which it lies, of the parameter's shape: what is written into that
+            tensor is written into the gradient. None where there is no gradient.
+        """
+
+    @abstractmethod
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let a tensor be the gradient of a parameter, which `read` returns from now on.
+
+        Args:
+            parameter: The parameter.
+            gradient: The tensor, of the parameter's shape; None for no gradient.
+        """
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter has a gradient.
+
+        Args:
+            parameter: The parameter.
+        """
+        return self.read(parameter) is not None
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients of those parameters that have one, in their order.
+
+        Args:
+            parameters: The parameters.
+        """
+        return [g for p in parameters if (g := self.read(p)) is not None]
+
+    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Overwrite a gradient in place; a parameter without one gets none.
+
+        Args:
+            parameter: The parameter.
+            values: A tensor of the parameter's shape, of any dtype.
+        """
+        gradient = self.read(parameter)
+        if gradient is not None:
+            gradient.copy_(values)
+
+    def fill(self, parameter: nn.Parameter) -> Tensor:
+        """Return the gradient of a parameter, which is zero from now on if there was none.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            See `read`.
+        """
+        gradient = self.read(parameter)
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+            self.put(parameter, gradient)
+        return gradient
+
+    def zero(self, parameter: nn.Parameter) -> None:
+        """Overwrite a gradient with zeros in place; a parameter without one gets none.
+
+        Args:
+            parameter: The parameter.
+        """
+        gradient = self.read(parameter)
+        if gradient is not None:
+            gradient.zero_()
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        """Let a parameter have no gradient.
+
+        Args:
+            parameter: The parameter.
+        """
+        self.put(parameter, None)
+
+    def is_sparse(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter has a gradient that is a sparse tensor.
+
+        Args:
+            parameter: The parameter.
+        """
+        gradient = self.read(parameter)
+        return gradient is not None and gradient.is_sparse
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Check that this home has the gradients of parameters; called when a model is registered.
+
+        The default refuses parameters of the stacks that are known to share them out over ranks. A
+        home of such a stack overrides it.
+
+        Args:
+            parameters: Parameters with their names.
+
+        Raises:
+            ValueError: If the gradients of some live elsewhere.
+        """
+        require_whole(parameters)
+
+
+class PlainGrad(GradientHome):
+    """Gradients live in ``.grad``, where autograd leaves them."""
+
+    filled_by_autograd = True
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `GradientHome.read`."""
+        return parameter.grad
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """See `GradientHome.put`."""
+        parameter.grad = gradient
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """See `GradientHome.of`."""
+        return [p.grad for p in parameters if p.grad is not None]
+
+
+def empty(home: GradientHome, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+    """Zero gradients as ``zero_grad`` does, in a home that torch's optimizers do not know.
+
+    Args:
+        home: Where the gradients live; nothing is done where that is ``.grad``.
+        parameters: The parameters.
+        set_to_none: Whether they have no gradient afterwards, rather than zeros.
+    """
+    if isinstance(home, PlainGrad):
+        return
+    for parameter in parameters:
+        if set_to_none:
+            home.clear(parameter)
+        else:
+            home.zero(parameter)

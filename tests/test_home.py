@@ -1,0 +1,318 @@
+"""Where gradients live: in `.grad`, and in homes that were written outside of soframe."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import soframe
+from soframe import GradientHome, PlainGrad
+from tests.distributed.harness import run_ranks
+
+SAMPLES, STEPS = 12, 5
+READ_GRAD = {
+    "blocks/home.py": "it is where gradients live",
+    "experiments/muon.py": "an optimizer that soframe is compared with",
+    "testing/methods.py": "it averages gradients over ranks, as DistributedDataParallel does",
+    "testing/checks.py": "it compares gradients before and after",
+}
+"""The modules that may name `.grad`, and why."""
+
+
+def names_grad(tree: ast.AST) -> bool:
+    """Whether code reads or writes an attribute `grad`, other than the function of autograd."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            of = node.value
+            if not (isinstance(of, ast.Attribute) and of.attr == "autograd"):
+                return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            by_name = node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+            values = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            if by_name and "grad" in values:
+                return True
+    return False
+
+
+def test_no_other_module_knows_where_gradients_live() -> None:
+    package = Path(soframe.__file__).parent
+    found = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if names_grad(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert found == set(READ_GRAD)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("p.grad", True),
+        ("p.grad = None", True),
+        ("getattr(p, 'grad')", True),
+        ("torch.autograd.grad(loss, p)", False),
+        ("p.main_grad", False),
+    ],
+)
+def test_what_names_grad(code: str, expected: bool) -> None:
+    assert names_grad(ast.parse(code)) == expected
+
+
+class Dictionary(GradientHome):
+    """Gradients in a dict, to which somebody moves them after the backward pass."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.gradients.get(parameter)
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        self.gradients.pop(parameter, None)
+        if gradient is not None:
+            self.gradients[parameter] = gradient
+
+    def collect(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self.gradients[parameter] = parameter.grad
+                parameter.grad = None
+
+
+class MainGrad(GradientHome):
+    """Gradients in `main_grad`, to which hooks add them, as Megatron's do."""
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        return getattr(parameter, "main_grad", None)
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Be called once autograd has accumulated into a parameter."""
+        assert parameter.grad is not None
+        self.fill(parameter).add_(parameter.grad)
+        parameter.grad = None
+
+    def hook(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.add)
+
+
+class Net(nn.Module):
+    """Square layers, a norm, an embedding, and a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.second = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.first(self.embedding(tokens)).tanh())
+        return self.head(self.second(hidden).tanh())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 5, (SAMPLES,), generator=generator)
+    return tokens, torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+
+
+class SGD(torch.optim.Optimizer):
+    """Descends along the gradients of a home."""
+
+    def __init__(self, model: nn.Module, home: GradientHome) -> None:
+        super().__init__(model.parameters(), {"lr": 0.05})
+        self._home = home
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient = self._home.read(parameter)
+            if gradient is not None:
+                parameter.sub_(gradient, alpha=0.05)
+
+
+HOMES: dict[str, Callable[[], GradientHome]] = {
+    "grad": PlainGrad,
+    "dictionary": Dictionary,
+    "main_grad": MainGrad,
+    "main_grad, hooked last": MainGrad,
+}
+
+
+def train(
+    rank: int, ranks: int, home_name: str, owner: str, gradients: str, set_to_none: bool = True
+) -> dict[str, Tensor]:
+    """The weights after some steps, the third of which is skipped for what is not finite."""
+    model, home = net(), HOMES[home_name]()
+    if home_name == "main_grad":
+        home.hook(model)  # type: ignore[attr-defined]
+    settings: dict[str, Any] = {
+        "home": home,
+        "gradients": gradients,
+        "strategy": "mem-opt",
+        "statistics_every": 1,
+        "solve_every": 2,
+    }
+    if owner == "kfac":
+        optimizer: Any = SGD(model, home)
+        preconditioner = soframe.Preconditioner(model, "kfac", optimizer=optimizer, **settings)
+    else:
+        optimizer = soframe.Optimizer(model, owner, lr=0.02, weight_decay=0.1, **settings)
+        preconditioner = optimizer.preconditioner
+    if home_name == "main_grad, hooked last":
+        home.hook(model)  # type: ignore[attr-defined]
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        loss = (model(tokens[mine]) - targets[mine]).square().sum(1).mean()
+        (loss * float("nan") if step == 2 else loss).backward()
+        if isinstance(home, Dictionary):
+            home.collect(model)
+        if ranks > 1 and gradients == "averaged":
+            for gradient in home.of(model.parameters()):
+                dist.all_reduce(gradient)
+                gradient.div_(ranks)
+        if owner == "kfac":
+            preconditioner.step()
+        optimizer.step()
+        if owner == "kfac":
+            for parameter in model.parameters():
+                home.clear(parameter) if set_to_none else home.zero(parameter)
+        else:
+            optimizer.zero_grad(set_to_none)
+    assert preconditioner.counters["skipped_updates"] == 1
+    if home_name != "grad" and set_to_none:
+        assert not home.of(model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_moved_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    start = dict(net().named_parameters())
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+        if "unused" not in name:
+            assert not torch.equal(weight, start[name]), name
+
+
+@pytest.mark.parametrize("owner", ["kfac", "soap-muon"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("home", [name for name in HOMES if name != "grad"])
+def test_any_home_trains_as_grad_does(home: str, owner: str, set_to_none: bool) -> None:
+    if home == "dictionary" and not set_to_none:
+        pytest.skip("what is collected replaces what is there")
+    expected = train(0, 1, "grad", owner, "averaged", set_to_none)
+    assert_moved_alike(train(0, 1, home, owner, "averaged", set_to_none), expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("owner", ["kfac", "soap-muon"])
+@pytest.mark.parametrize("gradients", ["averaged", "local"])
+def test_any_home_trains_as_grad_does_on_two_ranks(owner: str, gradients: str) -> None:
+    expected = run_ranks(train, 2, "grad", owner, gradients)
+    for home in ("dictionary", "main_grad"):
+        for found, wanted in zip(
+            run_ranks(train, 2, home, owner, gradients), expected, strict=True
+        ):
+            assert_moved_alike(found, wanted)
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_a_trust_region_reads_any_home(hooked_first: bool) -> None:
+    weights = []
+    for home in (PlainGrad(), MainGrad()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        if isinstance(home, MainGrad) and hooked_first:
+            home.hook(model)
+        optimizer = soframe.TrustRegion(
+            model, "squared-error", weight_decay=1e-3, solve_every=1, home=home
+        )
+        if isinstance(home, MainGrad) and not hooked_first:
+            home.hook(model)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        y = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+        def closure(model: nn.Module = model, x: Tensor = x, y: Tensor = y) -> Any:
+            outputs = model(x)
+            return 0.5 * (outputs - y).square().sum(1).mean()
+
+        for _ in range(6):
+            optimizer.step(closure)
+        optimizer.close()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*weights)
+
+
+def test_a_step_says_where_it_looked_for_gradients() -> None:
+    """A home that nobody fills is as if gradients had been removed."""
+    model = net()
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.1, home=Dictionary(), kl_clip=None)
+    tokens, targets = batch(0)
+    (model(tokens) - targets).square().mean().backward()
+    with pytest.raises(RuntimeError, match="statistics without gradients"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("home", [PlainGrad, "grad", 3])
+def test_what_is_no_home_is_refused(home: Any) -> None:
+    with pytest.raises(TypeError, match=r"home must be a soframe\.GradientHome"):
+        soframe.Preconditioner(net(), home=home, kl_clip=None)
+
+
+def test_a_home_says_what_it_does_not_have() -> None:
+    """It is asked for every parameter before anything is built."""
+
+    class Refusing(PlainGrad):
+        def check(self, parameters: Any) -> None:
+            names = [name for name, _ in parameters]
+            raise ValueError(f"no place for {names[0]}")
+
+    with pytest.raises(ValueError, match=r"no place for embedding\.weight"):
+        soframe.Preconditioner(net(), home=Refusing(), kl_clip=None)
+
+
+@pytest.mark.parametrize("make", [PlainGrad, Dictionary, MainGrad])
+def test_the_verbs_of_a_home(make: Callable[[], GradientHome]) -> None:
+    home, parameters = make(), [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    one, other = parameters
+    assert not home.has(one)
+    assert home.of(parameters) == []
+    home.write(one, torch.ones(2))
+    home.zero(one)
+    assert home.read(one) is None
+    filled = home.fill(one)
+    assert home.read(one) is filled
+    assert home.fill(one) is filled
+    home.write(one, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    assert filled.tolist() == [2.0, 3.0]
+    assert filled.dtype == torch.float32
+    assert [gradient is filled for gradient in home.of(parameters)] == [True]
+    home.zero(one)
+    assert filled.tolist() == [0.0, 0.0]
+    assert not home.is_sparse(one)
+    assert not home.is_sparse(other)
+    home.put(other, torch.eye(2)[0].to_sparse())
+    assert home.is_sparse(other)
+    home.clear(one)
+    assert not home.has(one)
+    assert home.has(other)
