@@ -356,6 +356,8 @@ class Preconditioner(Joinable):
                 continue
             if block not in incoming.gradients:
                 continue
+            if block.method.observes_with_data and block.mass > 0 and not block.solved:
+                continue  # its data are lost, and nothing stands in for them: it is solved first
             gradient = incoming.gradients[block]
             factors: Mapping[str, Tensor] = {}
             if gradient is not None and self.backend.rank in place.gradient_workers:
@@ -509,7 +511,6 @@ class Preconditioner(Joinable):
             self._damping,
             self._decay,
             self._bounds,
-            self._refresh,
             self._scaling,
             self._loss_average,
             self._fisher.kind,
@@ -526,6 +527,7 @@ class Preconditioner(Joinable):
             strategy=self._strategy,
             backend=self.backend,
             background=self._background,
+            refresh=self._refresh,
             settings=settings,
             owner=self._capture,
             first=not self._blocks,
