@@ -356,8 +356,8 @@ class Preconditioner(Joinable):
                 continue
             if block not in incoming.gradients:
                 continue
-            if block.method.observes_with_data and block.mass > 0 and not block.solved:
-                continue  # its data are lost, and nothing stands in for them: it is solved first
+            if block.lost:
+                continue  # nothing stands in for its data: it is solved first
             gradient = incoming.gradients[block]
             factors: Mapping[str, Tensor] = {}
             if gradient is not None and self.backend.rank in place.gradient_workers:

@@ -331,7 +331,7 @@ def store(stored: Tensor, spec: FactorSpec, place: BlockPlacement) -> Tensor:
 def _start_from_identity(block: Block, place: BlockPlacement, rank: int) -> None:
     for index, factor in enumerate(block.factors):
         if place.holds(rank, index):
-            block.running[factor.name] = _identity(block, factor, place, 1.0)
+            block.running[factor.name] = _identity(block, factor, place, factor.start or 1.0)
 
 
 def _identity(block: Block, factor: FactorSpec, place: BlockPlacement, scale: float) -> Tensor:
