@@ -364,6 +364,8 @@ class Preconditioner(Joinable):
                 continue
             if block not in incoming.gradients:
                 continue
+            if block.lost:
+                continue  # nothing stands in for its data: it is solved first
             gradient = incoming.gradients[block]
             factors: Mapping[str, Tensor] = {}
             if gradient is not None and self.backend.rank in place.gradient_workers:
@@ -517,7 +519,6 @@ class Preconditioner(Joinable):
             self._damping,
             self._decay,
             self._bounds,
-            self._refresh,
             self._scaling,
             self._loss_average,
             self._fisher.kind,
@@ -535,6 +536,7 @@ class Preconditioner(Joinable):
             strategy=self._strategy,
             backend=self.backend,
             background=self._background,
+            refresh=self._refresh,
             settings=settings,
             owner=self._capture,
             first=not self._blocks,

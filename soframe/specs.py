@@ -47,8 +47,13 @@ class FactorSpec:
         mean_over: What it is a mean over; by default rows for what reads output gradients, samples
             for everything else.
         columns: The number of columns of an elementwise factor.
-        needs: The factors whose second-order data its statistics are made with. New data of one of
-            them drop what was gathered with the old.
+        needs: The factors whose second-order data its statistics are made with, and belong to: it
+            waits for them, and new data of one of them drop what was gathered with the old. Not for
+            statistics of the averaged gradient that go on averaging whatever the data are: those
+            are given the block's data anyway (`soframe.methods.Method.observes_with_data`).
+        start: The multiple of the identity, or of ones where it is no matrix, that its running
+            average starts from with the weight of a whole past; None to start with the first
+            statistics. For factors of the averaged gradient.
         decay: What its running average keeps of its past; None for the preconditioner's.
     """
 
@@ -63,6 +68,7 @@ class FactorSpec:
     columns: int
     needs: tuple[str, ...]
     decay: float | None
+    start: float | None
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class FactorSpec:
         columns: int = 0,
         needs: tuple[str, ...] = (),
         decay: float | None = None,
+        start: float | None = None,
     ) -> None:
         by_side: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
         reads = by_side[side] if reads is None else reads
@@ -91,6 +98,11 @@ class FactorSpec:
             raise ValueError(
                 f"factor {name!r}: columns= belongs to kind='elementwise', and to it alone"
             )
+        if start is not None and reads != "gradient":
+            raise ValueError(
+                f"factor {name!r}: start= belongs to reads='gradient'; averages of calls start "
+                f"from the identity under scaling='kaisa'"
+            )
         values = {
             "name": name,
             "side": side,
@@ -103,6 +115,7 @@ class FactorSpec:
             "columns": columns,
             "needs": tuple(needs),
             "decay": decay,
+            "start": start,
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)

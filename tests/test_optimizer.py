@@ -201,7 +201,7 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     model[2].weight.requires_grad_(False)
-    optimizer = soframe.Optimizer(model, method, lr=0.01, statistics_every=1, solve_every=1)
+    optimizer = soframe.Optimizer(model, method, lr=0.01, statistics_every=1, solve_every=2)
     optimizer.param_groups[0]["lr"] = 0.02  # as a scheduler does
 
     def step() -> dict[str, bool]:

@@ -235,6 +235,13 @@ class Block:
         return len(self.solved_factors) == len(self.tensors)
 
     @property
+    def lost(self) -> bool:
+        """Whether statistics are to be made with data that were there once, and are not now."""
+        if not self.method.observes_with_data or self.solved or self.failed_factors:
+            return False
+        return any(f.name in self.masses for f in self.factors if not f.captured)
+
+    @property
     def follows(self) -> bool:
         """Whether second-order data follow the factors between solves."""
         return any(solver.follows for _, _, solver in self.solved_here)

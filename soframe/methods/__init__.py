@@ -6,6 +6,7 @@ from soframe.methods.chain import Chain
 from soframe.methods.ekfac import EKFAC
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
+from soframe.methods.kl import KLSOAP, KLShampoo
 from soframe.methods.momentum import Momentum
 from soframe.methods.orthogonal import MatchRMS, Muon, NewtonMuon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
@@ -15,6 +16,7 @@ __all__ = [
     "EKFAC",
     "FOOF",
     "KFAC",
+    "KLSOAP",
     "SGD",
     "SOAP",
     "AdamW",
@@ -25,6 +27,7 @@ __all__ = [
     "Direction",
     "Given",
     "KFACReduce",
+    "KLShampoo",
     "MatchRMS",
     "Method",
     "Momentum",

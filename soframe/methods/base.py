@@ -170,6 +170,9 @@ class Method(ABC):
         starts_at_once: Whether it makes directions before its factors are solved.
         refreshes_after: Whether statistics of the averaged gradient, and the solves of its factors,
             come after the direction of the step.
+        observes_with_data: Whether statistics of the averaged gradient are made with the block's
+            second-order data. Before the first solve there are none; where data are lost later,
+            such as those of a state that another solver has made, `observe` waits for the next.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
     """
 
@@ -178,6 +181,7 @@ class Method(ABC):
     clipped: bool = True
     starts_at_once: bool = False
     refreshes_after: bool = False
+    observes_with_data: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
 
     @abstractmethod
@@ -209,9 +213,12 @@ class Method(ABC):
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """Return the statistics of the averaged gradient, once in a step.
 
+        It is called on gradient workers, which have the block's data under every strategy.
+
         Args:
             gradient: ``[groups, out, in]``.
-            data: The second-order data of the block.
+            data: The second-order data of the block, of its last solve, and the values of factors
+                that are not solved, ``data[name]["value"]``; nothing before the first solve.
 
         Returns:
             For each factor with ``reads="gradient"`` a tensor of its shape; by default nothing.

@@ -123,6 +123,7 @@ class Chain(Method):
                 [(stage, stage.reduces) for stage in stages if stage.captures],
                 "takes all positions of a sample as one row, and another one as rows",
             ),
+            "observes_with_data": any(stage.observes_with_data for stage in stages),
             "_factor_names": _Names(factors),
             "_state_names": _Names(states),
         }

@@ -12,7 +12,7 @@ gives it that of another method (Agarwal et al., 2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,8 @@ from soframe.solvers.root import Root
 from soframe.specs import FactorSpec, SecondOrder
 
 Sides = Literal["both", "left", "right"]
+Roots = Mapping[str, Tensor]
+"""Factor name -> a root P of a positive semi-definite matrix ``P P^T``."""
 
 
 def gradient_factors(
@@ -53,21 +55,29 @@ def gradient_factors(
     return tuple(factor for there, factor in every if there)
 
 
-def gradient_moments(gradient: Tensor, names: Mapping[str, object]) -> dict[str, Tensor]:
+def gradient_moments(
+    gradient: Tensor, names: Collection[str], weights: Roots | None = None
+) -> dict[str, Tensor]:
     """Return the statistics of these factors.
 
     Args:
-        gradient: ``[groups, out, in]``.
-        names: The factors by name, of which there may be L and R.
+        gradient: G, ``[groups, out, in]``.
+        names: The factors, of which there may be L and R.
+        weights: Roots of what the *other* factor's side is weighted with, by the name of that other
+            factor: ``P_L``, ``[groups, out, out]``, and ``P_R``, ``[groups, in, in]``. One that is
+            missing is the identity.
 
     Returns:
-        ``G G^T`` and ``G^T G``.
+        ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``: without weights ``G G^T`` and ``G^T G``.
     """
+    weights = {} if weights is None else weights
     found = {}
     if "L" in names:
-        found["L"] = times(gradient, gradient.mT)
+        rows = times(gradient, weights["R"]) if "R" in weights else gradient
+        found["L"] = times(rows, rows.mT)
     if "R" in names:
-        found["R"] = times(gradient.mT, gradient)
+        columns = times(weights["L"].mT, gradient) if "L" in weights else gradient
+        found["R"] = times(columns.mT, columns)
     return found
 
 
@@ -101,15 +111,14 @@ class Shampoo(Method):
     max_size: int = 8192
 
     def __post_init__(self) -> None:
-        require_beta("Shampoo", "decay", self.decay)
+        name = type(self).__name__
+        require_beta(name, "decay", self.decay)
         if self.sides not in ("both", "left", "right"):
-            raise ValueError(
-                f"Shampoo: sides must be 'both', 'left' or 'right', not {self.sides!r}"
-            )
+            raise ValueError(f"{name}: sides must be 'both', 'left' or 'right', not {self.sides!r}")
         if self.power is not None and not -math.inf < self.power < 0:
-            raise ValueError(f"Shampoo: power must be negative, not {self.power!r}")
+            raise ValueError(f"{name}: power must be negative, not {self.power!r}")
         if self.max_size < 1:
-            raise ValueError(f"Shampoo: max_size must be positive, not {self.max_size!r}")
+            raise ValueError(f"{name}: max_size must be positive, not {self.max_size!r}")
         self._root  # noqa: B018  # says what is wrong with epsilon
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
@@ -120,8 +129,7 @@ class Shampoo(Method):
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
         del data
-        names = {"both": "LR", "left": "L", "right": "R"}[self.sides]
-        return gradient_moments(gradient, dict.fromkeys(names))
+        return gradient_moments(gradient, self._names)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
         """See `Method.solver`: a root, whatever the user's is."""
@@ -146,6 +154,10 @@ class Shampoo(Method):
             if factor.size > self.max_size:
                 return f"its side of {factor.size} is longer than max_size={self.max_size}"
         return None
+
+    @property
+    def _names(self) -> str:
+        return {"both": "LR", "left": "L", "right": "R"}[self.sides]
 
     @property
     def _root(self) -> Root:

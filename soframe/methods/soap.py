@@ -84,16 +84,17 @@ class SOAP(Method):
     carry: Carry = "permute"
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         for beta in self.betas:
-            require_beta("SOAP", "betas", beta)
-        require_beta("SOAP", "shampoo_beta", self.shampoo_beta)
-        require_eps("SOAP", self.eps)
+            require_beta(name, "betas", beta)
+        require_beta(name, "shampoo_beta", self.shampoo_beta)
+        require_eps(name, self.eps)
         if self.max_size < 1:
-            raise ValueError(f"SOAP: max_size must be positive, not {self.max_size!r}")
+            raise ValueError(f"{name}: max_size must be positive, not {self.max_size!r}")
         if not self.max_ratio > 1:
-            raise ValueError(f"SOAP: max_ratio must be above 1, not {self.max_ratio!r}")
+            raise ValueError(f"{name}: max_ratio must be above 1, not {self.max_ratio!r}")
         if self.carry not in ("permute", "rotate"):
-            raise ValueError(f"SOAP: carry must be 'permute' or 'rotate', not {self.carry!r}")
+            raise ValueError(f"{name}: carry must be 'permute' or 'rotate', not {self.carry!r}")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: of the sides that are not too long."""
@@ -107,14 +108,14 @@ class SOAP(Method):
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
         del data
-        return gradient_moments(gradient, {f.name: f for f in self._factors_of(gradient)})
+        return gradient_moments(gradient, [f.name for f in self._factors_of(gradient)])
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: v, and m if there is one."""
         names = ("mean", "square") if self.betas[0] else ("square",)
         return {name: TensorSpec(tuple(shape)) for name in names}
 
-    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         """See `Method.solver`: a basis, whatever the user's is."""
         del factor, default
         return Basis()
@@ -127,12 +128,14 @@ class SOAP(Method):
         if any(name not in given.data for name in names):
             return Direction(given.incoming.clone())
         first, second = self.betas
-        new = _into(given.gradient, given.data)
+        new = into_basis(given.gradient, given.data)
         state = {"square": second_moment(given.state["square"], new, second)}
         mean = given.incoming
         if first:
             mean = state["mean"] = given.state["mean"].lerp(mean, 1 - first)
-        matrix = _out_of(_into(mean, given.data) / (state["square"].sqrt() + self.eps), given.data)
+        matrix = _out_of(
+            into_basis(mean, given.data) / (state["square"].sqrt() + self.eps), given.data
+        )
         if self.normalise:
             matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
         if self.correct_bias:
@@ -150,6 +153,8 @@ class SOAP(Method):
             if name not in old or name not in new:
                 continue
             if self.carry == "permute":
+                if "order" not in new[name]:
+                    continue  # every column stays in its place
                 order = new[name]["order"].long()
                 order = order.unsqueeze(-1 if name == "L" else -2)
                 square = square.gather(dim, order.expand_as(square))
@@ -212,7 +217,7 @@ class SOAPMuon(Chain):
         super().__init__((Momentum(momentum, nesterov=True), soap, orthogonalise, MatchRMS(scale)))
 
 
-def _into(matrix: Tensor, data: SecondOrder) -> Tensor:
+def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Return a matrix in the basis; sides without one stay as they are."""
     if "L" in data:
         matrix = times(data["L"]["vectors"].mT, matrix)
@@ -220,7 +225,7 @@ def _into(matrix: Tensor, data: SecondOrder) -> Tensor:
 
 
 def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
-    """Undo `_into`."""
+    """Undo `into_basis`."""
     if "L" in data:
         matrix = times(data["L"]["vectors"], matrix)
     return times(matrix, data["R"]["vectors"].mT) if "R" in data else matrix

@@ -25,7 +25,7 @@ from soframe.gradients import averaging
 from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
 from soframe.solving.background import Background, require_able
-from soframe.solving.refresh import require_followable
+from soframe.solving.refresh import Refresh, require_followable, require_served
 from soframe.statistics.running import require_eager
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
@@ -178,6 +178,7 @@ def build(
     strategy: Strategy,
     backend: Backend,
     background: Background,
+    refresh: Refresh,
     settings: Sequence[object],
     *,
     owner: object,
@@ -194,6 +195,7 @@ def build(
         strategy: The strategy.
         backend: The backend.
         background: What is solved in the background, one of the settings.
+        refresh: When blocks are solved, another one.
         settings: The others that all ranks must have in common.
         owner: Whose the modules are to be; they may be nobody else's.
         first: Whether the ranks first meet here; otherwise they come from a step.
@@ -202,13 +204,15 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_able`, `require_followable`, `require_eager`,
-            `compare_ranks` and `soframe.blocks.claims.require_free`.
+        ValueError: See `register`, `place`, `require_able`, `require_served`,
+            `require_followable`, `require_eager`, `compare_ranks` and
+            `soframe.blocks.claims.require_free`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
         require_able(registration.blocks, background)
+        require_served(registration.blocks, refresh.solve_every)
         placement = place(strategy, registration.blocks, backend.world_size)
         require_followable(registration.blocks, placement)
         require_eager(registration.blocks, placement)
@@ -217,7 +221,7 @@ def build(
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
-    own = describe_settings(registration.blocks, *settings, background)
+    own = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, own, first=first)
     claims.claim(owner, modules)
     backend.prepare(placement.groups())

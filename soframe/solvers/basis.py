@@ -27,7 +27,13 @@ class Basis(Solver):
 
     The first solve is an eigendecomposition. There are no eigenvalues, so it is for methods that
     have second moments of their own in the basis, such as SOAP.
+
+    Attributes:
+        ordered: Whether columns are put into order before the QR. Otherwise each new column comes
+            from the old one in its place, and there is no order among the data.
     """
+
+    ordered: bool = True
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         """See `Solver.unsupported`: it serves matrices of the averaged gradient."""
@@ -38,15 +44,16 @@ class Basis(Solver):
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """See `Solver.tensors`: the order has numbers of columns, in the dtype of the factor."""
-        return {
-            "vectors": TensorSpec(factor.shape),
-            "order": TensorSpec((factor.groups, factor.size)),
-        }
+        vectors = {"vectors": TensorSpec(factor.shape)}
+        order = {"order": TensorSpec((factor.groups, factor.size))}
+        return {**vectors, **order} if self.ordered else vectors
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`; there is no damping, and the order is that of the columns."""
         del damping
         vectors = torch.linalg.eigh(matrix)[1].flip(-1)
+        if not self.ordered:
+            return {"vectors": vectors}
         groups, size, _ = matrix.shape
         order = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
         return {"vectors": vectors, "order": order.expand(groups, size).clone()}
@@ -58,6 +65,8 @@ class Basis(Solver):
         del damping
         vectors = last["vectors"]
         product = times(whole(matrix), vectors)
+        if not self.ordered:
+            return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
         product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
         return {"vectors": torch.linalg.qr(product)[0], "order": order.to(matrix.dtype)}

@@ -177,6 +177,33 @@ def _solves_calls(blocks: Sequence[Block]) -> bool:
     return any(block.captured and block.tensors for block in blocks)
 
 
+def require_served(blocks: Sequence[Block], solve_every: Every) -> None:
+    """Check that statistics which belong to second-order data serve before these are replaced.
+
+    A solve drops them, and comes before the direction of its step, so that with a solve at every
+    step nothing would ever be made of them. Of an interval that is a callable nothing is known.
+
+    Args:
+        blocks: The blocks.
+        solve_every: The interval of solves.
+
+    Raises:
+        ValueError: If every step solves, and a factor belongs to what is solved.
+    """
+    if callable(solve_every.value) or solve_every.value > 1:
+        return
+    for block in blocks:
+        for factor in block.captured:
+            if factor.needs:
+                raise ValueError(
+                    f"{block.name}: solve_every=1 never uses the factor {factor.name} of "
+                    f"{block.method!r}: it is gathered with the second-order data of "
+                    f"{' and '.join(factor.needs)}, and every solve drops it before the direction "
+                    f"is made; pass a larger solve_every, such as 10, or a method without it, such "
+                    f"as method='kfac'"
+                )
+
+
 def mismatch(statistics_every: int, solve_every: int) -> str | None:
     """Return what two intervals have against each other, or None if they go together.
 

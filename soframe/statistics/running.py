@@ -159,6 +159,10 @@ def observe(
     for index, factor in enumerate(block.factors):
         if factor.captured:
             continue
+        if factor.start is not None and factor.name not in block.masses:
+            block.masses[factor.name] = (1.0,)
+            if places.holds(rank, index):
+                block.arrived[factor.name] = _identity(block, factor, places, factor.start)
         keep = decay if factor.decay is None else factor.decay
         rate = block.gain(factor, keep)
         assert isinstance(rate, float)
@@ -327,6 +331,12 @@ def store(stored: Tensor, spec: FactorSpec, place: BlockPlacement) -> Tensor:
 def _start_from_identity(block: Block, place: BlockPlacement, rank: int) -> None:
     for index, factor in enumerate(block.factors):
         if place.holds(rank, index):
-            eye = torch.eye(factor.size, dtype=block.dtype, device=block.device)
-            whole = eye.repeat(factor.groups, 1, 1)
-            block.running[factor.name] = pack_triangle(whole) if place.packed else whole
+            block.running[factor.name] = _identity(block, factor, place, factor.start or 1.0)
+
+
+def _identity(block: Block, factor: FactorSpec, place: BlockPlacement, scale: float) -> Tensor:
+    """Return a multiple of the identity as a running factor is stored; of ones for no matrix."""
+    if factor.kind != "psd":
+        return torch.full(factor.shape, scale, dtype=block.dtype, device=block.device)
+    eye = torch.eye(factor.size, dtype=block.dtype, device=block.device) * scale
+    return store(eye.repeat(factor.groups, 1, 1), factor, place)

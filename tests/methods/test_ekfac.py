@@ -153,13 +153,30 @@ def test_it_is_refused_where_there_is_no_basis() -> None:
     with pytest.raises(ValueError, match="forward-only"):
         stages.preconditioner(model, "ekfac", fisher="forward-only")
     assert EKFAC() != KFAC()
-    with closing(stages.preconditioner(model, "ekfac", solver=Lazy(Eigen()))) as own:
+    lazy = {"solver": Lazy(Eigen()), "solve_every": 2}
+    with closing(stages.preconditioner(model, "ekfac", **lazy)) as own:
         stages.train(model, own, range(2))
+
+
+@pytest.mark.parametrize("method", [EKFAC(), Chain((EKFAC(), "momentum"))], ids=repr)
+def test_a_scale_that_no_step_would_use_is_refused(method: Any) -> None:
+    model = stages.network()
+    with pytest.raises(ValueError, match=r"0: solve_every=1 never uses the factor S.*larger"):
+        stages.preconditioner(model, method, solve_every=1)
+    with pytest.raises(ValueError, match="method='kfac'"):
+        stages.preconditioner(model, method, solve_every=1, background=3)
+    for every in (2, lambda step: 1):  # of a callable nothing is known
+        with closing(stages.preconditioner(model, method, solve_every=every)) as own:
+            stages.train(model, own, range(2), lr=0.0)
+            assert all(("S" in block.running) == (every == 2) for block in own.blocks)
+    for name in ("kfac", "kl-shampoo", "kl-soap"):
+        with closing(stages.preconditioner(model, name, solve_every=1)):
+            pass
 
 
 @pytest.mark.parametrize("method", [EKFAC(), Chain((EKFAC(), "momentum"))], ids=repr)
 def test_promises(method: Any) -> None:
     stages.check_resume(method, solve_every=3)
     stages.check_resume(method, statistics_every=2, solve_every=2)
-    stages.check_shared_instance(lambda: method)
+    stages.check_shared_instance(lambda: method, solve_every=3)
     stages.check_nonfinite(method, solve_every=10)

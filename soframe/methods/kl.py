@@ -1,0 +1,197 @@
+"""KL-Shampoo and KL-SOAP: each factor is weighted by the inverse of the other (Lin et al., 2025).
+
+Of the averaged gradient G, ``[out, in]``, think as of a draw from a Gaussian with mean 0 and
+covariance ``L ⊗ R``, L of the rows and R of the columns. The Kullback-Leibler divergence of that
+Gaussian from one with the second moment of G is least where ("Understanding and Improving Shampoo
+and SOAP via Kullback-Leibler Minimization", arXiv 2509.03378, claim 2)
+
+    L = E[G R^-1 G^T] / in        R = E[G^T L^-1 G] / out
+
+and the moving averages that go there are (equation 5 of the paper), both with the inverses so far,
+
+    L <- b L + (1 - b) G R^-1 G^T / in        R <- b R + (1 - b) G^T L^-1 G / out
+
+where Shampoo has the identity in place of the inverses. They start from ``start`` times the
+identity, with its whole weight, as the authors' code lets the eigenvalues start from 0.1: were an
+average of few gradients freed of its start, it would be singular, and its inverse unbounded.
+
+A factor whose other side has none is an average of ``G G^T / in``, or of ``G^T G / out``: so it is
+optimal where the other one is held at the identity (claim 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.shampoo import Roots, Shampoo, gradient_moments
+from soframe.methods.soap import SOAP, into_basis
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.solvers.basis import Basis
+from soframe.solvers.root import Root
+from soframe.specs import VALUE, FactorSpec, SecondOrder
+
+EIGENVALUES = {"L": "L_values", "R": "R_values"}
+"""The factors of KL-SOAP that are eigenvalues, by the factor that they are of."""
+
+
+def weighted_moments(
+    gradient: Tensor, names: Collection[str], roots: Roots, start: float
+) -> dict[str, Tensor]:
+    """Return the statistics of factors that are weighted by each other's inverse.
+
+    Args:
+        gradient: G, ``[groups, out, in]``.
+        names: The factors, of which there may be L and R.
+        roots: A root P of each factor's inverse, ``P P^T``; none before the first solve.
+        start: Of which multiple of the identity the inverse is, while there is no root.
+
+    Returns:
+        ``G R^-1 G^T / in`` and ``G^T L^-1 G / out``. The inverse of a factor that is none of the
+        names is the identity.
+    """
+    _, out, into = gradient.shape
+    divisors = {
+        name: float(length * (start if other in names and other not in roots else 1.0))
+        for name, other, length in (("L", "R", into), ("R", "L", out))
+    }
+    moments = gradient_moments(gradient, names, roots)
+    return {name: moment.div_(divisors[name]) for name, moment in moments.items()}
+
+
+@register("method", "kl-shampoo")
+@dataclass(frozen=True)
+class KLShampoo(Shampoo):
+    """Shampoo whose factors are weighted by each other's inverse; it needs no grafting.
+
+    The direction of X is ``L^(-1/2) X R^(-1/2)``. The inverses in the statistics are the squares of
+    these roots, as the last solve has left them: those of the step before where ``solve_every`` is
+    1, and with a larger interval those of its beginning.
+
+    Attributes:
+        decay: See `Shampoo`.
+        power: -1/2, or None for it: the square of the root is the inverse.
+        epsilon: What is added to eigenvalues, over the largest, in the roots and so in the
+            inverses.
+        start: The multiple of the identity that the factors start from.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    observes_with_data = True
+
+    decay: float = 0.95
+    start: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.power not in (None, -0.5):
+            raise ValueError(
+                f"KLShampoo: power must be -1/2, whose square is the inverse that the factors are "
+                f"weighted with, not {self.power!r}; method='shampoo' takes others"
+            )
+        _require_start("KLShampoo", self.start)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: those of Shampoo, from a start."""
+        return tuple(replace(factor, start=self.start) for factor in super().factors(shape))
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        roots = {name: data[name]["root"] for name in self._names if name in data}
+        return weighted_moments(gradient, self._names, roots, self.start)
+
+    @property
+    def _root(self) -> Root:
+        return Root(-0.5, self.epsilon)
+
+
+@register("method", "kl-soap")
+@dataclass(frozen=True)
+class KLSOAP(SOAP):
+    """SOAP in the eigenbasis of factors that are weighted by each other's inverse.
+
+    Where both sides have a factor, their eigenvalues l and r are averages in the basis as it is,
+    which may be older than the factors, as the paper keeps them::
+
+        l <- b l + (1 - b) diag(Q_L^T G R^-1 G^T Q_L) / in       R^-1 = Q_R diag(1/r) Q_R^T
+        r <- b r + (1 - b) diag(Q_R^T G^T L^-1 G Q_R) / out      L^-1 = Q_L diag(1/l) Q_L^T
+
+    and ``epsilon`` times the largest of them is added to each of them. The columns of a new basis
+    stay in the places of the old ones, and what is kept in the basis with them: l, r and v.
+
+    Attributes:
+        epsilon: What is added to eigenvalues before they are inverted, over the largest of the
+            factor.
+        start: What the eigenvalues start from.
+        carry: See `SOAP`; of v. With ``"permute"`` it stays as it is.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    observes_with_data = True
+
+    epsilon: float = 1e-6
+    start: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_start("KLSOAP", self.start)
+        if not 0 <= self.epsilon < math.inf:
+            raise ValueError(f"KLSOAP: epsilon must not be negative, not {self.epsilon!r}")
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: those of SOAP, and where there are both, their eigenvalues."""
+        matrices = super().factors(shape)
+        if len(matrices) < len(EIGENVALUES):
+            return matrices
+        values = (
+            replace(factor, name=EIGENVALUES[factor.name], kind="vector", start=self.start)
+            for factor in matrices
+        )
+        return (*matrices, *values)
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        names = [factor.name for factor in self._factors_of(gradient)]
+        roots: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+        if set(EIGENVALUES.values()) <= set(names):
+            if "L" in data and "R" in data:
+                scales = {name: self._inverse_root(data, name) for name in EIGENVALUES}
+                roots = {
+                    name: data[name]["vectors"] * scale.unsqueeze(-2)
+                    for name, scale in scales.items()
+                }
+                turned = into_basis(gradient, data)
+                values["L_values"] = (turned * scales["R"].unsqueeze(-2)).square().mean(-1)
+                values["R_values"] = (turned * scales["L"].unsqueeze(-1)).square().mean(-2)
+            else:
+                _, out, into = gradient.shape
+                for name, size in (("L_values", out), ("R_values", into)):
+                    values[name] = gradient.new_full((len(gradient), size), self.start)
+        return {**weighted_moments(gradient, names, roots, self.start), **values}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`: a basis whose columns stay in place; nobody for eigenvalues."""
+        del default
+        return Basis(ordered=False) if factor.kind == "psd" else None
+
+    def _inverse_root(self, data: SecondOrder, name: str) -> Tensor:
+        """Return the inverse roots of a factor's eigenvalues, ``[groups, n]``."""
+        values = data[EIGENVALUES[name]][VALUE]
+        values = values + self.epsilon * values.amax(-1, keepdim=True)
+        return torch.where(values > 0, values, 1.0).rsqrt().where(values > 0, 0.0)
+
+
+def _require_start(method: str, start: float) -> None:
+    if not 0 < start < math.inf:
+        raise ValueError(f"{method}: start must be positive and finite, not {start!r}")
