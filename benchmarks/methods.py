@@ -94,10 +94,14 @@ CONTENDERS: Mapping[str, Contender] = {
     "muon": Contender("soframe:muon"),
     "adamw": Contender("adamw", lrs=_ADAM),
     "soap": Contender("soframe:soap", options=every(10), lrs=(0.005, 0.01, 0.02)),
+    "normuon": Contender("soframe:normuon"),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
     "soap-muon": Contender("soframe:soap-muon", options=every(5)),
     "soap-muon, short sides": Contender(
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
+    ),
+    "soap-normuon, short sides": Contender(
+        "soframe:soap-normuon", method={"max_ratio": 4.0}, options=every(5)
     ),
 }
 

@@ -8,9 +8,10 @@ from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.kl import KLSOAP, KLShampoo
 from soframe.methods.momentum import Momentum
-from soframe.methods.orthogonal import MatchRMS, Muon, NewtonMuon, Orthogonalise
+from soframe.methods.normuon import NormaliseRows, NorMuon
+from soframe.methods.orthogonal import KFACMuon, MatchRMS, Muon, NewtonMuon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
-from soframe.methods.soap import SOAP, SOAPMuon
+from soframe.methods.soap import SOAP, SOAPMuon, SOAPNorMuon
 
 __all__ = [
     "EKFAC",
@@ -26,6 +27,7 @@ __all__ = [
     "Diagonal",
     "Direction",
     "Given",
+    "KFACMuon",
     "KFACReduce",
     "KLShampoo",
     "MatchRMS",
@@ -33,7 +35,10 @@ __all__ = [
     "Momentum",
     "Muon",
     "NewtonMuon",
+    "NorMuon",
+    "NormaliseRows",
     "Orthogonalise",
     "SOAPMuon",
+    "SOAPNorMuon",
     "Shampoo",
 ]

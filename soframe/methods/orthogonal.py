@@ -30,6 +30,7 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
+from soframe.methods.kfac import KFAC
 from soframe.methods.momentum import Momentum, entries
 from soframe.registry import register
 from soframe.specs import FactorSpec
@@ -242,6 +243,32 @@ class MatchRMS(Method):
         return entries(shape)
 
 
+@dataclass(frozen=True)
+class Orthogonal:
+    """How a chain ends in an orthogonal matrix at the scale of its shape.
+
+    Attributes:
+        scale: See `MatchRMS`.
+        steps: See `Orthogonalise`.
+        coefficients: See `Orthogonalise`.
+        dtype: See `Orthogonalise`.
+    """
+
+    scale: RMS = "spectral"
+    steps: int = 5
+    coefficients: Coefficients = "muon"
+    dtype: str | None = None
+
+    def stages(self, *between: Method) -> tuple[Method, ...]:
+        """Return the last stages of a chain.
+
+        Args:
+            *between: What comes before the scale of the shape.
+        """
+        orthogonalise = Orthogonalise(self.steps, self.coefficients, self.dtype)
+        return (orthogonalise, *between, MatchRMS(self.scale))
+
+
 @register("method", "muon")
 @dataclass(frozen=True, init=False)
 class Muon(Chain):
@@ -268,38 +295,36 @@ class Muon(Chain):
         coefficients: Coefficients = "muon",
         dtype: str | None = None,
     ) -> None:
-        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
-        super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))
+        end = Orthogonal(scale, steps, coefficients, dtype)
+        super().__init__((*self._first(), Momentum(momentum, nesterov), *end.stages()))
+
+    def _first(self) -> tuple[Method, ...]:
+        """Return the stages before the momentum."""
+        return ()
 
 
 @register("method", "newton-muon")
 @dataclass(frozen=True, init=False)
-class NewtonMuon(Chain):
+class NewtonMuon(Muon):
     """Muon of the gradient times the damped inverse of the inputs' second moment.
 
     K-FAC's factor of the inputs (`FOOF`), then momentum of what it makes, orthogonalised. It reads
     calls, so it is for the layers that K-FAC is for; of these it takes the weights within the
-    model, without their biases.
-
-    Args:
-        momentum: See `Momentum`.
-        nesterov: See `Momentum`.
-        scale: See `MatchRMS`.
-        steps: See `Orthogonalise`.
-        coefficients: See `Orthogonalise`.
-        dtype: See `Orthogonalise`.
+    model, without their biases. Arguments are those of `Muon`.
     """
 
-    def __init__(
-        self,
-        momentum: float = 0.95,
-        *,
-        nesterov: bool = True,
-        scale: RMS = "spectral",
-        steps: int = 5,
-        coefficients: Coefficients = "muon",
-        dtype: str | None = None,
-    ) -> None:
-        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
-        stages = (FOOF(), Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale))
-        super().__init__(stages)
+    def _first(self) -> tuple[Method, ...]:
+        return (FOOF(),)
+
+
+@register("method", "kfac-muon")
+@dataclass(frozen=True, init=False)
+class KFACMuon(Muon):
+    """Muon of K-FAC's direction: momentum of it, orthogonalised.
+
+    As `NewtonMuon`, with K-FAC's factors of the inputs and of the output gradients. Arguments are
+    those of `Muon`.
+    """
+
+    def _first(self) -> tuple[Method, ...]:
+        return (KFAC(),)

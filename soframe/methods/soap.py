@@ -30,7 +30,8 @@ from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.momentum import Momentum, require_beta, second_moment
-from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
+from soframe.methods.normuon import NormaliseRows
+from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
 from soframe.methods.shampoo import gradient_factors, gradient_moments
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -213,8 +214,21 @@ class SOAPMuon(Chain):
             max_ratio=max_ratio,
             carry=carry,
         )
-        orthogonalise = Orthogonalise(steps=steps, coefficients=coefficients, dtype=dtype)
-        super().__init__((Momentum(momentum, nesterov=True), soap, orthogonalise, MatchRMS(scale)))
+        end = Orthogonal(scale, steps, coefficients, dtype)
+        super().__init__((Momentum(momentum, nesterov=True), soap, *end.stages(*self._between())))
+
+    def _between(self) -> tuple[Method, ...]:
+        """Return the stages between the orthogonal matrix and its scale."""
+        return ()
+
+
+@register("method", "soap-normuon")
+@dataclass(frozen=True, init=False)
+class SOAPNorMuon(SOAPMuon):
+    """`SOAPMuon` with rows of one size (`NormaliseRows`); arguments are those of `SOAPMuon`."""
+
+    def _between(self) -> tuple[Method, ...]:
+        return (NormaliseRows(),)
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
