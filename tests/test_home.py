@@ -189,7 +189,7 @@ def train(
         if ranks > 1 and gradients == "averaged":
             for gradient in home.of(model.parameters()):
                 dist.all_reduce(gradient)
-                gradient /= ranks
+                gradient.div_(ranks)
         if owner == "kfac":
             preconditioner.step()
         optimizer.step()
