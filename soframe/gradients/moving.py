@@ -30,6 +30,7 @@ from soframe.blocks.home import GradientHome
 
 WeightDecayKind = Literal["decoupled", "cautious"]
 Constraint = Literal["hyperball"]
+KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
 
 
 @runtime_checkable
@@ -88,12 +89,12 @@ def check(move: Move, *, name: str, prefix: str) -> None:
     Raises:
         ValueError: If one does not exist, or two contradict each other.
     """
-    if move.kind not in get_args(WeightDecayKind):
-        kinds = ", ".join(map(repr, get_args(WeightDecayKind)))
+    if move.kind not in KINDS:
+        kinds = ", ".join(map(repr, KINDS))
         raise ValueError(
             f"{name}{prefix}weight_decay_kind must be one of {kinds}, not {move.kind!r}"
         )
-    if move.constraint is not None and move.constraint not in get_args(Constraint):
+    if move.constraint is not None and move.constraint not in CONSTRAINTS:
         raise ValueError(
             f"{name}{prefix}constraint must be None or 'hyperball', not {move.constraint!r}"
         )
