@@ -12,7 +12,7 @@
 Every trainable parameter belongs to a block: of ``method``, or of ``auxiliary``. What the methods
 make of the gradients is exchanged as a `soframe.Preconditioner` exchanges it; then each parameter
 takes its step, ``p <- (1 - lr weight_decay) p - lr direction`` (decoupled weight decay: Loshchilov
-and Hutter, 2019).
+and Hutter, 2019), or one that `soframe.gradients.moving` defines: cautious decay, a constraint.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import home
-from soframe.blocks.home import GradientHome
+from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.numbers import require_numbers
+from soframe.gradients import moving
+from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
+from soframe.state import checksums
+from soframe.state.saving import agree
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"
 """Where the state of an optimizer has that of its preconditioner."""
+RADII = "radii"
+"""Where it has the norms that a constraint keeps."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -42,7 +48,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in
     the model: ``group["method"]`` says which, and begins with ``"auxiliary: "`` for that. Learning
-    rates and weight decays may be changed there at any time, and schedulers do.
+    rates and weight decays may be changed there at any time, and schedulers do; so may
+    ``"weight_decay_kind"`` and ``"constraint"``, alike on all ranks.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -50,10 +57,18 @@ class Optimizer(torch.optim.Optimizer):
             one of these. What no pattern matches, and what a method does not suit, is
             ``auxiliary``'s: for orthogonalisation embeddings, vectors and the head.
         lr: The learning rate of ``method``.
-        weight_decay: The decoupled weight decay of ``method``.
+        weight_decay: The weight decay of ``method``; a step takes ``lr * weight_decay`` of it.
+        weight_decay_kind: ``"decoupled"``; or ``"cautious"``, which leaves out the entries in which
+            the direction leads away from zero (Chen et al., 2025).
+        constraint: ``"hyperball"`` lets every matrix of ``method``, in each of its groups, keep the
+            Frobenius norm that it has at the first step (Wen et al., 2025): ``lr`` is then
+            an angle, of the order of 0.01, the length of directions does not matter, and weights
+            do not decay. Vectors, such as biases and gains of norms, move without. None for none.
         auxiliary: The method of all other trainable parameters.
         auxiliary_lr: Its learning rate; None for ``lr``.
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
+        auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
+        auxiliary_constraint: Its constraint; by default none, whatever ``constraint`` is.
         optimizer: Not to be given: this is the optimizer.
         **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
             ``solver``, ``damping``, ``solve_every``, ``gradients``.
@@ -74,9 +89,13 @@ class Optimizer(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float = 0.0,
+        weight_decay_kind: WeightDecayKind = "decoupled",
+        constraint: Constraint | None = None,
         auxiliary: Choice = "adamw",
         auxiliary_lr: float | None = None,
         auxiliary_weight_decay: float | None = None,
+        auxiliary_weight_decay_kind: WeightDecayKind | None = None,
+        auxiliary_constraint: Constraint | None = None,
         **preconditioner: Any,
     ) -> None:
         for name in ("optimizer", "lr"):
@@ -99,15 +118,35 @@ class Optimizer(torch.optim.Optimizer):
         for name, value in rates.items():
             if not 0 <= float(value) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+        kind = auxiliary_weight_decay_kind
+        self._moves = {
+            "": Move(
+                lr=float(lr),
+                weight_decay=float(weight_decay),
+                kind=weight_decay_kind,
+                constraint=constraint,
+            ),
+            "auxiliary_": Move(
+                lr=float(rates["auxiliary_lr"]),
+                weight_decay=float(rates["auxiliary_weight_decay"]),
+                kind=weight_decay_kind if kind is None else kind,
+                constraint=auxiliary_constraint,
+            ),
+        }
+        for prefix, move in self._moves.items():
+            moving.check(move, name="", prefix=prefix)
         self._ready = False
         self._model = unwrap(model)
         every = [p for p in self._model.parameters() if p.requires_grad]
-        super().__init__(every, {"lr": float(lr), "weight_decay": float(weight_decay)})
+        super().__init__(every, _settings(self._moves[""]))
         self.preconditioner = Preconditioner(
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
-        self._rates = {name: float(value) for name, value in rates.items()}
+        self._radii: dict[str, Tensor] = {}
         self._group()
+        for group in self.param_groups:
+            for ball in self._balls[group["method"]] if group["constraint"] else ():
+                ball.norms()  # raises where there is none to keep
         self._ready = True
 
     def _group(self) -> None:
@@ -117,19 +156,23 @@ class Optimizer(torch.optim.Optimizer):
         """
         params_of: dict[str, list[nn.Parameter]] = {}
         for block in self.preconditioner.blocks:
-            name = f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
-            params_of.setdefault(name, []).extend(block.parameters.values())
+            params_of.setdefault(_group_of(block), []).extend(block.parameters.values())
         groups = {group["method"]: group for group in self.param_groups if "method" in group}
         self.param_groups.clear()
         for name in {**groups, **params_of}:
             prefix = "auxiliary_" if name.startswith("auxiliary: ") else ""
-            made = {
-                "lr": self._rates[f"{prefix}lr"],
-                "weight_decay": self._rates[f"{prefix}weight_decay"],
-                "method": name,
-            }
-            group = groups.get(name, made)
+            group = groups.get(name, {**_settings(self._moves[prefix]), "method": name})
             self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
+        self._find_balls()
+
+    def _find_balls(self) -> None:
+        """Find the weights that a constraint could keep on spheres, by the names of groups."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        self._balls: dict[str, list[Ball]] = {g["method"]: [] for g in self.param_groups}
+        for block in self.preconditioner.blocks:
+            ball = Ball(block, names)
+            if ball.matrices:
+                self._balls[_group_of(block)].append(ball)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: groups are the methods', and every parameter of the model is in one.
@@ -177,13 +220,32 @@ class Optimizer(torch.optim.Optimizer):
             self._group()
         if self.preconditioner.updated:
             for group in self.param_groups:
-                _move(
-                    group["params"],
-                    self.preconditioner.home,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                )
+                self._move(group)
         return loss
+
+    def _move(self, group: Mapping[str, Any]) -> None:
+        """Let the parameters of a group take their step along what gradients hold."""
+        move, where = Move.of(group), self.preconditioner.home
+        if move.constraint is None:
+            moving.descend(group["params"], where, move)
+            return
+        kept: set[nn.Parameter] = set()
+        for ball in self._balls[group["method"]]:
+            if ball.key not in self._radii:
+                self._radii[ball.key] = ball.norms()
+            ball.move(where, self._radii[ball.key], move.lr)
+            kept.update(ball.matrices.values())
+        moving.descend([p for p in group["params"] if p not in kept], where, move)
+
+    def settings_now(self) -> dict[str, object]:
+        """Return the settings of the coming step, which all ranks must have in common.
+
+        Raises:
+            ValueError: If they cannot be meant.
+
+        :meta private:
+        """
+        return {f"param group {group['method']}": Move.of(group) for group in self.param_groups}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, wherever they live.
@@ -205,7 +267,13 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The param groups, as any optimizer has them, and the preconditioner's state.
         """
-        return {**super().state_dict(), PRECONDITIONER: self.preconditioner.state_dict()}
+        keys = {ball.key for balls in self._balls.values() for ball in balls}
+        radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
+        return {
+            **super().state_dict(),
+            RADII: checksums.seal({RADII: radii}),
+            PRECONDITIONER: self.preconditioner.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
@@ -216,15 +284,29 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        if PRECONDITIONER not in state_dict:
-            raise ValueError("this is not the state of a soframe.Optimizer")
-        saved = _sizes(state_dict.get("param_groups", ()))
-        if saved != _sizes(self.param_groups):
-            raise ValueError(
-                f"the state has param groups {saved} (method: parameters), and this optimizer "
-                f"{_sizes(self.param_groups)}"
-            )
+        balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
+
+        def check() -> None:
+            if PRECONDITIONER not in state_dict:
+                raise ValueError("this is not the state of a soframe.Optimizer")
+            saved = _sizes(state_dict.get("param_groups", ()))
+            if saved != _sizes(self.param_groups):
+                raise ValueError(
+                    f"the state has param groups {saved} (method: parameters), and this optimizer "
+                    f"{_sizes(self.param_groups)}"
+                )
+            if RADII in state_dict:  # there was none before weights could be constrained
+                checksums.verify(state_dict[RADII], "the state of constraints")
+                moving.require_radii(state_dict[RADII].get(RADII), list(balls.values()))
+
+        def common() -> str:
+            found = state_dict.get(RADII, {}).get(checksums.KEY, {})
+            return checksums.text(found)
+
+        agree(self.preconditioner.backend, check, common)
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
+        radii = state_dict.get(RADII, {}).get(RADII, {})
+        self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
         by_method = {group["method"]: group for group in state_dict["param_groups"]}
         for group in self.param_groups:
             settings = by_method.get(group["method"], {})
@@ -256,23 +338,16 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {method: size for method, size in sizes.items() if size > 0}
 
 
-def _move(
-    parameters: Sequence[nn.Parameter],
-    gradients_in: GradientHome,
-    *,
-    lr: float | Tensor,
-    weight_decay: float,
-) -> None:
-    """Take a step along what gradients hold."""
-    by_device: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for parameter in parameters:
-        direction = gradients_in.read(parameter)
-        if direction is not None:
-            same = by_device.setdefault((parameter.device, parameter.dtype), ([], []))
-            same[0].append(parameter)
-            same[1].append(direction)
-    rate = float(lr)
-    for weights, directions in by_device.values():
-        if weight_decay:
-            torch._foreach_mul_(weights, 1 - rate * weight_decay)
-        torch._foreach_add_(weights, directions, alpha=-rate)
+def _group_of(block: Block) -> str:
+    """Return the name of the param group in which a block's parameters are."""
+    return f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
+
+
+def _settings(move: Move) -> dict[str, Any]:
+    """Return the settings of a param group."""
+    return {
+        "lr": move.lr,
+        "weight_decay": move.weight_decay,
+        "weight_decay_kind": move.kind,
+        "constraint": move.constraint,
+    }

@@ -48,6 +48,7 @@ from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Limits, clip
 from soframe.gradients.effect import Effect
 from soframe.gradients.incoming import Incoming
+from soframe.gradients.moving import AgreedSettings
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -487,7 +488,7 @@ class Preconditioner(Joinable):
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
-            common = {
+            common: dict[str, object] = {
                 "step": step,
                 "damping": now.damping,
                 "decay": now.decay,
@@ -497,6 +498,9 @@ class Preconditioner(Joinable):
                 "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
             }
+            optimizer: object = self._optimizer
+            if isinstance(optimizer, AgreedSettings):
+                common.update(optimizer.settings_now())
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
         return now, common, None

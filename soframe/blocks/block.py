@@ -318,14 +318,16 @@ class Block:
             ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
             none counts as zero.
         """
-        parameters = self.parameters
-        gradients = {name: self.home.read(parameter) for name, parameter in parameters.items()}
-        if all(gradient is None for gradient in gradients.values()):
+        parameters, read = self.parameters, self.home.read
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            gradient = read(parameter)
+            if gradient is not None:
+                tensors[name] = gradient
+        if not tensors:
             return None
-        tensors = {
-            name: torch.zeros_like(parameters[name]) if gradient is None else gradient
-            for name, gradient in gradients.items()
-        }
+        if len(tensors) < len(parameters):
+            tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
         return self.layout.pack(tensors).to(self.dtype)
 
     def write(self, matrix: Tensor) -> None:

@@ -150,6 +150,17 @@ class PlainGrad(GradientHome):
         """See `GradientHome.put`."""
         parameter.grad = gradient
 
+    # What follows is the same as without these, with fewer calls in every step.
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """See `GradientHome.has`."""
+        return parameter.grad is not None
+
+    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """See `GradientHome.write`."""
+        if parameter.grad is not None:
+            parameter.grad.copy_(values)
+
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `GradientHome.of`."""
         return [p.grad for p in parameters if p.grad is not None]

@@ -1,0 +1,293 @@
+"""How weights move along their directions, where soframe owns the step.
+
+With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and its direction ``u``:
+
+- *Decoupled* decay (Loshchilov and Hutter, 2019): ``w <- w - lr u - lr decay w``.
+- *Cautious* decay (Chen et al., 2025, "Cautious Weight Decay"): the same, in those entries alone in
+  which ``u w >= 0``. There the step leads towards zero, or does not move; elsewhere it leads away
+  from zero, and decay would only undo a part of it.
+- *Hyperball* (Wen et al., 2025, "Fantastic Pretraining Optimizers and Where to Find Them II:
+  Hyperball Optimization"): the Frobenius norm ``R`` that a matrix had at first is kept,
+
+      w <- R normalise(w - lr R normalise(u)),    normalise(x) = x / |x|,
+
+  so ``lr`` is an angle: the tangent of the one between the old weight and the new, where ``u`` is
+  orthogonal to ``w``. How long ``u`` is does not matter, and decay has no meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
+
+WeightDecayKind = Literal["decoupled", "cautious"]
+Constraint = Literal["hyperball"]
+KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
+
+
+@runtime_checkable
+class AgreedSettings(Protocol):
+    """An optimizer with settings of a step that must be the same on every rank."""
+
+    def settings_now(self) -> Mapping[str, object]:
+        """Return the settings of the coming step.
+
+        Raises:
+            ValueError: If they cannot be meant.
+        """
+
+
+@dataclass(frozen=True)
+class Move:
+    """The settings by which the parameters of a group move.
+
+    Attributes:
+        lr: The learning rate.
+        weight_decay: The weight decay.
+        kind: What decays.
+        constraint: What is kept of matrices; None for nothing.
+    """
+
+    lr: float
+    weight_decay: float
+    kind: WeightDecayKind
+    constraint: Constraint | None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Move:
+        """Return the settings of a param group, checked.
+
+        Args:
+            group: The group.
+        """
+        move = cls(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            kind=group["weight_decay_kind"],
+            constraint=group["constraint"],
+        )
+        check(move, name=f"param group {group['method']!r}: ", prefix="")
+        return move
+
+
+def check(move: Move, *, name: str, prefix: str) -> None:
+    """Check settings.
+
+    Args:
+        move: The settings.
+        name: Of what they are, for messages.
+        prefix: What the names of the settings begin with.
+
+    Raises:
+        ValueError: If one does not exist, or two contradict each other.
+    """
+    if move.kind not in KINDS:
+        kinds = ", ".join(map(repr, KINDS))
+        raise ValueError(
+            f"{name}{prefix}weight_decay_kind must be one of {kinds}, not {move.kind!r}"
+        )
+    if move.constraint is not None and move.constraint not in CONSTRAINTS:
+        raise ValueError(
+            f"{name}{prefix}constraint must be None or 'hyperball', not {move.constraint!r}"
+        )
+    if move.constraint is not None and move.weight_decay != 0:
+        raise ValueError(
+            f"{name}{prefix}constraint='hyperball' keeps the norm of weights, so "
+            f"{prefix}weight_decay={move.weight_decay:g} could not change it: pass "
+            f"{prefix}weight_decay=0"
+            + ("" if prefix else " (and auxiliary_weight_decay= for the auxiliary method)")
+        )
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is none of the vectors that no constraint is for: biases, gains.
+
+    Args:
+        parameter: The parameter.
+    """
+    return sum(size > 1 for size in parameter.shape) > 1
+
+
+def descend(
+    parameters: Sequence[nn.Parameter], home: GradientHome, move: Move, *, decays: bool = True
+) -> None:
+    """Move parameters along their directions, without any constraint.
+
+    Args:
+        parameters: The parameters; those without a direction stay.
+        home: Where the directions are.
+        move: The settings.
+        decays: Whether weights decay, if the settings say so.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for parameter in parameters:
+        direction = home.read(parameter)
+        if direction is not None:
+            same = alike.setdefault((parameter.device, parameter.dtype), ([], []))
+            same[0].append(parameter)
+            same[1].append(direction)
+    for weights, directions in alike.values():
+        if decays and move.weight_decay:
+            _decay(weights, directions, move)
+        torch._foreach_add_(weights, directions, alpha=-move.lr)
+
+
+def _decay(weights: list[Tensor], directions: list[Tensor], move: Move) -> None:
+    """Let weights decay, before they move."""
+    rate = move.lr * move.weight_decay
+    if move.kind == "decoupled":
+        torch._foreach_mul_(weights, 1 - rate)
+        return
+    # Of the signs: the product of two small numbers may be zero.
+    masks = torch._foreach_sign(weights)
+    dense = [d.to_dense() if d.is_sparse else d for d in directions]
+    torch._foreach_mul_(masks, torch._foreach_sign(dense))
+    torch._foreach_add_(masks, 1)  # 0 where the signs differ, else 1 or 2
+    torch._foreach_clamp_max_(masks, 1)
+    torch._foreach_addcmul_(weights, weights, masks, -rate)
+
+
+class Ball:
+    """The matrices of a block, of which a constraint keeps the norm: of each group by itself.
+
+    Several matrices of one block, which its method takes as one, have one norm. Vectors beside
+    them, such as a bias in the block of its weight, are free.
+
+    Args:
+        block: The block.
+        names: The qualified name of each parameter in the model, by identity.
+
+    Attributes:
+        matrices: The matrices, by their name in the block's layout.
+        key: The same name for the same matrices in every run.
+    """
+
+    def __init__(self, block: Block, names: Mapping[int, str]) -> None:
+        self._block = block
+        self.matrices = {k: p for k, p in block.parameters.items() if is_matrix(p)}
+        self.key = ", ".join(names[id(parameter)] for parameter in self.matrices.values())
+        dtypes = [parameter.dtype for parameter in self.matrices.values()]
+        self._dtype = torch.float32
+        for dtype in dtypes:
+            self._dtype = torch.promote_types(self._dtype, dtype)
+
+    @property
+    def groups(self) -> int:
+        """How many norms there are."""
+        return self._block.shape.groups
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """Return the Frobenius norms of the weights now, ``[groups]``, at least float32.
+
+        Raises:
+            ValueError: If one is zero or not finite: no direction leads along such a sphere.
+        """
+        norms = self._lengths(self._wide(self.matrices))
+        if not bool(((norms > 0) & norms.isfinite()).all()):
+            raise ValueError(
+                f"constraint='hyperball' keeps the norm of {self.key}, which is "
+                f"{'zero' if bool((norms == 0).any()) else 'not finite'}"
+                f"{' in some group' if self.groups > 1 else ''}: initialise it otherwise, or give "
+                f"it to the auxiliary method by a pattern of method="
+            )
+        return norms
+
+    def loaded(self, radii: Tensor) -> Tensor:
+        """Return norms from a state, where this rank needs them.
+
+        Args:
+            radii: The norms.
+        """
+        return radii.to(device=self._block.device, dtype=self._dtype)
+
+    def move(self, home: GradientHome, radii: Tensor, lr: float) -> None:
+        """Move the weights along their directions, on their spheres.
+
+        Args:
+            home: Where the directions are; weights without one count as if it were zero, and where
+                there is none at all, or but zeros, the weights stay.
+            radii: The norms that are kept, ``[groups]``.
+            lr: The learning rate.
+        """
+        given = {name: home.read(parameter) for name, parameter in self.matrices.items()}
+        if all(direction is None for direction in given.values()):
+            return
+        weights = self._wide(self.matrices)
+        directions = self._wide(
+            {
+                name: torch.zeros_like(self.matrices[name]) if direction is None else direction
+                for name, direction in given.items()
+            }
+        )
+        lengths = self._lengths(directions)
+        steps = self._each(torch.where(lengths > 0, lr * radii / lengths, 0))
+        moved = {name: weights[name] - directions[name] * steps[name] for name in weights}
+        lengths = self._lengths(moved)
+        # A step that ends in the centre has no direction: the weights stay.
+        scales = self._each(torch.where(lengths > 0, radii / lengths, 0))
+        stays = self._each((lengths == 0).to(lengths.dtype))
+        for name, parameter in self.matrices.items():
+            parameter.copy_(moved[name] * scales[name] + weights[name] * stays[name])
+
+    def _wide(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dense = {n: t.to_dense() if t.is_sparse else t for n, t in tensors.items()}
+        return {name: tensor.detach().to(self._dtype) for name, tensor in dense.items()}
+
+    def _lengths(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm of each group, ``[groups]``, of tensors in the matrices' shapes."""
+        if self.groups > 1:
+            each: Tensor = torch.linalg.vector_norm(self._packed(tensors), dim=(1, 2))
+            return each
+        lengths = [torch.linalg.vector_norm(tensor) for tensor in tensors.values()]
+        # No layout changes the norm of all entries.
+        total: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
+        return total.reshape(1)
+
+    def _each(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Return the number of each group, ``[groups]``, at all entries of the matrices."""
+        if self.groups == 1:
+            return dict.fromkeys(self.matrices, numbers[0])
+        _, out, into = self._block.shape
+        return self._block.layout.unpack(numbers.view(-1, 1, 1).repeat(1, out, into))
+
+    def _packed(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return ``[groups, out, in]``, with zeros for the vectors of the block."""
+        free = {
+            name: torch.zeros_like(parameter, dtype=self._dtype)
+            for name, parameter in self._block.parameters.items()
+            if name not in tensors
+        }
+        return self._block.layout.pack({**tensors, **free})
+
+
+def require_radii(radii: object, balls: Sequence[Ball]) -> None:
+    """Check norms that were saved.
+
+    Args:
+        radii: What was saved.
+        balls: What there is.
+
+    Raises:
+        ValueError: If they are not of these weights, or none that can be kept.
+    """
+    if not isinstance(radii, Mapping):
+        raise ValueError(f"the state is damaged: its radii are {type(radii).__name__}, not a dict")
+    known = {ball.key: ball for ball in balls}
+    for key, value in radii.items():
+        if key not in known:
+            raise ValueError(f"the state keeps the norm of {key}, which this model does not have")
+        right = isinstance(value, Tensor) and tuple(value.shape) == (known[key].groups,)
+        if not right or not all(0 < radius < math.inf for radius in value.tolist()):
+            raise ValueError(
+                f"the state is damaged: the norm of {key} is {value!r}, not {known[key].groups} "
+                f"positive number(s)"
+            )
