@@ -18,7 +18,7 @@ and Hutter, 2019), or one that `soframe.gradients.moving` defines: cautious deca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Optimizer(torch.optim.Optimizer):
         weight_decay_kind: ``"decoupled"``; or ``"cautious"``, which leaves out the entries in which
             the direction leads away from zero (Chen et al., 2025).
         constraint: ``"hyperball"`` lets every matrix of ``method``, in each of its groups, keep the
-            Frobenius norm that it has at the first step (Wen et al., 2025): ``lr`` is then
+            Frobenius norm that it has at the first step (Wen et al., 2026): ``lr`` is then
             an angle, of the order of 0.01, the length of directions does not matter, and weights
             do not decay. Vectors, such as biases and gains of norms, move without. None for none.
         auxiliary: The method of all other trainable parameters.
@@ -143,10 +143,14 @@ class Optimizer(torch.optim.Optimizer):
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
         self._radii: dict[str, Tensor] = {}
+        self._rebuilt = False
         self._group()
-        for group in self.param_groups:
-            for ball in self._balls[group["method"]] if group["constraint"] else ():
+        try:
+            for ball in self._constrained():
                 ball.norms()  # raises where there is none to keep
+        except ValueError:
+            self.preconditioner.close()
+            raise
         self._ready = True
 
     def _group(self) -> None:
@@ -173,6 +177,18 @@ class Optimizer(torch.optim.Optimizer):
             ball = Ball(block, names)
             if ball.matrices:
                 self._balls[_group_of(block)].append(ball)
+
+    def _constrained(self) -> Iterator[Ball]:
+        """Yield the weights of which a norm is kept."""
+        for group in self.param_groups:
+            if group["constraint"] is not None:
+                yield from self._balls[group["method"]]
+
+    def _measure(self) -> None:
+        """Measure the norms that are kept from now on."""
+        for ball in self._constrained():
+            if ball.key not in self._radii:
+                self._radii[ball.key] = ball.norms()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: groups are the methods', and every parameter of the model is in one.
@@ -209,15 +225,16 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        changed = self.preconditioner.changed
-        if changed:
+        self._rebuilt = self.preconditioner.changed
+        if self._rebuilt:
             # Every trainable parameter must be in a group when blocks are made anew.
             known = {id(p) for group in self.param_groups for p in group["params"]}
             trained = [p for p in self._model.parameters() if p.requires_grad]
             self.param_groups[0]["params"] += [p for p in trained if id(p) not in known]
         self.preconditioner.step()
-        if changed:
+        if self._rebuilt:
             self._group()
+            self._measure()
         if self.preconditioner.updated:
             for group in self.param_groups:
                 self._move(group)
@@ -231,8 +248,6 @@ class Optimizer(torch.optim.Optimizer):
             return
         kept: set[nn.Parameter] = set()
         for ball in self._balls[group["method"]]:
-            if ball.key not in self._radii:
-                self._radii[ball.key] = ball.norms()
             ball.move(where, self._radii[ball.key], move.lr)
             kept.update(ball.matrices.values())
         moving.descend([p for p in group["params"] if p not in kept], where, move)
@@ -245,7 +260,12 @@ class Optimizer(torch.optim.Optimizer):
 
         :meta private:
         """
-        return {f"param group {group['method']}": Move.of(group) for group in self.param_groups}
+        moves: dict[str, object] = {
+            f"param group {group['method']}": Move.of(group) for group in self.param_groups
+        }
+        if not self._rebuilt:  # else the weights that there are now are known after the step only
+            self._measure()
+        return moves
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, wherever they live.

@@ -373,6 +373,21 @@ def test_a_bias_that_freezes_leaves_its_weight_on_its_sphere() -> None:
     assert all(optimizer._radii[key] is radius for key, radius in radii.items())
 
 
+def test_a_weight_that_is_thawed_has_the_norm_of_then() -> None:
+    model = net()
+    model.hidden.weight.requires_grad_(False)
+    optimizer = soframe.Optimizer(model, "soap", lr=0.05, constraint="hyperball", **EVERY_STEP)
+    train(optimizer, model, range(2))
+    with torch.no_grad():
+        model.hidden.weight.mul_(3)
+    before = model.hidden.weight.detach().clone()
+    model.hidden.weight.requires_grad_(True)
+    train(optimizer, model, range(2, 6))
+    after = model.hidden.weight.detach()
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after.norm(), before.norm(), rtol=1e-12, atol=0)
+
+
 def test_states_of_versions_without_constraints_load() -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "muon", lr=0.05, weight_decay=0.1)
@@ -443,6 +458,15 @@ def test_a_weight_without_a_sphere_is_refused(value: float, problem: str) -> Non
         model.conv.weight[:2].fill_(value)
     with pytest.raises(ValueError, match=rf"norm of conv\.weight, {problem} in some group"):
         soframe.Optimizer(model, "kfac", lr=0.1, constraint="hyperball", kl_clip=None)
+    with torch.no_grad():
+        model.conv.weight.fill_(1.0)
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.1, constraint="hyperball", kl_clip=None)
+    with torch.no_grad():
+        model.conv.weight[2:].fill_(value)  # as loading does, after it was built
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=rf"norm of conv\.weight, {problem} in some group"):
+        optimizer.step()
+    assert all(torch.equal(before[key], now) for key, now in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

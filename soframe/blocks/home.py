@@ -174,7 +174,7 @@ def empty(home: GradientHome, parameters: Iterable[nn.Parameter], *, set_to_none
         parameters: The parameters.
         set_to_none: Whether they have no gradient afterwards, rather than zeros.
     """
-    if isinstance(home, PlainGrad):
+    if type(home) is PlainGrad:
         return
     for parameter in parameters:
         if set_to_none:

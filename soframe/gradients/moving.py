@@ -6,7 +6,7 @@ With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and it
 - *Cautious* decay (Chen et al., 2025, "Cautious Weight Decay"): the same, in those entries alone in
   which ``u w >= 0``. There the step leads towards zero, or does not move; elsewhere it leads away
   from zero, and decay would only undo a part of it.
-- *Hyperball* (Wen et al., 2025, "Fantastic Pretraining Optimizers and Where to Find Them II:
+- *Hyperball* (Wen et al., 2026, "Fantastic Pretraining Optimizers and Where to Find Them II:
   Hyperball Optimization"): the Frobenius norm ``R`` that a matrix had at first is kept,
 
       w <- R normalise(w - lr R normalise(u)),    normalise(x) = x / |x|,
