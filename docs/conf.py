@@ -65,7 +65,7 @@ nitpick_ignore_regex = [
     # Aliases, spelt out in the text beside them.
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
     (r"py:class", r"(ParamsT|Schedule|Stagger)"),
-    (r"py:class", r"(RMS|Coefficients|Carry)"),
+    (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),
 ]
 
 
