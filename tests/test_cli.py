@@ -63,7 +63,10 @@ def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
     )
     read = json.loads(out)
     assert (read["processes"], read["seed"]) == (2, 0)
-    assert [part["workload"] for part in read["workloads"]] == ["digits-autoencoder", "digits-cnn"]
+    names = ["digits-autoencoder", "digits-cnn", "byte-gpt"]
+    assert [part["workload"] for part in read["workloads"]] == names
+    transformer = read["workloads"].pop()
+    assert [run["label"] for run in transformer["runs"]] == ["AdamW", "muon", "soap-muon"]
     for part in read["workloads"]:
         assert (tmp_path / part["plot"]).read_bytes().startswith(b"\x89PNG")
         assert part["summary"]

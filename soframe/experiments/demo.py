@@ -1,15 +1,16 @@
 """The demonstration: what second-order preconditioning brings, and what it costs, on this machine.
 
-Two workloads, every optimizer with the settings that one tuning protocol chose for it, K-FAC under
-each of KAISA's distribution strategies. On the autoencoder K-FAC with a trust region joins them, on
-the whole training set and with the library's defaults, and there is a lower target, to which it
-leads. All runs of a workload have the same budget of training seconds, and end early once they
-reach the lowest target.
+Two small workloads, every optimizer with the settings that one tuning protocol chose for it, K-FAC
+under each of KAISA's distribution strategies. On the autoencoder K-FAC with a trust region joins
+them, on the whole training set and with the library's defaults, and there is a lower target, to
+which it leads. The last workload is a small transformer: AdamW, Muon, and a method that is composed
+of SOAP and Muon, near the learning rates that `benchmarks/methods.py` found. All runs of a workload
+have the same budget of training seconds, and end early once they reach the lowest target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,23 @@ from soframe.experiments.tuning import TUNING_SEED, tuned
 from soframe.experiments.workloads import workload
 
 #: The workloads, and each one's share of the training seconds.
-SHARES = {"digits-autoencoder": 0.87, "digits-cnn": 0.13}
+SHARES = {"digits-autoencoder": 0.66, "digits-cnn": 0.1, "byte-gpt": 0.24}
 
 #: Where the trust region takes part, and the targets there: the workload's, and one for it.
-TARGETS = {"digits-autoencoder": (0.3, 0.15, 0.05)}
+TARGETS = {"digits-autoencoder": (0.3, 0.15, 0.05), "byte-gpt": (3.0, 2.6)}
+
+#: What trains the transformer, the composed method last; without a schedule, as runs end by time.
+COMPOSED = "soframe:soap-muon"
+_AUXILIARY = {"auxiliary_lr": 0.008}
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"lr": 0.004, "betas": (0.9, 0.95)},
+    "soframe:muon": {"lr": 0.02, "options": _AUXILIARY},
+    COMPOSED: {
+        "lr": 0.02,
+        "method": {"max_ratio": 4.0},
+        "options": {**_AUXILIARY, "statistics_every": 1, "solve_every": 5},
+    },
+}
 
 #: The part of the budget that is spent training if no run ends early. The rest is for starting
 #: processes, evaluations and plots.
@@ -65,8 +79,8 @@ def configurations(name: str, budget: float, seed: int) -> list[RunConfig]:
         seed: Of the runs.
 
     Returns:
-        SGD, AdamW, K-FAC under each strategy and, on some workloads, with a trust region, all with
-        the same budget.
+        SGD, AdamW, K-FAC under each strategy and, on some workloads, with a trust region; on the
+        transformer AdamW, Muon and a composed method; all with the same budget.
 
     Raises:
         ValueError: If the seed is the one that settings were tuned on, or if the budget is not
@@ -77,6 +91,20 @@ def configurations(name: str, budget: float, seed: int) -> list[RunConfig]:
     if budget <= 0:
         raise ValueError(f"the budget must be positive, not {budget:g} s")
     targets = TARGETS.get(name)
+    if name == "byte-gpt":
+        seconds = TRAINING * SHARES[name] * budget / len(METHODS)
+        return [
+            RunConfig(
+                name,
+                optimizer,
+                seconds=seconds,
+                seed=seed,
+                targets=targets,
+                evaluate_every=10,
+                **settings,
+            )
+            for optimizer, settings in METHODS.items()
+        ]
     runs = 2 + len(STRATEGIES) + (targets is not None)
     seconds = TRAINING * SHARES[name] * budget / runs
     fields: dict[str, Any] = {"seconds": seconds, "seed": seed, "targets": targets}
@@ -138,6 +166,8 @@ def sentences(name: str, records: Sequence[RunRecord]) -> tuple[str, ...]:
     Returns:
         The verdicts on speed, and a note where strategies coincide on so few ranks.
     """
+    if any(record.config.optimizer == COMPOSED for record in records):
+        return (verdict(records, min(TARGETS[name]), COMPOSED),)
     said = [verdict(records, min(workload(name).targets))]
     if any(record.config.optimizer == "trust-region" for record in records):
         said.append(verdict(records, min(TARGETS[name]), "trust-region"))

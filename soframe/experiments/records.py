@@ -157,7 +157,7 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     Args:
         records: Runs of one workload.
         target: The training loss to reach.
-        optimizer: "kfac" or "trust-region".
+        optimizer: "kfac", "trust-region", or soframe's of a method.
 
     Returns:
         The sentence.
@@ -190,9 +190,10 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     if other is None:
         return f"{start}; no first-order run reached it within the budget."
     first_order, other_row = other
+    name = "K-FAC" if optimizer in SECOND_ORDER else record.config.label
     return (
         f"{start}; the fastest first-order run, {first_order.config.label}, took "
-        f"{other_row.step} steps and {other_row.seconds:.1f} s: K-FAC needed "
+        f"{other_row.step} steps and {other_row.seconds:.1f} s: {name} needed "
         f"{_ratio(other_row.step / max(row.step, 1), 'fewer', 'more', 'steps')} and "
         f"{_ratio(other_row.seconds / max(row.seconds, 1e-9), 'less', 'more', 'time')}."
     )
