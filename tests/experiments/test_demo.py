@@ -93,9 +93,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(name):
 
 
 def test_what_the_figures_say_follows_the_table(printed, tmp_path):
-    autoencoder, cnn, transformer = (
-        re.sub(r"\s+", " ", " ".join(lines)) for lines in parts(printed)
-    )
+    texts = [re.sub(r"\s+", " ", " ".join(lines)) for lines in parts(printed)]
+    autoencoder, cnn, transformer = texts
     assert "To a training loss of 0.05, K-FAC, trust region took 30 steps and 7.5 s" in autoencoder
     assert "no first-order run reached it within the budget" in autoencoder
     assert "trust region" not in cnn
