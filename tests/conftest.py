@@ -13,12 +13,14 @@ from hypothesis import Phase, settings
 pytest_plugins = ["tests.background"]  # its fixtures
 
 # A shared machine is slow at times; that is no failure.
-settings.register_profile("soframe", deadline=None, print_blob=True)
+# Examples differ from run to run, so that many runs see many.
+settings.register_profile("soframe", deadline=None, print_blob=True, max_examples=50)
 # For the mutation gate: a verdict that never changes, and no search for the smallest example.
 settings.register_profile(
     "verdict",
     settings.get_profile("soframe"),
     derandomize=True,
+    max_examples=100,
     phases=[Phase.explicit, Phase.generate],
 )
 # For `make test-fast`: a few examples of each property.
