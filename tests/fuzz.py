@@ -32,6 +32,7 @@ from soframe.schedules import GrowingInterval, WarmInterval
 from soframe.solvers import Eigen, Inverse, Lazy, NewtonSchulz, OrthogonalIteration, Relative
 from soframe.strategies import MemOpt, Sharded
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, RelativeDamping
+from tests.examples import examples
 
 EXAMPLES = int(os.environ.get("SOFRAME_FUZZ", "0"))
 NAN, INF = float("nan"), float("inf")
@@ -41,7 +42,7 @@ def fuzzed(few: int) -> settings:
     """The settings of a fuzz: a few examples, or as many as the environment asks for."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(
-        max_examples=EXAMPLES or few,
+        max_examples=EXAMPLES or examples(few),
         derandomize=not EXAMPLES,
         suppress_health_check=slow,
         print_blob=True,

@@ -13,6 +13,7 @@ from soframe.losses import SquaredError
 from soframe.schedules import Every, GrowingBatch, GrowingInterval, WarmInterval, sample_decay
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
+from tests.examples import examples
 from tests.test_fisher import deep, observe
 from tests.trust_region.dense import Dense, affine_net
 from tests.trust_region.kit import Measured, closures, trust_region, vector
@@ -36,7 +37,7 @@ def test_intervals_by_hand(value: Any, expected: list[int]) -> None:
 
 
 @given(power=st.integers(0, 8), age=st.sampled_from([0.01, 0.1, 0.3, 1.0]))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_nothing_is_older_than_its_share_of_the_steps(power: int, age: float) -> None:
     interval = GrowingInterval(2**power, age)
     every, last, due = Every("solve_every", interval), 0, 0
@@ -81,7 +82,7 @@ def test_the_batches_of_the_paper() -> None:
 
 
 @given(first=st.integers(1, 50), more=st.integers(0, 500), steps=st.integers(1, 60))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_batches_grow_from_the_first_to_the_full(first: int, more: int, steps: int) -> None:
     size = GrowingBatch(first, first + more, steps)
     sizes = [size(step) for step in range(steps + 2)]
@@ -104,7 +105,7 @@ def running(sizes: list[int], times: list[int], **settings: Any) -> list[torch.T
 
 
 @given(times=st.lists(st.integers(1, 4), min_size=3, max_size=3))
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_decay_counts_batches_whatever_their_size(times: list[int]) -> None:
     """Every sample of a batch twice over is the same mean, and weighs the same in the average."""
     plain = running([2, 3, 5], [1, 1, 1], decay=0.8)
@@ -113,7 +114,7 @@ def test_decay_counts_batches_whatever_their_size(times: list[int]) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_with_the_decay_of_samples_it_is_the_mean_over_all(sizes: list[int]) -> None:
     found = running(sizes, [1] * len(sizes), decay=sample_decay(lambda step: sizes[step]))
     model = fill(deep())

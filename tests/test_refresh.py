@@ -23,6 +23,7 @@ from soframe.strategies import MemOpt, Placement, turns
 from soframe.strategies.placement import BlockWork
 from tests.curvature import closing, fill, preconditioner, randn
 from tests.distributed.training import Case, Run
+from tests.examples import examples
 
 STEPS = 14
 
@@ -40,7 +41,7 @@ def placed(sizes: Sequence[tuple[int, int]], ranks: int = 1) -> Placement:
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12),
     interval=st.integers(1, 15),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_no_turn_costs_much_more_than_another(sizes: list[tuple[int, int]], interval: int) -> None:
     found = turns(placed(sizes), interval)
     assert found == turns(placed(sizes, ranks=3), interval)

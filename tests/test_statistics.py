@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.testing import compare, kron, layer_fisher
 from tests.curvature import closing, factors, fill, half_square, log_cosh, preconditioner, randn
+from tests.examples import examples
 
 DECAYS = st.one_of(st.just(0.0), st.floats(0, 0.9999), st.sampled_from([0.5, 0.95, 1 - 1e-9]))
 
@@ -34,7 +35,7 @@ def alone(seed: int, scaling: str = "fisher") -> dict[str, Tensor]:
 
 
 @given(decays=st.lists(DECAYS, min_size=1, max_size=5), constant=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @pytest.mark.parametrize("scaling", ["fisher", "kaisa"])
 def test_the_running_factors_are_the_weighted_average(
     scaling: str, decays: list[float], constant: bool

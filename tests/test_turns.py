@@ -21,6 +21,7 @@ from soframe.solvers import Inverse
 from soframe.strategies import all_turns, turns
 from soframe.strategies.plan import window
 from tests.curvature import blocks, closing, fill, preconditioner, randn
+from tests.examples import examples
 from tests.test_refresh import placed
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 50), st.integers(0, 20))
@@ -29,7 +30,7 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 50), st.i
 @given(
     blocks_=st.lists(SIZES, max_size=12), every=st.integers(1, 6), solve_every=st.integers(1, 18)
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_turn_costs_much_more_than_another(
     blocks_: list[tuple[int, int, int, int]], every: int, solve_every: int
 ) -> None:

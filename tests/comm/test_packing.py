@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from tests.curvature import randn
+from tests.examples import examples
 
 
 @given(
     n=st.integers(0, 13), leading=st.lists(st.integers(0, 3), max_size=2), block=st.integers(1, 8)
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_there_and_back(n: int, leading: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("soframe.comm.packing._BLOCK", block)

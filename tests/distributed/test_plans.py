@@ -30,6 +30,7 @@ from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_accounting import Apart as KaisaApart
 from tests.distributed.test_places import Apart, Deferring
 from tests.distributed.training import Case, Run, mean_over
+from tests.examples import examples
 
 Traffic = dict[str, dict[str, int]]
 
@@ -129,7 +130,7 @@ def train_on_paper(
     every=st.sampled_from([(1, 1), (1, 2), (2, 4)]),
     fused=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solver, every, fused):
     assume(name != "kaisa apart" or ranks > 1)
     rank = int(where * ranks)
@@ -153,7 +154,7 @@ GENERAL = ["comm", "mem", "hybrid", "spread", "sharded", "pairs", "deferred", "o
     where=st.floats(0, 1, exclude_max=True),
     every=st.sampled_from([(1, 2), (2, 4), (3, 3)]),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 def test_of_every_method_too(method, name, widths, ranks, where, every):
     rank = int(where * ranks)
     intervals = {"statistics_every": every[0], "solve_every": every[1]}

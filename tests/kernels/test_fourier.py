@@ -15,6 +15,7 @@ from soframe.kernels import fourier, scratch
 from soframe.kernels.geometry import Axis, Geometry
 from soframe.testing import compare
 from tests.curvature import randn
+from tests.examples import examples
 from tests.kernels.test_paths import added, by_hand, geometries, image, square
 
 
@@ -25,7 +26,7 @@ from tests.kernels.test_paths import added, by_hand, geometries, image, square
     few=st.sampled_from([0, 64]),
     kept=st.sampled_from([0, 2**23]),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_however_much_is_done_at_once(
     geometry: Geometry, chunk: int, cached: int, few: int, kept: int
 ) -> None:
@@ -99,7 +100,7 @@ def test_images_of_a_part_are_as_many_as_stay_in_caches(
 
 @given(geometries())
 @example(square(64, 1, 2, 8, 3))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_work_of_the_border_is_what_is_multiplied(geometry: Geometry) -> None:
     if not fourier.serves(geometry):
         return

@@ -17,6 +17,7 @@ from soframe.kernels.gram import mirror
 from soframe.layers import conv
 from soframe.testing import compare
 from tests.curvature import randn
+from tests.examples import examples
 
 LAYOUTS = ["plain", "channels last", "transposed", "strided", "one of several"]
 
@@ -100,7 +101,7 @@ def added(path: str, x: Tensor, geometry: Geometry, scale: float = 1.0) -> Tenso
 
 
 @given(geometry=geometries(), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 9))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_path_is_the_sum_over_patches(geometry: Geometry, layout: str, seed: int) -> None:
     x = image(geometry, seed)
     expected = by_hand(x, geometry)
@@ -115,7 +116,7 @@ def test_every_path_is_the_sum_over_patches(geometry: Geometry, layout: str, see
 
 
 @given(geometry=geometries(), layout=st.sampled_from(LAYOUTS))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_products_of_rows_are_those_of_one_matrix(geometry: Geometry, layout: str) -> None:
     assume(geometry.groups == 1)
     x = image(geometry)
@@ -162,7 +163,7 @@ def cores(draw: st.DrawFn) -> Geometry:
 
 
 @given(geometry=cores(), layout=st.sampled_from(LAYOUTS), chunk=st.sampled_from([1, 9, 8192]))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_one_convolution(geometry: Geometry, layout: str, chunk: int) -> None:
     assert correlation.serves(geometry)
     x = image(geometry)
@@ -207,7 +208,7 @@ def test_a_convolution_adds_up_few_positions_at_once(monkeypatch: pytest.MonkeyP
     ),
     layout=st.sampled_from(LAYOUTS),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_kernels_of_one_position(geometry: Geometry, layout: str) -> None:
     x = image(geometry)
     own = added("pointwise", laid_out(x, layout), geometry)
@@ -216,7 +217,7 @@ def test_kernels_of_one_position(geometry: Geometry, layout: str) -> None:
 
 
 @given(axis=axes())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_segments_cover_each_block_once(axis: Axis) -> None:
     met: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in segments(axis):
@@ -278,7 +279,7 @@ def test_single_precision(options: dict[str, int], path: str, border: float) -> 
 
 
 @given(geometry=geometries())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_geometry_has_a_path(geometry: Geometry) -> None:
     assert choose(geometry) in PATHS
 

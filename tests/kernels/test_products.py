@@ -14,6 +14,7 @@ from soframe.kernels import gram, products
 from soframe.solvers import eigen, inverse
 from soframe.testing import compare
 from tests.curvature import randn
+from tests.examples import examples
 
 SINGLE = 3e-6  # relative to the largest entry, of sums of some thousand products
 
@@ -52,7 +53,7 @@ def close(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 @needs_onednn
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     rows=st.integers(1, 70),
     m=st.integers(1, 40),

@@ -13,6 +13,7 @@ from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper
 from soframe.testing import compare
 from tests.curvature import fill, randn
+from tests.examples import examples
 
 MODES = ["zeros", "reflect", "replicate", "circular"]
 
@@ -109,7 +110,7 @@ def rows_by_autograd(conv: nn.Conv2d, inputs: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says that it copies
 @given(case=convolutions())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_rows(case: tuple[nn.Conv2d, Tensor]) -> None:
     check_rows(*case)
 

@@ -24,6 +24,7 @@ from tests.curvature import (
     preconditioner,
     randn,
 )
+from tests.examples import examples
 
 Conv = nn.modules.conv._ConvNd
 PLAIN = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -101,13 +102,13 @@ def convolutions(draw: st.DrawFn, transposed: bool) -> tuple[Any, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @given(case=convolutions(transposed=False))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_rows(case: tuple[Any, Tensor]) -> None:
     check(*case)
 
 
 @given(case=convolutions(transposed=True))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_rows_of_transposed_ones(case: tuple[Any, Tensor]) -> None:
     check(*case)
 

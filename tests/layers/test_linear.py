@@ -9,6 +9,7 @@ from torch import nn
 from soframe.layers import LinearHelper, base
 from soframe.testing import compare
 from tests.curvature import fill, randn
+from tests.examples import examples
 
 
 @given(
@@ -17,7 +18,7 @@ from tests.curvature import fill, randn
     frozen=st.sampled_from(["", "weight", "bias"]),
     transposed=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_rows(leading: list[int], features: tuple[int, int], frozen: str, transposed: bool) -> None:
     layer = fill(nn.Linear(*features))
     helper = LinearHelper(layer, **({frozen: False} if frozen else {}))

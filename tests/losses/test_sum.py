@@ -26,6 +26,7 @@ from tests.curvature import (
     randn,
 )
 from tests.distributed.harness import run_ranks
+from tests.examples import examples
 from tests.trust_region import kit
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -69,7 +70,7 @@ def dense(outputs: Tensor, y: Tensor, criterion: Criterion) -> Tensor:
 
 
 @given(samples=st.integers(1, 4), seed=st.integers(0, 99))
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_one_output(samples: int, seed: int) -> None:
     f, y, v = (randn(samples, 5, seed=seed + i) for i in range(3))
     hessian = dense(f, y, mixed)

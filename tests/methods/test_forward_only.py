@@ -26,6 +26,7 @@ from tests.curvature import (
     randn,
 )
 from tests.distributed.harness import run_ranks
+from tests.examples import examples
 from tests.trust_region.kit import closures, trust_region
 
 
@@ -46,7 +47,7 @@ SOLVERS = [Eigen(), Inverse(), Inverse("sqrt"), Inverse("full"), Plain()]
 
 
 @given(sizes=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)), bias=st.booleans())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: repr(s)[:20])
 def test_one_layer_of_a_squared_error_is_exact(
     solver: Solver, sizes: tuple[int, int, int], bias: bool

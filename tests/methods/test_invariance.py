@@ -23,6 +23,7 @@ from tests.curvature import (
     preconditioner,
     randn,
 )
+from tests.examples import examples
 
 WIDTHS = (2, 3, 2)
 SAMPLES = 7
@@ -104,7 +105,7 @@ def check(maps: list[Tensor], kind: Kind, solver: str, damping: float, rtol: flo
 
 
 @given(seed=st.integers(0, 50), kind=st.sampled_from(["type-2", "empirical"]))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_without_damping_affine_maps_leave_the_function(solver: str, seed: int, kind: Kind) -> None:
     maps = [affine(n, 3 * seed + i, orthogonal=False) for i, n in enumerate((2, 3, 3))]
@@ -112,7 +113,7 @@ def test_without_damping_affine_maps_leave_the_function(solver: str, seed: int, 
 
 
 @given(seed=st.integers(0, 50), kind=st.sampled_from(["type-2", "empirical"]))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_with_damping_orthogonal_maps_leave_the_function(
     solver: str, seed: int, kind: Kind

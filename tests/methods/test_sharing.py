@@ -19,6 +19,7 @@ from tests.curvature import (
     put_gradients,
     randn,
 )
+from tests.examples import examples
 
 
 def rows_of(model: nn.Linear, inputs: Tensor, gradient: Tensor, **settings: Any) -> list[Tensor]:
@@ -47,7 +48,7 @@ def definition(inputs: Tensor, g: Tensor, samples: int) -> tuple[Tensor, Tensor]
     by_position=st.sampled_from([False, True, "callable"]),
     contiguous=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_leading_dimensions(
     leading: list[int], average: str, by_position: bool | str, contiguous: bool
 ) -> None:

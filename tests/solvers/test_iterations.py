@@ -24,6 +24,7 @@ from soframe.solvers.newton_schulz import exact_products, invert
 from soframe.testing import compare
 from soframe.trust_region import RelativeDamping
 from tests.curvature import blocks, closing, fill, preconditioner, randn
+from tests.examples import examples
 from tests.solvers.dense import spectrum
 
 SPECTRA = st.sampled_from([1.0, 1e-2, 1e-4, 1e-8, 0.0])
@@ -58,7 +59,7 @@ def applied(solver: Solver, data: dict[str, Tensor], damping: float) -> Tensor:
 
 
 @given(groups=st.integers(1, 3), n=st.integers(1, 12), smallest=SPECTRA)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @pytest.mark.parametrize("solver", WARM, ids=repr)
 def test_solving_the_same_factor_again_changes_nothing(
     solver: Solver, groups: int, n: int, smallest: float
@@ -77,7 +78,7 @@ def test_solving_the_same_factor_again_changes_nothing(
     smallest=SPECTRA,
     size=st.sampled_from([1e-3, 0.05, 0.5]),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_inverse_is_that_of_the_factor_as_it_is_now(
     groups: int, n: int, smallest: float, size: float
 ) -> None:
@@ -91,7 +92,7 @@ def test_the_inverse_is_that_of_the_factor_as_it_is_now(
 
 
 @given(groups=st.integers(1, 3), n=st.integers(2, 10), seed=st.integers(0, 9))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_iterations_find_the_eigenvectors(groups: int, n: int, seed: int) -> None:
     before = spectrum(groups, n, 1e-4, seed=seed)
     now, damping = moved(before, 0.02, seed=seed + 20), full(0.0, groups)
@@ -199,7 +200,7 @@ def test_some_iterations_there_must_be(solver: Any, value: int) -> None:
 
 
 @given(groups=st.integers(1, 3), n=st.integers(1, 8), smallest=SPECTRA, size=st.floats(0, 0.9))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_eigenvalues_that_follow_are_the_best_of_the_basis(
     groups: int, n: int, smallest: float, size: float
 ) -> None:

@@ -16,6 +16,7 @@ from soframe.solvers.lazy import Lazy, sketch
 from soframe.testing import check_solver, compare
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, train_alone, train_rank
+from tests.examples import examples
 from tests.solvers.dense import spectrum
 
 INNER = [Eigen(), Inverse(), OrthogonalIteration()]
@@ -27,7 +28,7 @@ def test_it_is_the_solver_within(solver: Solver) -> None:
 
 
 @given(groups=st.integers(1, 3), n=st.integers(1, 40), size=st.floats(1e-3, 1))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_sketch_measures_the_change(groups: int, n: int, size: float) -> None:
     before = spectrum(groups, n, 1e-3)
     change = size * (spectrum(groups, n, 1e-1, seed=1) - before)

@@ -27,6 +27,7 @@ from tests.curvature import (
     randn,
 )
 from tests.distributed.harness import run_ranks
+from tests.examples import examples
 from tests.solvers.dense import SOLVERS, damped, run, spectrum
 from tests.test_fisher import observe
 from tests.trust_region.kit import deep
@@ -39,7 +40,7 @@ from tests.trust_region.kit import deep
     relative=st.sampled_from([3.0, 0.1, 1e-4]),
     scales=st.tuples(st.sampled_from([1e-6, 1.0, 1e3]), st.sampled_from([1e-3, 1.0, 1e6])),
 )
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @pytest.mark.parametrize("name", SOLVERS)
 def test_every_solver_with_the_damping_of_each_group(
     name: str, groups: int, out: int, into: int, relative: float, scales: tuple[float, float]

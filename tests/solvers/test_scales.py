@@ -25,6 +25,7 @@ from soframe.solvers import (
     solve_safely,
 )
 from soframe.solvers.base import mean_trace
+from tests.examples import examples
 from tests.solvers.dense import run, spectrum
 
 # From the least denormal number of float32 to nearly its largest.
@@ -43,7 +44,7 @@ def trace(exponent: float) -> Tensor:
 @example(a=-45.0, g=-45.0, damping=-3.0)
 @example(a=38.0, g=38.0, damping=-3.0)
 @example(a=38.0, g=-45.0, damping=-3.0)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_shares_are_numbers_whose_product_is_the_damping(
     a: float, g: float, damping: float
 ) -> None:
@@ -64,7 +65,7 @@ def test_shares_are_numbers_whose_product_is_the_damping(
 
 
 @given(a=st.floats(-320, 305), g=st.floats(-320, 305), damping=st.floats(-12, 6))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_shares_in_float64(a: float, g: float, damping: float) -> None:
     traces = [torch.tensor([10.0**x], dtype=torch.float64) for x in (a, g)]
     shares = [float(x) for x in Inverse().shares(traces, 10.0**damping)]
@@ -95,7 +96,7 @@ def test_a_factor_of_zeros_is_the_limit_of_a_small_one(zero: str) -> None:
 @example(a=-39.0, g=0.0, damping=1e-3, solver=Inverse())
 @example(a=38.0, g=38.0, damping=1e-3, solver=Inverse())
 @example(a=30.0, g=30.0, damping=1e-3, solver=Eigen())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_solvers_give_the_direction_of_float64_or_fail(
     a: float, g: float, damping: float, solver: Solver
 ) -> None:

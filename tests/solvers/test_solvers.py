@@ -12,6 +12,7 @@ from soframe.solvers import Eigen, Inverse, SolveFailedError, solve_safely
 from soframe.solvers.base import mean_trace
 from soframe.testing import compare, dense_preconditioned, kron
 from tests.curvature import randn
+from tests.examples import examples
 from tests.solvers.dense import SOLVERS, damped, run, spectrum
 
 SPECTRA = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 0.0]
@@ -25,7 +26,7 @@ SPECTRA = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 0.0]
     damping=st.sampled_from([10.0, 1e-1, 1e-3, 1e-6]),
     scales=st.tuples(st.sampled_from([1e-3, 1.0, 1e3]), st.sampled_from([1e-3, 1.0, 1e3])),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_agree_with_the_dense_solve(
     name: str,
@@ -61,7 +62,7 @@ def test_without_damping_solvers_agree(solver: Eigen | Inverse, smallest: float)
 
 
 @given(n=st.integers(1, 4), m=st.integers(1, 4), seed=st.integers(0, 99))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_inverse_of_a_kronecker_product(n: int, m: int, seed: int) -> None:
     """Not symmetric: the order of vectorisation and every transpose show."""
     g = randn(n, n, seed=seed) + 3 * torch.eye(n, dtype=torch.float64)
@@ -82,7 +83,7 @@ def test_the_inverse_of_a_kronecker_product(n: int, m: int, seed: int) -> None:
     damping=st.sampled_from([1e-3, 0.1, 3.0]),
     ratio=st.sampled_from([1e-4, 1.0, 1e4]),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_factored_damping(n: int, m: int, damping: float, ratio: float) -> None:
     """It adds a positive semi-definite residual, of the least trace that any pi gives."""
     g, a = spectrum(1, n, 1e-3), ratio * spectrum(1, m, 1e-2, seed=1)

@@ -13,6 +13,7 @@ from soframe.specs import FactorSpec
 from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement
 from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.turns import statistics_cost
+from tests.examples import examples
 
 
 def work_of(*shapes: tuple[int, int, int]) -> list[BlockWork]:
@@ -49,7 +50,7 @@ def graham(bins: int) -> float:
 COSTS = st.lists(st.integers(0, 30).map(float), min_size=1, max_size=6)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(costs=COSTS, bins=st.integers(1, 3))
 @example(costs=[3.0, 3.0, 2.0, 2.0, 2.0], bins=2)  # where the bound is attained
 def test_assignment_keeps_grahams_bound(costs, bins):
@@ -72,7 +73,7 @@ def test_ties_go_to_the_earlier_job_and_the_lower_bin():
     assert assign([1.0, 1.0, 1.0], [0.0, 0.0]) == [0, 1, 0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=3),
     ranks=st.integers(1, 3),

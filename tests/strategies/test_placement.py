@@ -28,6 +28,7 @@ from soframe.strategies import (
     Sharded,
 )
 from soframe.strategies.balance import compute_cost, memory_cost
+from tests.examples import examples
 from tests.strategies.test_balance import work_of
 
 SHAPES = st.lists(
@@ -51,7 +52,7 @@ CHOICES = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(shapes=SHAPES, ranks=st.integers(1, 64), strategy=CHOICES)
 def test_every_placement_can_be_executed(shapes, ranks, strategy):
     work = work_of(*shapes)
@@ -70,7 +71,7 @@ def test_every_placement_can_be_executed(shapes, ranks, strategy):
         assert list(block.gradient_workers) == sorted(block.gradient_workers)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(shapes=SHAPES, ranks=st.integers(1, 64), strategy=CHOICES)
 def test_a_placement_depends_on_nothing_else(shapes, ranks, strategy):
     first = strategy.place(work_of(*shapes), ranks)
@@ -149,7 +150,7 @@ def test_the_digest_tells_any_change(change):
     assert CHANGES[change].digest != BASE.digest
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.tuples(SHAPES, st.integers(1, 5), CHOICES), st.tuples(SHAPES, st.integers(1, 5), CHOICES))
 def test_digests_are_equal_if_and_only_if_the_data_are(one, other):
     first = one[2].place(work_of(*one[0]), one[1])

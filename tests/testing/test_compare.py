@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soframe.testing import compare, dense_preconditioned, kron, kron_loops, trace_ratio
+from tests.examples import examples
 from tests.testing.test_dense import randn
 
 
 @given(o=st.integers(1, 4), i=st.integers(1, 4))
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 def test_kron_and_its_order_of_vectorisation(o: int, i: int) -> None:
     g, a, x = randn(o, o), randn(i, i, seed=1), randn(o, i, seed=2)  # neither is symmetric
     compare(kron(g, a), kron_loops(g, a), "loops")
@@ -19,7 +20,7 @@ def test_kron_and_its_order_of_vectorisation(o: int, i: int) -> None:
 
 
 @given(o=st.integers(1, 3), i=st.integers(1, 3), damping=st.floats(1e-3, 10))
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 def test_preconditioned_solves_the_damped_system(o: int, i: int, damping: float) -> None:
     root, gradient = randn(o * i, o * i), randn(o, i, seed=1)
     fisher = root @ root.T

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from soframe.testing import compare, dense_fisher, sample_gradients
 from soframe.testing.dense import Kind
+from tests.examples import examples
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -38,7 +39,7 @@ sizes = st.integers(1, 5)
 
 
 @given(n=sizes, inputs=sizes, outputs=sizes)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_regression_type2_is_identity_kron_second_moment(n: int, inputs: int, outputs: int) -> None:
     x, y = randn(n, inputs), randn(n, outputs, seed=1)
     moment = sum((torch.outer(r, r) for r in x), torch.zeros(inputs, inputs).double()) / n
@@ -54,7 +55,7 @@ def test_regression_type2_is_identity_kron_second_moment(n: int, inputs: int, ou
 
 
 @given(n=sizes, inputs=sizes, outputs=sizes)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_regression_empirical_is_residuals_squared(n: int, inputs: int, outputs: int) -> None:
     x, y = randn(n, inputs), randn(n, outputs, seed=1)
     model = linear(inputs, outputs, bias=False)

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as torch_lr
 import soframe
 from soframe.testing import compare
 from tests.curvature import closing
+from tests.examples import examples
 from tests.trust_region.test_kl_clip import clip, net, step
 from tests.trust_region.test_norm_clip import norm_clip
 
@@ -235,7 +236,7 @@ def clipped_steps(
     resumed_at=st.none() | st.integers(0, 11),
     jumps=st.dictionaries(st.integers(0, 11), st.floats(0.0, 10.0), max_size=2),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_no_step_is_longer_than_the_bound(name: str, **how: Any) -> None:
     """Whatever the scheduler and its peak, wherever it was made, and whoever changes rates."""
     largest = 0.0

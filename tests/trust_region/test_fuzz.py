@@ -26,6 +26,7 @@ from soframe.trust_region import (
     LevenbergMarquardt,
     RelativeDamping,
 )
+from tests.examples import examples
 
 CASES = int(os.environ.get("SOFRAME_FUZZ", "60"))
 
@@ -199,7 +200,7 @@ def finite(model: nn.Module) -> bool:
     data=st.data(),
 )
 @settings(
-    max_examples=CASES,
+    max_examples=examples(CASES),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 def test_it_works_or_says_by_name_what_is_wrong(

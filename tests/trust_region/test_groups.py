@@ -19,6 +19,7 @@ from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping, LevenbergMarquardt
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import run_ranks
+from tests.examples import examples
 from tests.trust_region.dense import COVERED, Dense, affine_net, regression
 from tests.trust_region.kit import Measured, classes_of, closures, deep, trust_region, vector
 
@@ -39,7 +40,7 @@ def grouped(net: nn.Module, lrs: list[float], decays: list[float]) -> list[dict[
 FOUR = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=4, max_size=4)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lrs=FOUR.filter(any), decays=FOUR, momentum=st.booleans())
 def test_steps_of_groups_are_the_dense_ones(
     lrs: list[float], decays: list[float], momentum: bool

@@ -17,6 +17,7 @@ from soframe.gradients.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
 from tests.curvature import closing, fill, half_square, randn
+from tests.examples import examples
 
 
 def net() -> nn.Sequential:
@@ -43,7 +44,7 @@ def clip(raw: list[Tensor], p: list[Tensor], lrs: Sequence[float], kappa: float)
     kappa=st.sampled_from([1e-6, 1e-3, 1.0, 1e6]),
     as_tensor=st.booleans(),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_live_learning_rates_of_several_groups(
     lrs: tuple[float, float], kappa: float, as_tensor: bool
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_gradient_of_zeros_stays_zero() -> None:
     kappa=st.floats(1e-6, 1e3),
     sign=st.sampled_from([1, -1]),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_closed_form(sizes: list[int], kappa: float, sign: int) -> None:
     p = [randn(1, n, 2, seed=n) for n in sizes]
     g = [sign * (q + 0.1) for q in p]

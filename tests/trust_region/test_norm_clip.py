@@ -13,6 +13,7 @@ import soframe
 from soframe.testing import compare
 from soframe.trust_region import norm_clip_factor
 from tests.curvature import closing
+from tests.examples import examples
 from tests.trust_region.test_kl_clip import clip, net, step
 
 
@@ -27,7 +28,7 @@ def norm_clip(p: Sequence[Tensor], lrs: Sequence[float], bound: float) -> float:
     bound=st.floats(1e-6, 1e3),
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_closed_form(sizes: list[int], bound: float, scale: float) -> None:
     p = [scale * torch.randn(1, n, 2, dtype=torch.float64) for n in sizes]
     lrs = [0.1 * (1 + i) for i in range(len(sizes))]

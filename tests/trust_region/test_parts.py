@@ -19,6 +19,7 @@ from soframe.trust_region import Quadratic, quadratic
 from soframe.trust_region.parts import part_of_each, split
 from soframe.trust_region.quadratic import combine, inner_products
 from tests.curvature import fill, half_square, randn
+from tests.examples import examples
 from tests.trust_region.kit import classes_of, closures, deep, fisher, flat, trust_region
 from tests.trust_region.test_quadratic import CURVATURES, Tied, curvature, directions_of
 
@@ -124,7 +125,7 @@ def test_inner_products_of_parameters_together(
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_parts_never_promise_less(seed: int, parts: int) -> None:
     """Than the direction that they are parts of."""
     root = randn(8, 6, seed=seed)
@@ -156,7 +157,7 @@ def test_a_choice_is_made_for_each_part() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_single_exchange_would_bring_more(seed: int, count: int) -> None:
     """Nor would all of the first, nor all of the others."""
     root, slope = randn(8, 2 * count + 1, seed=seed), randn(2 * count + 1, seed=seed + 1)

@@ -17,6 +17,7 @@ from soframe.trust_region import Quadratic
 from soframe.trust_region.declared import require_only_through
 from soframe.trust_region.quadratic import curvature_along
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
+from tests.examples import examples
 from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher, flat, labels
 
 
@@ -277,7 +278,7 @@ def positive(size: int, rank: int, seed: int) -> Tensor:
 
 
 @given(size=st.integers(1, 4), seed=st.integers(0, 99))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_minimum_is_the_dense_solve(size: int, seed: int) -> None:
     c, b = positive(size, size + 2, seed), randn(size, seed=seed + 1)
     found = Quadratic(c, b).minimise()
@@ -315,7 +316,7 @@ def test_dependent_directions_reach_the_same_minimum() -> None:
 
 
 @given(size=st.integers(1, 3), rank=st.integers(1, 4), seed=st.integers(0, 99))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_one_more_direction_is_never_worse(size: int, rank: int, seed: int) -> None:
     root = randn(size + 1, rank, seed=seed)
     # The slope lies in the range of the curvature, as a gradient's does with damping.
