@@ -28,7 +28,7 @@ from soframe.trust_region import (
 )
 from tests.examples import examples
 
-CASES = int(os.environ.get("SOFRAME_FUZZ", "60"))
+CASES = int(os.environ.get("SOFRAME_FUZZ") or examples(60))
 
 NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, 1e-300, 1e300, 1e-8, 1e8, math.nan, math.inf, -math.inf]
 RUBBISH: list[Any] = [None, "no", "", (), [], {}, object, print, 1j, True, b"x", -0.0]
@@ -200,7 +200,7 @@ def finite(model: nn.Module) -> bool:
     data=st.data(),
 )
 @settings(
-    max_examples=examples(CASES),
+    max_examples=CASES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 def test_it_works_or_says_by_name_what_is_wrong(
