@@ -1,0 +1,20 @@
+"""How many examples of a property a run of the tests tries."""
+
+import os
+
+FAST = 8
+
+
+def examples(number: int) -> int:
+    """The examples of one property: they differ from run to run, so that many runs see many.
+
+    Args:
+        number: All that are worth trying at a time: so many in the mutation gate.
+
+    Returns:
+        Half of them; a few under ``make test-fast``.
+    """
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "soframe")
+    if profile == "verdict":
+        return number
+    return min(number, FAST) if profile == "fast" else max(min(number, FAST), number // 2)
