@@ -40,7 +40,7 @@ class GradientHome(ABC):
             parameter: The parameter.
 
         Returns:
-            The very tensor in which it lies, of the parameter's shape: what is written into that
+            The very tensor in which it lies, of the parameter's shape. What is written into that
             tensor is written into the gradient. None where there is no gradient.
         """
 
