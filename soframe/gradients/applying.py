@@ -75,7 +75,8 @@ def precondition(
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
-    deliver(backend, order, "exchange", fused=backend.fused)
+    with backend.phases("direct"):
+        deliver(backend, order, "exchange", fused=backend.fused)
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]

@@ -98,7 +98,7 @@ class Statistics:
 
     def listen(self) -> None:
         """Take the calls that the capture sees from now on."""
-        self._capture.sink = self.add
+        self._capture.sink = self._take
         self._capture.attach({helper: block.name for helper, block in self._block_of.items()})
         self._capture.rereading = self._both
         self._expect(self.due)
@@ -124,6 +124,19 @@ class Statistics:
         found = {} if together is None else together.first
         of = self._block_of
         return {of[a].name: of[b].name for a, b in found.items() if a in of and b in of}
+
+    def _take(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
+        said: Batch | None = None,
+    ) -> None:
+        """Add one call, in the phase of accumulation."""
+        with self._backend.phases("accumulate"):
+            self.add(helper, inputs, gradient, number, probe, said)
 
     def add(
         self,
@@ -324,6 +337,9 @@ class Statistics:
             start_from_identity=self._scale.scaling == "kaisa",
             reached=reached,
         )
+        for block, _ in used:
+            names = (factor.name for factor in block.captured if factor.name in block.gathered)
+            self._placed.history.took_statistics(block.name, names)
 
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.counts, self._passes.samples)
