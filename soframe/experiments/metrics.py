@@ -141,6 +141,8 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
             dashes = "-" if number < len(COLORS) else "--"
             color = COLORS[number % len(COLORS)]
             spectra.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
+    for axes in (spectra, ages):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     spectra.set(yscale="log", xlabel="number", ylabel="eigenvalue over the largest")
     if spectra.lines:
         spectra.legend(frameon=False, fontsize=8)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block
 from soframe.methods.base import Given
 from soframe.preconditioner import Preconditioner
+from soframe.solvers.base import LinAlgError
 from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, sample_gradients
 
 _LINEAR = 1e-6
@@ -97,7 +98,7 @@ def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
     damping = block.damped_with(preconditioner.damping)
     try:
         inverse: Tensor = torch.linalg.inv(columns)
-    except torch.linalg.LinAlgError as error:
+    except LinAlgError as error:
         raise ValueError(
             f"{name}: {block.method!r} maps some gradients to zero: no matrix is its inverse"
         ) from error

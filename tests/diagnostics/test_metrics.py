@@ -429,3 +429,28 @@ def test_scalars_are_named_numbers() -> None:
     assert found["effective_rank/0.G"] == of_g["effective_rank"]
     assert found["seconds/solve"] == metrics["phases"]["solve"]["seconds"]
     assert "overall/norm_clip" not in found  # it is off
+
+
+def test_a_trust_region_tells_the_dampings_that_it_has_chosen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = soframe.TrustRegion(model, "squared-error", full_batch=True)
+    own, x = optimizer.preconditioner, randn(8, 4)
+    told, had = [], []
+
+    def closure() -> Tensor:
+        return model(x).square().sum() / 16
+
+    plain = optimizer._proposer.begin
+
+    def begin(start: float) -> None:
+        plain(start)
+        had.append([block.damping for block in own.blocks])
+
+    optimizer._proposer.begin = begin  # type: ignore[method-assign]
+    for _ in range(30):
+        optimizer.step(closure)
+        told.append([block["damping"] for block in own.metrics()["blocks"].values()])
+    assert len({damping for each in told for damping in each}) > 2  # there were trials
+    # Nothing but a choice changes them, so that they are those with which the next step begins.
+    assert told[:-1] == had[1:]
