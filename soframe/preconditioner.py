@@ -659,7 +659,7 @@ class Preconditioner(Joinable):
 
     @property
     def lr(self) -> list[float]:
-        """The learning rates that clips read: of each param group, or of ``lr=`` alone."""
+        """The learning rates that clips read, of each param group or of ``lr=`` alone."""
         return self._lrs.live(self._steps)
 
     @property

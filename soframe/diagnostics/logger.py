@@ -8,9 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 from soframe.checks.numbers import require_integer
 from soframe.diagnostics.metrics import scalars
 
-Write = Callable[[Mapping[str, float], int], object]
-"""Takes scalars by name, and the number of completed steps."""
-
 
 @runtime_checkable
 class Writer(Protocol):
@@ -81,7 +78,7 @@ class ScalarLogger:
     def __init__(
         self,
         source: object,
-        writer: Writer | Write,
+        writer: Writer | Callable[[Mapping[str, float], int], object],
         *,
         every: int = 50,
         spectra: bool = False,
