@@ -118,7 +118,7 @@ def history(
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
             for block in run.preconditioner._blocks:
-                for spec in block.factors if not block.pending else ():
+                for spec in block.factors if not block.running.pending else ():
                     if (stored := block.running.get(spec.name)) is not None:
                         saved = found[name][-1][block.name][spec.name]
                         compare(pack(stored, spec), saved, "every holder's")
@@ -309,11 +309,11 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert 0 < len(mine) < 4
     assert sorted(computed) == [(s, n) for s in ("input_moment", "output_moment") for n in mine]
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
-    assert [bool(block.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
+    assert [bool(block.window.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
     assert own.memory_usage()["statistics"] == plan.window(own.placement, 1)
 
     def settle(backend, placed):
-        held.extend(bool(block.sums) for block, _ in placed)
+        held.extend(bool(block.window.sums) for block, _ in placed)
 
     held: list[bool] = []
     monkeypatch.setattr("soframe.solving.solution.settle", settle)
