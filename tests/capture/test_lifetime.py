@@ -347,7 +347,7 @@ def wrap(rank: int, world_size: int, name: str, late: bool) -> tuple[list[str], 
 def test_wrapped_before_or_after(name: str, late: bool) -> None:
     """The names are the model's own, the numbers the same, and gradients are written in place."""
     wanted = expected(CASE)
-    for names, results in run_ranks(wrap, 2, name, late, timeout=60):
+    for names, results in run_ranks(wrap, 2, name, late):
         assert names == [n for n, _ in CASE.build().named_parameters()]
         for got, want in zip(results, wanted, strict=True):
             assert_same(got, want)

@@ -205,7 +205,7 @@ def test_a_solve_that_fails_midway_is_agreed_on_afterwards(
 ) -> None:
     """The block keeps what it had, or is left alone if it never had anything: as on one process."""
     case = Case({"strategy": strategy, "solver": Fails(size=17, good=good), "solve_every": 1})
-    results = run_ranks(solve_badly, 2, case, overlap, timeout=30)
+    results = run_ranks(solve_badly, 2, case, overlap)
     alone, _, expected = solve_badly(0, 1, case, overlap)
     assert expected["hidden"] == (["A", "G"] if good else [])
     for weights, counters, solved in results:

@@ -211,7 +211,7 @@ def with_fewer(
 @pytest.mark.parametrize("loss_average", ["local", "global"])
 def test_statistics_are_those_of_the_contributors_data(loss_average):
     case = Case({"decay": 0.7, "solve_every": 1, "damping": 0.02}, QUARTERS, loss_average)
-    results = run_ranks(with_fewer, 4, case, list(FEWER), timeout=60)
+    results = run_ranks(with_fewer, 4, case, list(FEWER))
     reference = functools.cache(functools.partial(of_contributors, case=case))
     seen = set()
     for rank, own in enumerate(results):
@@ -266,7 +266,7 @@ def used_by_one(rank: int, ranks: int) -> list[tuple[bool, bool, Tensor]]:
 
 @pytest.mark.slow
 def test_a_layer_that_contributors_do_not_use_stays_unknown():
-    results = run_ranks(used_by_one, 4, timeout=60)
+    results = run_ranks(used_by_one, 4)
     for own in results:
         assert sorted(contributes for contributes, _, _ in own) == [False, False, True, True]
         for (contributes, known, weights), (_, _, others) in zip(own, results[0], strict=True):
