@@ -293,7 +293,7 @@ def test_intervals_may_change(calls: list[Any]) -> None:
     assert due[:6] == [set(NAMES)] * 6
     assert due[6:8] == [set(), set()]
     assert due[8] == set(NAMES)
-    assert all(own_.rows > 0 for own_ in own._blocks)
+    assert all(block.window.cost.rows > 0 for block in own._blocks)
     for step in range(9, 17):
         assert sorted(itertools.chain(*due[step : step + 4])) == sorted(NAMES)
 
