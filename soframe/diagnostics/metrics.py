@@ -171,16 +171,16 @@ def _of_block(
     norms = None if taken is None else taken.norms
     factors: dict[str, dict[str, Any]] = {}
     for factor in block.factors:
-        name, known = factor.name, factor.name in block.masses
-        solved, history = name in block.solved_factors, placed.history
+        name, known = factor.name, factor.name in block.running.masses
+        solved, history = name in block.second_order.solved, placed.history
         factors[name] = {
             "kind": factor.kind,
             "size": factor.size,
             "groups": factor.groups,
-            "mass": max(block.masses[name]) if known else 0.0,
+            "mass": max(block.running.masses[name]) if known else 0.0,
             "statistics_age": history.statistics_age(block.name, name) if known else None,
             "solve_age": history.solve_age(block.name, name) if solved else None,
-            "failed_solves": block.failures[name],
+            "failed_solves": block.second_order.failures[name],
             "spectrum": spectra.get(name),
         }
     return {
@@ -194,7 +194,7 @@ def _of_block(
         "clipped": block.method.clipped,
         "damping": damping,
         "damping_multiple": multiple,
-        "updates": block.updates,
+        "updates": block.state.updates,
         **_norms(block.name, norms),
         "factors": factors,
     }
@@ -231,7 +231,7 @@ def _sums(placed: PlacedBlocks, all_ranks: bool) -> dict[Block, Mapping[str, Ten
     """
     sums: dict[Block, Mapping[str, Tensor]] = {}
     for block, place in placed:
-        if block.pending == 0:
+        if block.running.pending == 0:
             sums[block] = block.running
         elif all_ranks:
             sums[block] = settled(placed.backend, block, place, "metrics")

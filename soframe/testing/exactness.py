@@ -270,7 +270,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
         incoming=matrix,
         data=block.data,
         state=dict(block.state),
-        updates=block.updates,
+        updates=block.state.updates,
         solver=block.solver,
         damping=block.damped_with(preconditioner.damping),
     )
