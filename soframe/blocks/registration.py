@@ -352,6 +352,11 @@ class Registration:
                 f"{name}: {method!r} is not defined under scaling={self._choices.scaling!r}: pass "
                 f"scaling='fisher', or skip the module"
             )
+        if self._choices.observed and method.captures and method.empirical_only:
+            raise ValueError(
+                f"{name}: {method!r} takes means of output gradients, which are those of the loss "
+                f"alone: pass fisher='empirical', or skip the module"
+            )
         block = Block(
             name=name or type(one.module).__name__,
             helpers=helpers,
@@ -368,6 +373,11 @@ class Registration:
                 raise ValueError(
                     f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"
                 )
+        if block.captured and not block.solved_here and damping is not None and damping.per_block:
+            raise ValueError(
+                f"{block.name}: {damping!r} is relative to factors that are solved, and "
+                f"{block.method!r} has none: pass a number for damping=, or skip the module"
+            )
         odd = [f for f in block.captured if f.kind == "diagonal" or f.mean_over == "group rows"]
         if odd and self._choices.scaling != "fisher":
             raise ValueError(

@@ -4,6 +4,7 @@ from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.ekfac import EKFAC
+from soframe.methods.eva import Eva
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.kl import KLSOAP, KLShampoo
@@ -12,6 +13,7 @@ from soframe.methods.normuon import NormaliseRows, NorMuon
 from soframe.methods.orthogonal import KFACMuon, MatchRMS, Muon, NewtonMuon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
 from soframe.methods.soap import SOAP, SOAPMuon, SOAPNorMuon
+from soframe.methods.tnt import TNT
 
 __all__ = [
     "EKFAC",
@@ -20,12 +22,14 @@ __all__ = [
     "KLSOAP",
     "SGD",
     "SOAP",
+    "TNT",
     "AdamW",
     "Call",
     "Candidate",
     "Chain",
     "Diagonal",
     "Direction",
+    "Eva",
     "Given",
     "KFACMuon",
     "KFACReduce",

@@ -173,6 +173,9 @@ class Method(ABC):
         observes_with_data: Whether statistics of the averaged gradient are made with the block's
             second-order data. Before the first solve there are none; where data are lost later,
             such as those of a state that another solver has made, `observe` waits for the next.
+        empirical_only: Whether its statistics of calls are defined for the loss's own output
+            gradients alone, and not for those of targets that the model draws, nor for columns of a
+            type-2 Fisher.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
     """
 
@@ -182,6 +185,7 @@ class Method(ABC):
     starts_at_once: bool = False
     refreshes_after: bool = False
     observes_with_data: bool = False
+    empirical_only: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
 
     @abstractmethod
