@@ -65,6 +65,9 @@ class Root(Solver):
         values, vectors = torch.linalg.eigh(matrix)
         largest = values[:, -1:].clamp(min=0)
         values = values.clamp(min=0) + self.epsilon * largest
+        if self.epsilon == 0:  # what rounding has made of zeros is zero
+            rounding = torch.finfo(values.dtype).eps * values.shape[-1] * largest
+            values = values.where(values > rounding, 0.0)
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
         return {"root": mirror(times(vectors * powers.unsqueeze(-2), vectors.mT))}
 
