@@ -2,10 +2,12 @@
 
 from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method
+from soframe.methods.blocked import Blocked
 from soframe.methods.chain import Chain
 from soframe.methods.ekfac import EKFAC
 from soframe.methods.eva import Eva
 from soframe.methods.foof import FOOF
+from soframe.methods.graft import Graft
 from soframe.methods.kfac import KFAC, KFACReduce
 from soframe.methods.kl import KLSOAP, KLShampoo
 from soframe.methods.momentum import Momentum
@@ -24,6 +26,7 @@ __all__ = [
     "SOAP",
     "TNT",
     "AdamW",
+    "Blocked",
     "Call",
     "Candidate",
     "Chain",
@@ -31,6 +34,7 @@ __all__ = [
     "Direction",
     "Eva",
     "Given",
+    "Graft",
     "KFACMuon",
     "KFACReduce",
     "KLShampoo",

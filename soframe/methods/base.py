@@ -25,6 +25,9 @@ from soframe.layers.sharing import SharedInputs
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
+SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
+"""Of these a method tells the names that it uses, unless it says them itself."""
+
 Addend = Callable[[Tensor | None, float], Tensor]
 """Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
 
@@ -334,6 +337,14 @@ class Method(ABC):
     def captures(self) -> bool:
         """Whether it has factors that are made of calls."""
         return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
+
+    def factor_names(self) -> frozenset[str]:
+        """Return the names of its factors, of blocks of any shape."""
+        return frozenset(factor.name for shape in SMALL for factor in self.factors(shape))
+
+    def state_names(self) -> frozenset[str]:
+        """Return the names of what it keeps, for blocks of any shape."""
+        return frozenset(name for shape in SMALL for name in self.state(shape))
 
     def forward_only(self) -> Method:
         """Return this method without the factor of the outputs, which is the identity then.
