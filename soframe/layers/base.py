@@ -73,9 +73,12 @@ class LayerHelper(ABC):
         bias: The bias, if it is part of the block.
         unit: What ``take_inputs`` and ``take_rows`` can take of a call: single rows, or whole
             samples; None, the default, if nothing but all of it.
+        transposed: Whether the weight is stored with its inputs first. The matrix of a method that
+            reads gradients alone has its outputs first all the same.
     """
 
     unit: ClassVar[Unit | None] = None
+    transposed: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
