@@ -1,5 +1,6 @@
 """A matrix in parts: the method of each part as of a parameter by itself; and grafting."""
 
+import importlib.util
 from itertools import pairwise
 from typing import Any
 
@@ -207,3 +208,31 @@ def test_a_method_of_calls_gives_a_length() -> None:
     assert method.captures
     assert not method.clipped
     stages.check_resume(method)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
+)
+def test_blocked_and_grafted_shampoo_is_pytorch_optimizers() -> None:
+    """Where sides divide; its averages are not freed of their start, which grafting undoes."""
+    from pytorch_optimizer import ScalableShampoo
+
+    peer = nn.Parameter(torch.zeros(6, 6).double())
+    reference = ScalableShampoo(
+        [peer],
+        lr=1.0,
+        betas=(0.0, 0.9),
+        start_preconditioning_step=1,
+        preconditioning_compute_steps=1,
+        block_size=3,
+        shape_interpretation=False,
+        nesterov=False,
+        matrix_eps=1e-12,
+        use_svd=True,
+    )
+    method = Chain((Blocked(Shampoo(0.9, epsilon=1e-12), 3), Graft("sgd")))
+    for step, found in enumerate(whole(method, (6, 6), 5)):
+        before = peer.detach().clone()
+        peer.grad = randn(6, 6, seed=step)
+        reference.step()
+        compare(found, before - peer.detach(), f"step {step}", rtol=1e-4)
