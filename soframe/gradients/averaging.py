@@ -195,5 +195,5 @@ def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> Non
                 tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
 
 
-KINDS = {"averaged": AveragedGradients, "local": LocalGradients}
+GRADIENTS = {"averaged": AveragedGradients, "local": LocalGradients}
 """What gradients may be when a step begins."""
