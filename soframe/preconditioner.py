@@ -150,6 +150,9 @@ class Preconditioner(Joinable):
         clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
         home: Where gradients live, for stacks that keep them elsewhere than in ``.grad``; None for
             ``.grad``. The same on every rank.
+        cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
+            module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
+            each head by itself. For methods that read gradients alone; vectors stay whole.
         curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
             ``scaling`` and ``dtype`` as one.
 
@@ -209,6 +212,7 @@ class Preconditioner(Joinable):
         clips: Clips | None = None,
         curvature: Curvature | None = None,
         home: GradientHome | None = None,
+        cut: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         given = dict(locals())
@@ -227,7 +231,9 @@ class Preconditioner(Joinable):
             building.check_words(scaling, loss_average, samples, clip_lr)
             building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
-            mappings = {"layers": layers, "method": method, "solver": solver}
+            cut = {} if cut is None else cut
+            building.check_cut(cut)
+            mappings = {"layers": layers, "method": method, "solver": solver, "cut": cut}
             arguments.check(
                 model=model,
                 optimizer=optimizer,
@@ -267,6 +273,7 @@ class Preconditioner(Joinable):
                 scaling=scaling,
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
+                cut=dict(cut),
             )
             self._capture = Capture(probing=self._fisher.probed)
             self._closed = False

@@ -179,9 +179,9 @@ class Batch:
         if one.states:
             # A tensor that the method has left alone is the state from the first update on.
             new = {**given.state, **direction.state}
+            parts = {name: tensor.chunk(len(blocks)) for name, tensor in new.items()}
             for number, block in enumerate(blocks):
-                rows = slice(number * groups, (number + 1) * groups)
-                self.states[block] = {name: tensor[rows] for name, tensor in new.items()}
+                self.states[block] = {name: part[number] for name, part in parts.items()}
 
 
 def _same_tensors(one: Block, other: Block) -> bool:
