@@ -163,8 +163,9 @@ class Run:
         self.step_seconds: list[float] = []
         self.curvature_bytes = 0
         self.batches = self._batches()
-        # The Monte-Carlo Fisher draws: what it draws must depend on this run and rank alone.
-        generator = torch.Generator().manual_seed(config.seed + (worker.rank << 32))
+        # The Monte-Carlo Fisher draws: what it draws must depend on this run and rank alone. Of a
+        # seed, 32 bits count; rank 0 has the run's.
+        generator = torch.Generator().manual_seed(config.seed + 1_000_003 * worker.rank)
         self.random_state = generator.get_state()
         _warm_up()
         self.rows = [self._evaluate(0)]

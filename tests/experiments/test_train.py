@@ -280,6 +280,18 @@ def test_the_transformer_reports_the_loss_on_held_out_modules():
     assert state.rows[0].accuracy is None
 
 
+def test_ranks_draw_their_own_random_numbers():
+    def drawn(rank, seed):
+        worker = dataclasses.replace(SILENT, rank=rank)
+        state = training.Run(worker, SGD.but(seed=seed)).random_state
+        generator = torch.Generator()
+        generator.set_state(state)
+        return torch.rand(1, generator=generator).item()
+
+    assert len({drawn(rank, seed) for rank in (0, 1, 2) for seed in (0, 1)}) == 6
+    assert drawn(1, 0) == drawn(1, 0)
+
+
 def test_targets_of_a_run_come_before_the_workload_s():
     first = losses(train(SILENT, SGD))[1]
     record = train(SILENT, SGD.but(targets=(2 * first, first)))
