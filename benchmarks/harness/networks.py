@@ -1,6 +1,7 @@
 """Networks whose steps are timed; nothing is learned with them.
 
-ResNets as published (He et al., 2016: the bottleneck form for ImageNet, section 4.2's for CIFAR).
+ResNets as published (He et al., 2016: the bottleneck form for ImageNet, section 4.2's for CIFAR,
+which `soframe.experiments.resnet` has).
 """
 
 from __future__ import annotations
@@ -13,58 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.experiments.gpt import BYTES, ByteGPT
-
-
-class Residual(nn.Module):
-    """Convolutions with batch norm, and a shortcut around them.
-
-    Args:
-        channels: Of the input.
-        layers: For each convolution its output channels, kernel size and stride.
-    """
-
-    def __init__(self, channels: int, layers: list[tuple[int, int, int]]) -> None:
-        super().__init__()
-        convolutions, into = [], channels
-        for out, kernel, stride in layers:
-            convolutions.append(_convolution(into, out, kernel, stride))
-            into = out
-        self.convolutions = nn.ModuleList(convolutions)
-        stride = max(stride for _, _, stride in layers)
-        self.shortcut = (
-            nn.Identity()
-            if into == channels and stride == 1
-            else _convolution(channels, into, 1, stride)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images to images."""
-        out = x
-        for index, convolution in enumerate(self.convolutions):
-            out = convolution(out if index == 0 else out.relu())
-        result: Tensor = F.relu(out + self.shortcut(x))
-        return result
-
-
-def _convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Sequential:
-    convolution = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(out))
-
-
-def resnet20() -> nn.Module:
-    """ResNet-20 for images of 32 x 32: 0.27 million parameters."""
-    layers: list[nn.Module] = [_convolution(3, 16, 3, 1), nn.ReLU()]
-    channels = 16
-    for width in (16, 32, 64):
-        for _ in range(3):
-            layers.append(Residual(channels, [(width, 3, width // channels), (width, 3, 1)]))
-            channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+from soframe.experiments.resnet import Residual, convolution, resnet20
 
 
 def resnet18() -> nn.Module:
     """ResNet-18 as it is used for images of 32 x 32, nothing pooled: 11.2 million parameters."""
-    layers: list[nn.Module] = [_convolution(3, 64, 3, 1), nn.ReLU()]
+    layers: list[nn.Module] = [convolution(3, 64, 3, 1), nn.ReLU()]
     channels = 64
     for width in (64, 128, 256, 512):
         for _ in range(2):
@@ -75,7 +30,7 @@ def resnet18() -> nn.Module:
 
 def resnet50() -> nn.Module:
     """ResNet-50 for images of 224 x 224: 25.6 million parameters."""
-    layers = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    layers = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
     for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for index in range(count):

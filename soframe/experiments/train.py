@@ -259,23 +259,38 @@ class Run:
             for first in range(0, len(examples) - self.batch_size + 1, self.batch_size):
                 yield examples[order[first : first + self.batch_size][rank::world_size]]
 
+    def take(self, steps: int) -> float:
+        """Takes steps without evaluating: for those who time them.
+
+        Args:
+            steps: How many.
+
+        Returns:
+            Their seconds altogether.
+        """
+        before = len(self.step_seconds)
+        for _ in range(steps):
+            self._step(next(self.batches))
+        return sum(self.step_seconds[before:])
+
     @torch.no_grad()
     def _evaluate(self, step: int) -> Row:
         """The loss and the accuracy on the test set, shared by the ranks."""
-        part = slice(self.worker.rank, None, self.worker.world_size)
+        if self.worker.world_size > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)  # batch norms' means: every rank has its own until then
+        training = self.model.training
+        self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
+        test = self.data.test
         measured = self.data.train
         if self.problem.held_out:
-            assert self.data.test is not None
-            measured = self.data.test
-        examples = measured[part]
-        losses = self.problem.losses(self.model(examples.inputs), examples.targets)
-        totals[0] = losses.double().sum()
-        test = self.data.test
-        if test is not None and self.problem.classifies:
-            examples = test[part]
-            classes = self.model(examples.inputs).argmax(dim=1)
-            totals[1] = (classes == examples.targets).sum()
+            assert test is not None
+            measured = test
+        totals[:2] = self._sums(measured)
+        if test is not None and self.problem.classifies and test is not measured:
+            totals[1] = self._sums(test)[1]
+        self.model.train(training)
         if self.worker.rank == 0:
             # All ranks read rank 0's clock, so that they stop at the same step.
             totals[2] = sum(self.step_seconds)
@@ -284,6 +299,18 @@ class Run:
         loss, correct, seconds = totals.tolist()
         accuracy = correct / len(test) if test is not None and self.problem.classifies else None
         return Row(step, seconds, self.problem.scale * loss / len(measured), accuracy)
+
+    def _sums(self, examples: Examples) -> Tensor:
+        """The sum of this rank's losses, and how many of its classes are right."""
+        examples = examples[slice(self.worker.rank, None, self.worker.world_size)]
+        sums = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, len(examples), _AT_ONCE):
+            part = examples[first : first + _AT_ONCE]
+            outputs = self.model(part.inputs)
+            sums[0] += self.problem.losses(outputs, part.targets).double().sum()
+            if self.problem.classifies:
+                sums[1] += (outputs.argmax(dim=1) == part.targets).sum()
+        return sums
 
     def _steps_to_evaluation(self, step: int) -> int:
         if self.config.steps is None:
@@ -328,6 +355,10 @@ class Run:
 
 #: Numbers in single precision, just below the 32 MiB from which glibc's threshold no longer moves.
 _LARGE = 8_000_000
+
+
+#: Examples that an evaluation takes at once.
+_AT_ONCE = 2048
 
 
 def _warm_up() -> None:

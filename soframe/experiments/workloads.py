@@ -5,14 +5,14 @@ A workload fixes everything that must be the same for every optimizer in a compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.experiments import corpus, data, gpt, models, synthetic
+from soframe.experiments import clutter, corpus, data, gpt, models, resnet, synthetic
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,30 @@ def _reconstruction(seed: int, dtype: torch.dtype) -> data.Data:
     return data.digits_reconstruction(dtype)
 
 
+def _cluttered_digits(count: int) -> Workload:
+    """So many training images, and 2000 held-out ones, or at most a fifth as many."""
+
+    def images(seed: int, dtype: torch.dtype) -> data.Data:
+        del seed, dtype  # the images are part of the problem, and bytes
+        return clutter.cluttered_digits(count, min(clutter.HELD_OUT_IMAGES, max(1, count // 5)))
+
+    whole = count == clutter.TRAINING_IMAGES
+    return Workload(
+        name="cluttered-digits" if whole else f"cluttered-digits:{count}",
+        title=f"ResNet-20 on {count} cluttered digits",
+        loss_name="loss on held-out digits (cross entropy per image, nats)",
+        batch_size=128,
+        targets=(0.5,),
+        evaluate_every=100,
+        data=images,
+        model=resnet.resnet20_of_bytes,
+        losses=cross_entropy,
+        likelihood="cross-entropy",
+        classifies=True,
+        held_out=True,
+    )
+
+
 _WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -167,8 +191,12 @@ _WORKLOADS = {
             likelihood="cross-entropy",
             classifies=True,
         ),
+        _cluttered_digits(clutter.TRAINING_IMAGES),
     )
 }
+
+#: Workloads of any size: "name:size" is one with so many training examples.
+_SIZED: Mapping[str, Callable[[int], Workload]] = {"cluttered-digits": _cluttered_digits}
 
 
 def names() -> tuple[str, ...]:
@@ -180,7 +208,8 @@ def workload(name: str) -> Workload:
     """Looks a workload up.
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`; for generated data perhaps with a colon and the number of training
+            examples, as in ``"cluttered-digits:10000"``.
 
     Returns:
         The workload.
@@ -188,6 +217,9 @@ def workload(name: str) -> Workload:
     Raises:
         ValueError: If there is none of that name; it lists those that there are.
     """
+    base, colon, size = name.partition(":")
+    if colon and base in _SIZED and size.isdecimal() and int(size) > 0:
+        return _SIZED[base](int(size))
     try:
         return _WORKLOADS[name]
     except KeyError:

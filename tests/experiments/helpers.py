@@ -13,6 +13,7 @@ import torch.distributed as dist
 from soframe.experiments.config import RunConfig
 from soframe.experiments.launch import Worker
 from soframe.experiments.records import Row, RunRecord
+from soframe.experiments.train import Run
 
 SILENT = Worker(rank=0, world_size=1, send=lambda message: None)
 
@@ -76,3 +77,13 @@ def is_alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def lose_statistics(worker, config):
+    """Rank 1 loses the running statistics of its norms; both evaluate."""
+    state = Run(worker, config)
+    if worker.rank == 1:
+        for buffer in state.model.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+    return state._evaluate(0)

@@ -8,7 +8,8 @@ from soframe.experiments.workloads import names, workload
 
 @pytest.mark.parametrize("name", names())
 def test_the_model_fits_the_data_and_the_loss(name):
-    problem = workload(name)
+    generated = name == "cluttered-digits"
+    problem = workload(f"{name}:50" if generated else name)  # all of them would take half a minute
     train = problem.data(0, torch.float32).train[:5]
     losses = problem.losses(problem.model(0, torch.float32)(train.inputs), train.targets)
     assert losses.shape == (5,)
@@ -26,7 +27,7 @@ def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone(name):
     ):
         assert weight.dtype == torch.float64
         assert torch.equal(weight, same)
-        if key.endswith("weight") and "norm" not in key:  # a norm's are ones
+        if key.endswith("weight") and weight.ndim > 1:  # a norm's are ones
             assert not torch.equal(weight, different)
 
 

@@ -13,9 +13,10 @@ import torch
 import soframe
 from soframe.experiments import train as training
 from soframe.experiments.config import RunConfig, from_dict
+from soframe.experiments.launch import launch
 from soframe.experiments.optimizers import build_optimizer, schedule_factor
 from soframe.experiments.train import run, train
-from tests.experiments.helpers import SILENT
+from tests.experiments.helpers import SILENT, lose_statistics
 
 SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=6, evaluate_every=2, dtype="float64")
 CONFIGS = {
@@ -290,6 +291,42 @@ def test_ranks_draw_their_own_random_numbers():
 
     assert len({drawn(rank, seed) for rank in (0, 1, 2) for seed in (0, 1)}) == 6
     assert drawn(1, 0) == drawn(1, 0)
+
+
+def test_evaluations_use_running_statistics_and_leave_them_alone():
+    state = training.Run(SILENT, SGD.but(workload="cluttered-digits:60", batch_size=20))
+    state.take(2)
+    assert len(state.step_seconds) == 2
+    before = {name: value.clone() for name, value in state.model.named_buffers()}
+    row = state._evaluate(2)
+    assert state.model.training
+    for name, value in state.model.named_buffers():
+        assert torch.equal(value, before[name])
+    test = state.data.test
+    with torch.no_grad():
+        state.model.eval()
+        logits = state.model(test.inputs)
+    expected = torch.nn.functional.cross_entropy(logits, test.targets).item()
+    assert row.loss == pytest.approx(expected, rel=1e-9)
+    assert row.accuracy == (logits.argmax(1) == test.targets).double().mean().item()
+
+
+@pytest.mark.parametrize("workload", ["digits-cnn", "cluttered-digits:60"])
+def test_evaluations_in_parts_are_those_of_the_whole(workload, monkeypatch):
+    config = SGD.but(workload=workload, batch_size=20)
+    whole = training.Run(SILENT, config).rows[0]
+    monkeypatch.setattr(training, "_AT_ONCE", 7)
+    parts = training.Run(SILENT, config).rows[0]
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert parts.accuracy == whole.accuracy
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_evaluate_with_the_running_statistics_of_the_first():
+    config = SGD.but(workload="cluttered-digits:60", batch_size=20)
+    for row in launch(lose_statistics, 2)(config):
+        assert math.isfinite(row.loss)
 
 
 def test_targets_of_a_run_come_before_the_workload_s():
