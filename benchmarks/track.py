@@ -1,0 +1,429 @@
+"""The public optimization track's setting on the byte-level GPT: steps to a held-out loss.
+
+    python benchmarks/track.py                        # report, one seed
+    python benchmarks/track.py --tune --seeds 0,1,2   # tune all alike first
+    python benchmarks/track.py --target 2.1           # a loss of your own
+    python benchmarks/track.py --figures runs/methods.json   # rank what methods.py has found
+    python benchmarks/track.py --figures benchmarks/harness/tuned/byte-gpt-methods.json
+
+Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
+pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
+"optimization") has a GPT-2 on FineWeb, and its loss is 3.28; here the target is what Muon ends with
+after `--steps`. Each method is trained for lengths of a grid, each time with learning rates that
+fall along a line of that length, and two neighbours with the target between them are searched for
+by bisection. The public ranking of the same methods is printed beside.
+
+`--figures` ranks without training: the steps of a report of `methods.py`, or, of its trials of
+tuning, which all have one length, the losses after it.
+
+Runs are kept in `--runs`: an interrupted benchmark goes on where it was. `track_gpu.py` has the
+real sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from harness import runs
+from methods import steps_to
+from rich.table import Table
+from scipy.stats import spearmanr
+
+from soframe.experiments.compare import console, jsonable
+from soframe.experiments.config import RunConfig
+from soframe.experiments.requirements import MissingLibraryError
+from soframe.experiments.tuning import TUNING_SEED
+
+MUON = "muon"
+TUNED = Path(__file__).parent / "harness" / "tuned" / "byte-gpt-track.json"
+AUXILIARY_LR = 0.008
+PARTS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
+"""Lengths that are tried, of Muon's."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method, and where the public track has it.
+
+    Attributes:
+        optimizer: See `RunConfig`.
+        public: What the track calls it.
+        public_steps: How many steps it takes there (autumn 2026).
+        lrs: What tuning tries.
+        options: Arguments of the optimizer.
+    """
+
+    optimizer: str
+    public: str
+    public_steps: int
+    lrs: tuple[float, float, float]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ORTHOGONAL = (0.02, 0.03, 0.04)
+ENTRIES: Mapping[str, Entry] = {
+    "soap-muon": Entry(
+        "soframe:soap-muon",
+        "SOAP-Muon, basis every step",
+        2750,
+        _ORTHOGONAL,
+        {"statistics_every": 1, "solve_every": 5},
+    ),
+    "normuon": Entry("soframe:normuon", "NorMuon", 3250, _ORTHOGONAL),
+    MUON: Entry("soframe:muon", "Muon, tuned", 3250, _ORTHOGONAL),
+    "newton-muon": Entry(
+        "soframe:newton-muon",
+        "Newton-Muon, inverse every 64 steps",
+        3275,
+        _ORTHOGONAL,
+        {"statistics_every": 1, "solve_every": 10},
+    ),
+    "adamw": Entry("adamw", "AdamW", 5625, (0.002, 0.004, 0.008)),
+}
+
+
+_NAMES = {"adamw, all parameters": "adamw"}
+"""What `methods.py` calls an entry otherwise."""
+
+
+def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
+    """Return a run, which is evaluated at its end.
+
+    Args:
+        name: Of the entry.
+        lr: Its learning rate at the first step.
+        steps: How many.
+        seed: Of weights and order.
+    """
+    entry = ENTRIES[name]
+    options = dict(entry.options)
+    if entry.optimizer.startswith("soframe:"):
+        options["auxiliary_lr"] = AUXILIARY_LR
+    return RunConfig(
+        "byte-gpt",
+        entry.optimizer,
+        lr=lr,
+        betas=(0.9, 0.95),
+        options=options,
+        schedule="linear",
+        steps=steps,
+        stop_at_target=False,
+        evaluate_every=steps,
+        seed=seed,
+    )
+
+
+def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
+    """Ask about neighbours of an ascending grid until the least that reaches is known.
+
+    Args:
+        reaches: Says whether the length of an index reaches.
+        count: Of lengths.
+        first: The index that is asked about first.
+    """
+    low, high = -1, count  # the one does not reach, as far as is known, the other does
+    index = first
+    while True:
+        if reaches(index):
+            high = index
+        else:
+            low = index
+        if high - low <= 1:
+            return
+        # The last one says first whether any does.
+        index = count - 1 if high == count else (low + high) // 2
+
+
+def known(tuned: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what tuning found: by steps, method and learning rate the held-out loss."""
+    found: dict[str, dict[str, dict[str, float]]] = (
+        json.loads(tuned.read_text(encoding="utf-8")) if tuned.exists() else {}
+    )
+    return found
+
+
+def tune(names: Sequence[str], steps: int, tuned: Path, losses: Losses) -> None:
+    """Try every learning rate of every method once, and keep the losses."""
+    stored = known(tuned)
+    pairs = [(name, lr) for name in names for lr in ENTRIES[name].lrs]
+    found = losses([configuration(name, lr, steps, TUNING_SEED) for name, lr in pairs])
+    for (name, lr), loss in zip(pairs, found, strict=True):
+        stored.setdefault(str(steps), {}).setdefault(name, {})[f"{lr:g}"] = loss
+    tuned.parent.mkdir(parents=True, exist_ok=True)
+    tuned.write_text(json.dumps(jsonable(stored), indent=1) + "\n", encoding="utf-8")
+
+
+def best_lrs(names: Sequence[str], steps: int, tuned: Path) -> dict[str, float]:
+    """Return the learning rates that tuning found best.
+
+    Raises:
+        ValueError: If one was never tuned for so many steps.
+    """
+    stored = known(tuned).get(str(steps), {})
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"{missing[0]!r} was never tuned for {steps} steps: add --tune")
+
+    def loss(name: str, lr: str) -> float:
+        found = stored[name][lr]
+        return float("inf") if found is None else found
+
+    return {name: float(min(stored[name], key=lambda lr: loss(name, lr))) for name in names}
+
+
+Losses = Callable[[Sequence[RunConfig]], list[float]]
+"""Trains runs, and returns the last held-out loss of each."""
+
+
+def report(
+    names: Sequence[str],
+    *,
+    lrs: Mapping[str, float],
+    steps: int,
+    seeds: Sequence[int],
+    target: float | None,
+    losses: Losses,
+) -> dict[str, Any]:
+    """Train until every method's steps to the target are known.
+
+    Args:
+        names: Methods; Muon is always one.
+        lrs: Their learning rates.
+        steps: Muon's, after which its mean loss is the target.
+        seeds: Of the runs.
+        target: Another one; None for that.
+        losses: Trains.
+
+    Returns:
+        The target, the losses of each method by length, and its `ranking`.
+    """
+    names = list(dict.fromkeys((MUON, *names)))
+    lengths = [max(1, round(part * steps)) for part in PARTS]
+    found: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+
+    def mean(name: str, length: int) -> float:
+        if length not in found[name]:
+            found[name][length] = losses(
+                [configuration(name, lrs[name], length, seed) for seed in seeds]
+            )
+        return statistics.mean(found[name][length])
+
+    wanted = mean(MUON, steps) if target is None else target
+    reached: dict[str, float | None] = {}
+    for name in names:
+        if name == MUON and target is None:
+            reached[name] = float(steps)
+            continue
+
+        def reaches(index: int, name: str = name) -> bool:
+            return mean(name, lengths[index]) <= wanted
+
+        bracket(reaches, len(lengths), lengths.index(steps))
+        reached[name] = steps_to(wanted, {n: mean(name, n) for n in found[name]})
+    return {
+        "target": wanted,
+        "steps": steps,
+        "longest": lengths[-1],
+        "seeds": list(seeds),
+        "torch": torch.__version__,
+        "losses": found,
+        **ranking(reached, lrs),
+    }
+
+
+def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> dict[str, Any]:
+    """Rank methods here and on the public track.
+
+    Args:
+        reached: The steps of each to the target, or what else is less where it is better; None
+            where it is not reached.
+        lrs: Their learning rates.
+
+    Returns:
+        The rank correlation of three methods or more, and for each method its steps, what they are
+        of Muon's, and its place, here and there; methods of one number of steps share a place.
+    """
+
+    def places(steps: Mapping[str, float]) -> dict[str, int]:
+        return {name: 1 + sum(x < own for x in steps.values()) for name, own in steps.items()}
+
+    here = {name: float("inf") if n is None else n for name, n in reached.items()}
+    there = {name: float(ENTRIES[name].public_steps) for name in reached}
+    own, public = places(here), places(there)
+    muon = here.get(MUON, float("inf"))
+    rows = {
+        name: {
+            "lr": lrs[name],
+            "steps": steps,
+            "of_muon": None if steps is None or muon == float("inf") else steps / muon,
+            "place": own[name],
+            "public": ENTRIES[name].public,
+            "public_steps": ENTRIES[name].public_steps,
+            "public_of_muon": ENTRIES[name].public_steps / ENTRIES[MUON].public_steps,
+            "public_place": public[name],
+        }
+        for name, steps in reached.items()
+    }
+    correlation = None
+    if len(rows) > 2:
+        correlation = float(spearmanr(list(here.values()), list(there.values())).statistic)
+    return {"rank_correlation": correlation, "rows": rows}
+
+
+def of_trials(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Rank the methods that `methods.py` has tuned by their losses after its steps.
+
+    Args:
+        found: By method and learning rate the held-out loss.
+
+    Returns:
+        The rank correlation, and for each method its loss and its places.
+
+    Raises:
+        ValueError: If none of them is on the public track.
+    """
+    names = {_NAMES.get(name, name): name for name in found}
+    losses = {name: min(found[names[name]].values()) for name in ENTRIES if name in names}
+    if not losses:
+        raise ValueError("the figures have no method of the public track")
+    lrs = {
+        name: float(min(found[names[name]], key=found[names[name]].__getitem__)) for name in losses
+    }
+    ranked = ranking(losses, lrs)
+    for name, row in ranked["rows"].items():
+        row.update(loss=losses[name], steps=None, of_muon=None)
+    return {"target": None, "longest": None, "seeds": [TUNING_SEED], **ranked}
+
+
+def of_methods(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank the methods of a report of `methods.py` that are on the public track.
+
+    Args:
+        found: What it wrote.
+
+    Returns:
+        What `report` returns, but for the losses.
+
+    Raises:
+        ValueError: If Muon is not there.
+    """
+    names = {_NAMES.get(name, name): name for name in found["rows"]}
+    known_here = {name: found["rows"][names[name]] for name in ENTRIES if name in names}
+    if MUON not in known_here:
+        raise ValueError("the figures have no row of muon, which the others refer to")
+    longest = max(int(n) for row in known_here.values() for n in row["losses"])
+    return {
+        "target": found["target"],
+        "steps": known_here[MUON]["steps"],
+        "longest": longest,
+        "seeds": found["seeds"],
+        "torch": found["torch"],
+        **ranking(
+            {name: row["steps"] for name, row in known_here.items()},
+            {name: row["lr"] for name, row in known_here.items()},
+        ),
+    }
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """Return the report as a table: the fewest steps first."""
+    correlation = found["rank_correlation"]
+    said = "" if correlation is None else f"; rank correlation {correlation:.2f}"
+    by_loss = found["target"] is None
+    what = "after as many steps" if by_loss else f"to the held-out loss {found['target']:.3f}"
+    result = Table(title=f"Byte-level GPT, {what}{said}", title_justify="left")
+    result.add_column("place", justify="right")
+    result.add_column("method")
+    for header in ("lr", "held-out\nloss" if by_loss else "steps", "of\nMuon's"):
+        result.add_column(header, justify="right")
+    result.add_column("public track")
+    for header in ("place", "steps", "of\nMuon's"):
+        result.add_column(header, justify="right")
+    for name, row in sorted(found["rows"].items(), key=lambda item: item[1]["place"]):
+        own = f"> {found['longest']}" if row["steps"] is None else f"{row['steps']:.0f}"
+        result.add_row(
+            str(row["place"]),
+            name,
+            f"{row['lr']:g}",
+            f"{row['loss']:.3f}" if by_loss else own,
+            f"{row['of_muon']:.2f}" if row["of_muon"] is not None else "-",
+            row["public"],
+            str(row["public_place"]),
+            str(row["public_steps"]),
+            f"{row['public_of_muon']:.2f}",
+        )
+    return result
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
+    tune_first: Annotated[bool, typer.Option("--tune", help="Tune them first.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Of Muon.")] = 300,
+    target: Annotated[float | None, typer.Option(help="A held-out loss; Muon's if none.")] = None,
+    seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0",
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    kept: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path(
+        "runs/track/runs"
+    ),
+    tuned: Annotated[Path, typer.Option(help="Where learning rates are kept.")] = TUNED,
+    figures: Annotated[
+        Path | None, typer.Option(help="Those of methods.py, to rank without training.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/track/track.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
+) -> None:
+    """Train to a held-out loss, and print the ranking beside the public one."""
+    if figures is not None:
+        content = json.loads(figures.read_text(encoding="utf-8"))
+        found = of_methods(content) if "rows" in content else of_trials(content)
+    else:
+        names = [name.strip() for name in only.split(",")] if only else list(ENTRIES)
+        if unknown := [name for name in names if name not in ENTRIES]:
+            raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(ENTRIES)}")
+        names = list(dict.fromkeys((MUON, *names)))
+
+        def losses(configs: Sequence[RunConfig]) -> list[float]:
+            # The text is the interpreter's own standard library.
+            found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=tell)
+            return [one.last.loss for one in found]
+
+        if tune_first:
+            tune(names, steps, tuned, losses)
+        found = report(
+            names,
+            lrs=best_lrs(names, steps, tuned),
+            steps=steps,
+            seeds=[int(seed) for seed in seeds.split(",")],
+            target=target,
+            losses=losses,
+        )
+    found = jsonable(found)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if as_json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return
+    screen = console()
+    screen.width = max(screen.width, 120)
+    screen.print(table(found))
+
+
+def tell(config: RunConfig, found: runs.Kept) -> None:
+    """Say on the error output what was trained."""
+    said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
+    print(f"{said}: loss {found.last.loss:.4f}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
+        sys.exit(f"error: {error}")
