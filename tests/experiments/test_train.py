@@ -202,7 +202,7 @@ def test_a_batch_must_split_evenly():
     ("changes", "message"),
     [
         ({"optimizer": "lion"}, "no optimizer 'lion'; there are: sgd, adamw, kfac"),
-        ({"optimizer": "soframe:lion"}, "and soframe: with a method: adamw, diagonal"),
+        ({"optimizer": "soframe:lion"}, "and soframe: with a method: adamw, blocked, diagonal"),
         ({"schedule": "line"}, "no schedule 'line'; there are: constant, cosine, linear"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
