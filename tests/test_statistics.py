@@ -74,6 +74,8 @@ def test_running_factors_are_whole_once_somebody_looks() -> None:
             log_cosh(model(randn(4, 300, seed=seed)), randn(4, 2, seed=9)).backward()
             own.step()
             looked.append(not block.running.lower)
+            whole = block.running.arrived["A"]
+            assert looked[-1] == torch.equal(whole, whole.mT)
         assert looked == [True, False, False, True, False]
         before = {name: factor.clone() for name, factor in block.running.arrived.items()}
         assert not torch.equal(before["A"], before["A"].mT)
