@@ -17,6 +17,7 @@ step: averages and rotations commute, so that only the gradient has to be rotate
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class SOAP(Method):
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
         del data
-        return gradient_moments(gradient, [f.name for f in self._factors_of(gradient)])
+        return gradient_moments(gradient, factor_names(self, gradient.shape))
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: v, and m if there is one."""
@@ -124,7 +125,7 @@ class SOAP(Method):
 
     def direct(self, given: Given) -> Direction:
         """See `Method.direct`."""
-        names = [factor.name for factor in self._factors_of(given.gradient)]
+        names = factor_names(self, given.gradient.shape)
         if self.skip_first and given.updates == 0:
             return Direction(torch.zeros_like(given.incoming))
         if any(name not in given.data for name in names):
@@ -136,7 +137,8 @@ class SOAP(Method):
         mean = new if alone else into_basis(given.incoming, given.data)
         if first:
             mean = state["rotated_mean"] = given.state["rotated_mean"].lerp(mean, 1 - first)
-        matrix = _out_of(mean / (state["square"].sqrt() + self.eps), given.data)
+        root = state["square"].sqrt().add_(self.eps)
+        matrix = _out_of(torch.div(mean, root, out=root), given.data)
         if self.normalise:
             matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
         if self.correct_bias:
@@ -167,9 +169,16 @@ class SOAP(Method):
                 square = times(overlap, square) if name == "L" else times(square, overlap.mT)
         return {**found, "square": square}
 
-    def _factors_of(self, gradient: Tensor) -> tuple[FactorSpec, ...]:
-        groups, out, into = gradient.shape
-        return self.factors(BlockShape(groups, out, into))
+
+@functools.lru_cache(maxsize=4096)
+def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
+    """Return the names of the factors of a gradient.
+
+    Args:
+        method: The method.
+        shape: The gradient's, ``[groups, out, in]``.
+    """
+    return tuple(factor.name for factor in method.factors(BlockShape(*shape)))
 
 
 @register("method", "soap-muon")
