@@ -1,20 +1,26 @@
 """Methods on the byte-level GPT: steps and seconds to the loss that tuned Muon ends with.
 
     python benchmarks/methods.py                     # report: stored settings, seeds 0, 1, 2
-    python benchmarks/methods.py --tune              # tune all alike first
+    python benchmarks/methods.py --tune              # first tune what is not tuned yet, all alike
     python benchmarks/methods.py --only "muon; soap-muon" --seeds 0
 
-Every contender trains the matrices within the model; AdamW, of one learning rate for all, trains
-embeddings, vectors and the head. Learning rates fall along a line to zero. Tuning gives each the
-same learning rates to try, on a seed of its own. The report trains Muon for `STEPS` steps; the
-target is the mean of its last held-out losses over the seeds. The others train for fewer steps,
-`LENGTHS`, each time with a line of that length; the steps to the target are read off between two
-lengths, from means over the seeds. Seconds are these steps times the mean of a step; steps are
-timed in one process, where the contenders take turns.
+Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
+embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
+Learning rates fall along a line to zero. Tuning gives each method as many learning rates to try, on
+a seed of its own. The report trains Muon for `STEPS` steps; the target is the mean of its last
+held-out losses over the seeds. The others train for fewer steps, each time with a line of that
+length, as many of `LENGTHS` as it takes to have the target between two; the steps to the target are
+read off between these, from means over the seeds. Seconds are these steps times those of a
+step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
+the processor, which on an idle machine are those of the clock.
+
+Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
+that was interrupted goes on where it was. Delete that file once code has changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
@@ -33,16 +39,21 @@ from rich.table import Table
 from soframe.experiments.compare import console
 from soframe.experiments.config import RunConfig
 from soframe.experiments.launch import Worker
-from soframe.experiments.requirements import MissingLibraryError
+from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.train import Run, numerics, train
 from soframe.experiments.tuning import TUNING_SEED
 
 STEPS = 300
-LENGTHS = (180, 210, 240, 300)
+LENGTHS = (210, 225, 240, 270, 300)
+NEAR = 0.1
+"""How far above the target a method may end that is drawn."""
+FIRST = 240
+"""Which of them is tried first."""
 AUXILIARY_LR = 0.008
 TUNED = Path(__file__).parent / "harness" / "tuned" / "byte-gpt-methods.json"
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
-_CYCLES = 6  # of ten steps, in which every contender is timed
+_CYCLES = 6  # of twenty steps, in which every contender is timed
+_TURN = 20
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,17 @@ class Contender:
         optimizer: See `RunConfig`.
         method: Arguments of the method.
         options: Arguments of the optimizer.
+        betas: Of optimizers that are no methods.
+        modules: See `RunConfig`.
         lrs: What tuning tries.
     """
 
     optimizer: str
     method: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    lrs: Sequence[float] = (0.01, 0.02, 0.03, 0.04)
+    betas: tuple[float, float] = (0.9, 0.95)
+    modules: str | None = None
+    lrs: Sequence[float] = (0.04, 0.03, 0.06, 0.02)
 
     def config(self, lr: float, steps: int, seed: int) -> RunConfig:
         """Return a run of so many steps."""
@@ -73,14 +88,16 @@ class Contender:
             self.optimizer,
             lr=lr,
             momentum=0.95,
-            betas=(0.9, 0.95),
+            betas=self.betas,
             method=self.method,
+            modules=self.modules,
             options=options,
             schedule="linear",
             steps=steps,
             seed=seed,
             stop_at_target=False,
             evaluate_every=steps,
+            clock="cpu",
         )
 
 
@@ -89,21 +106,81 @@ def every(steps: int) -> dict[str, int]:
     return {"statistics_every": 1, "solve_every": steps}
 
 
-_ADAM = (0.002, 0.004, 0.008)
+WITHIN = r"^layers\."
+"""The modules within the model: for methods that would take embeddings and the head, too."""
+_SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
+_APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
+_SOAP = (0.005, 0.01, 0.02, 0.04)
 CONTENDERS: Mapping[str, Contender] = {
     "muon": Contender("soframe:muon"),
-    "adamw": Contender("adamw", lrs=_ADAM),
-    "soap": Contender("soframe:soap", options=every(10), lrs=(0.005, 0.01, 0.02)),
-    "normuon": Contender("soframe:normuon"),
-    "newton-muon": Contender("soframe:newton-muon", options=every(10)),
+    "soap-muon, max_ratio=2": Contender("soframe:soap-muon", method=_SHORT, options=every(10)),
+    "soap-normuon, max_ratio=2": Contender(
+        "soframe:soap-normuon", method=_SHORT, options=every(10)
+    ),
+    "soap-muon, max_ratio=2, q k v apart": Contender(
+        "soframe:soap-muon", method=_SHORT, options={**every(10), **_APART}
+    ),
+    "soap-normuon, max_ratio=2, q k v apart": Contender(
+        "soframe:soap-normuon", method=_SHORT, options={**every(10), **_APART}
+    ),
+    "muon, q k v apart": Contender("soframe:muon", options=_APART),
+    "normuon, q k v apart": Contender("soframe:normuon", options=_APART),
     "soap-muon": Contender("soframe:soap-muon", options=every(5)),
-    "soap-muon, short sides": Contender(
+    "soap-muon, max_ratio=4": Contender(
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
     ),
-    "soap-normuon, short sides": Contender(
-        "soframe:soap-normuon", method={"max_ratio": 4.0}, options=every(5)
-    ),
+    "normuon": Contender("soframe:normuon"),
+    "muon, pytorch_optimizer": Contender("muon", options={"published": True}),
+    "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
+    "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
+    "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    "newton-muon": Contender("soframe:newton-muon", options=every(10)),
+    "kfac-muon": Contender("soframe:kfac-muon", options=every(10)),
+    "adamw, all parameters": Contender("adamw", lrs=(0.001, 0.002, 0.004, 0.008)),
 }
+
+
+class Runs:
+    """The last losses of runs that have ended, in a file.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+
+    def losses(self, configs: Sequence[RunConfig], processes: int, what: str) -> list[float]:
+        """Train the runs that have not been, and keep each as it ends.
+
+        Args:
+            configs: The runs.
+            processes: How many at a time; each has one thread.
+            what: What the bar says.
+
+        Returns:
+            The last loss of each.
+        """
+        todo = [config for config in configs if _key(config) not in self.known]
+        screen = console(to_stderr=True)
+        pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        with pool, Progress(console=screen, disable=not screen.is_terminal) as bar:
+            task = bar.add_task(what, total=len(todo))
+            for config, loss in zip(todo, pool.map(final_loss, todo), strict=True):
+                self.known[_key(config)] = loss
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(json.dumps(self.known, indent=1) + "\n", encoding="utf-8")
+                bar.advance(task)
+        return [self.known[_key(config)] for config in configs]
+
+
+def _key(config: RunConfig) -> str:
+    """Return what a run is kept under: what it is, and a digest of all of its settings."""
+    settings = json.dumps(config.as_dict(), sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    return f"{config.optimizer} lr={config.lr:g} {config.steps} steps seed={config.seed} {digest}"
 
 
 def final_loss(config: RunConfig) -> float:
@@ -111,30 +188,8 @@ def final_loss(config: RunConfig) -> float:
     return train(_ALONE, config).rows[-1].loss
 
 
-def final_losses(configs: Sequence[RunConfig], processes: int, what: str) -> list[float]:
-    """Train several runs, in some processes at a time.
-
-    Args:
-        configs: The runs.
-        processes: How many at a time; each has one thread.
-        what: What the bar says.
-
-    Returns:
-        The last loss of each.
-    """
-    screen = console(to_stderr=True)
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-    with pool, Progress(console=screen, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(what, total=len(configs))
-        found = []
-        for loss in pool.map(final_loss, configs):
-            found.append(loss)
-            bar.advance(task)
-    return found
-
-
 def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str, list[float]]:
-    """Time ten steps of each in turns.
+    """Time steps of each in turns.
 
     Args:
         names: Contenders.
@@ -152,7 +207,7 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
         for cycle in range(_CYCLES + 1):
             for name, one in runs.items():
                 before = len(one.step_seconds)
-                for _ in range(10):
+                for _ in range(_TURN):
                     one._step(next(one.batches))
                 if cycle:  # the first warms up
                     times[name].append(statistics.mean(one.step_seconds[before:]))
@@ -181,30 +236,74 @@ def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
     return None
 
 
-def tune(names: Sequence[str], processes: int) -> None:
-    """Try every learning rate of every contender once, and keep the losses."""
-    pairs = [(name, lr) for name in names for lr in CONTENDERS[name].lrs]
-    configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for name, lr in pairs]
+def tune(names: Sequence[str], runs: Runs, processes: int) -> None:
+    """Try every learning rate of every contender that is not in the file yet."""
     known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-    for (name, lr), loss in zip(pairs, final_losses(configs, processes, "tuning"), strict=True):
-        known.setdefault(name, {})[f"{lr:g}"] = loss
-    TUNED.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    for name in names:
+        tried = known.setdefault(name, {})
+        lrs = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in tried]
+        configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for lr in lrs]
+        losses = runs.losses(configs, processes, f"tuning {name}")
+        tried.update({f"{lr:g}": loss for lr, loss in zip(lrs, losses, strict=True)})
+        TUNED.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def best_lrs(names: Sequence[str]) -> dict[str, float]:
     """Return the learning rates that tuning found best."""
     known = json.loads(TUNED.read_text())
-    if missing := [name for name in names if name not in known]:
-        raise ValueError(f"{missing[0]!r} was never tuned: run with --tune --only {missing[0]!r}")
+    for name in names:
+        untried = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in known.get(name, {})]
+        if untried:
+            rates = ", ".join(f"{lr:g}" for lr in untried)
+            raise ValueError(
+                f"{name!r} was not tuned at {rates}, so that it is not tuned as others are: run "
+                f"with --tune --only {name!r}"
+            )
     return {name: float(min(known[name], key=known[name].get)) for name in names}
 
 
-def report(names: Sequence[str], seeds: Sequence[int], processes: int) -> dict[str, Any]:
+def last_losses(
+    name: str, lr: float, seeds: Sequence[int], target: float, runs: Runs, processes: int
+) -> dict[int, list[float]]:
+    """Train a contender for so many steps that a loss lies between two lengths, where it does.
+
+    Args:
+        name: The contender.
+        lr: Its learning rate.
+        seeds: Of its runs.
+        target: The loss.
+        runs: Those that have ended.
+        processes: How many at a time.
+
+    Returns:
+        Length -> the last loss of each seed.
+    """
+    losses: dict[int, list[float]] = {}
+
+    def reaches(length: int) -> bool:
+        configs = [CONTENDERS[name].config(lr, length, seed) for seed in seeds]
+        losses[length] = runs.losses(configs, processes, f"{name}, {length} steps")
+        return statistics.mean(losses[length]) <= target
+
+    index = LENGTHS.index(FIRST)
+    if reaches(FIRST):
+        while index > 0 and reaches(LENGTHS[index - 1]):
+            index -= 1
+    elif reaches(STEPS):
+        while not reaches(LENGTHS[index + 1]):
+            index += 1
+    return losses
+
+
+def report(
+    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+) -> dict[str, Any]:
     """Train and time all contenders.
 
     Args:
         names: Contenders; Muon is always one.
         seeds: Of the reported runs.
+        runs: Those that have ended.
         processes: How many runs at a time.
 
     Returns:
@@ -213,20 +312,12 @@ def report(names: Sequence[str], seeds: Sequence[int], processes: int) -> dict[s
     """
     names = list(dict.fromkeys(("muon", *names)))
     lrs = best_lrs(names)
-    runs = [
-        (name, length, seed)
-        for name in names
-        for length in ((STEPS,) if name == "muon" else LENGTHS)
-        for seed in seeds
-    ]
-    configs = [CONTENDERS[name].config(lrs[name], length, seed) for name, length, seed in runs]
-    losses: dict[str, dict[int, list[float]]] = {name: {} for name in names}
-    for (name, length, _), loss in zip(
-        runs, final_losses(configs, processes, "training"), strict=True
-    ):
-        losses[name].setdefault(length, []).append(loss)
-    times = seconds_of_steps(names, lrs)
+    muon = [CONTENDERS["muon"].config(lrs["muon"], STEPS, seed) for seed in seeds]
+    losses = {"muon": {STEPS: runs.losses(muon, processes, "muon")}}
     target = statistics.mean(losses["muon"][STEPS])
+    for name in names[1:]:
+        losses[name] = last_losses(name, lrs[name], seeds, target, runs, processes)
+    times = seconds_of_steps(names, lrs)
     rows = {}
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
@@ -251,7 +342,14 @@ def table(found: Mapping[str, Any]) -> Table:
     result = Table(title=f"Byte-level GPT, to the held-out loss {found['target']:.3f}")
     result.add_column("method")
     lengths = [f"loss after\n{length}" for length in LENGTHS]
-    for header in ("lr", *lengths, "steps", "of\nMuon's", "ms a step,\nof Muon's", "seconds,\nof"):
+    for header in (
+        "lr",
+        *lengths,
+        "steps",
+        "of\nMuon's",
+        "a step's seconds,\nof Muon's",
+        "seconds,\nof Muon's",
+    ):
         result.add_column(header, justify="right")
     for name, row in found["rows"].items():
         cells = [
@@ -265,10 +363,40 @@ def table(found: Mapping[str, Any]) -> Table:
             *cells,
             f"{row['steps']:.0f}" if reached else "not reached",
             f"{row['steps_ratio']:.2f}" if reached else "-",
-            f"{row['step_ratio']:.2f}",
+            f"{row['step_ratio']:.2f} ({row['step_ratio_spread'][0]:.2f}"
+            f"-{row['step_ratio_spread'][1]:.2f})",
             f"{row['seconds_ratio']:.2f}" if reached else "-",
         )
     return result
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Draw the last losses of runs against their steps, and against their seconds.
+
+    Args:
+        found: The report.
+        path: Where to write the figure.
+    """
+    (module,) = require("matplotlib.figure")
+    figure = module.Figure(figsize=(9.0, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for number, (name, row) in enumerate(found["rows"].items()):
+        lengths = sorted(row["losses"])
+        losses = [statistics.mean(row["losses"][length]) for length in lengths]
+        if min(losses) > found["target"] + NEAR:
+            continue
+        style = {"marker": "o^sDvP"[number % 6], "markersize": 4, "linewidth": 1.2}
+        seconds = [length * row["step_ratio"] for length in lengths]
+        left.plot(lengths, losses, label=name, **style)
+        right.plot(seconds, losses, **style)
+    left.set_xlabel("steps of a run")
+    left.set_ylabel("held-out loss at its end")
+    right.set_xlabel("seconds of a run, in steps of Muon")
+    for axes in (left, right):
+        axes.axhline(found["target"], color="#888888", linewidth=0.8)
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    figure.savefig(path, dpi=90)
 
 
 def main(
@@ -278,6 +406,10 @@ def main(
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
+    ended: Annotated[
+        Path, typer.Option("--runs", help="Runs that have ended, which are not repeated.")
+    ] = Path("runs/methods-runs.json"),
+    figure: Annotated[Path | None, typer.Option("--plot", help="A figure to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
     """Train until Muon's loss is reached, and say in how many steps and seconds."""
@@ -285,12 +417,14 @@ def main(
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
     if tune_first or tune_only:
-        tune(names, processes)
+        tune(names, Runs(ended), processes)
     if tune_only:
         return
-    found = report(names, [int(seed) for seed in seeds.split(",")], processes)
+    found = report(names, [int(seed) for seed in seeds.split(",")], Runs(ended), processes)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if figure is not None:
+        plot(found, figure)
     if as_json:
         json.dump(found, sys.stdout, indent=1)
         print()

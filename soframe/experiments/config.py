@@ -66,6 +66,8 @@ class RunConfig:
         options: Further arguments of the optimizer, where it is "trust-region", soframe's of a
             method, or a peer.
         method: Arguments of the method, where the optimizer is soframe's of a method.
+        modules: A pattern on names of modules, where the optimizer is soframe's of a method: only
+            what is within these is for the method. All that it suits if None.
         targets: Training losses to reach, descending; the workload's if None.
         seconds: Training stops at the first evaluation after so many seconds of training.
         steps: Training stops after so many steps.
@@ -93,6 +95,7 @@ class RunConfig:
     preconditioner: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     method: Mapping[str, Any] = field(default_factory=dict)
+    modules: str | None = None
     targets: tuple[float, ...] | None = None
     seconds: float | None = None
     steps: int | None = None

@@ -29,10 +29,11 @@ def build_optimizer(
     Returns:
         The optimizer; SGD with Nesterov momentum for "sgd" and "kfac" alike.
     """
-    if method := method_of(config.optimizer):
+    if name := method_of(config.optimizer):
+        method = soframe.available("method")[name](**config.method)
         return soframe.Optimizer(
             model,
-            soframe.available("method")[method](**config.method),
+            method if config.modules is None else {config.modules: method},
             lr=config.lr,
             weight_decay=config.weight_decay,
             strategy=config.strategy,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.shampoo import Roots, Shampoo, gradient_moments
-from soframe.methods.soap import SOAP, into_basis
+from soframe.methods.soap import SOAP, factor_names, into_basis
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.basis import Basis
@@ -161,7 +161,7 @@ class KLSOAP(SOAP):
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
-        names = [factor.name for factor in self._factors_of(gradient)]
+        names = factor_names(self, gradient.shape)
         roots: dict[str, Tensor] = {}
         values: dict[str, Tensor] = {}
         if set(EIGENVALUES.values()) <= set(names):

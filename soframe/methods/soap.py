@@ -8,14 +8,16 @@ first), and the eigenvectors ``Q_L`` and ``Q_R`` of running averages of ``G G^T`
     direction = Q_L ((Q_L^T m Q_R) / (sqrt(v) + eps)) Q_R^T, times sqrt(1 - b2^t) / (1 - b1^t)
 
 at the update number t that has a basis. Statistics and bases are refreshed after the direction, so
-that no gradient is seen in a basis that it is part of. The momentum m is kept as it is, and v in
-the basis: it follows a new one.
+that no gradient is seen in a basis that it is part of. Both m and v are kept in the basis, and
+follow a new one. For m that is what the paper has, which keeps it as it is and rotates it at every
+step: averages and rotations commute, so that only the gradient has to be rotated.
 
 *SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,11 +111,11 @@ class SOAP(Method):
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
         del data
-        return gradient_moments(gradient, [f.name for f in self._factors_of(gradient)])
+        return gradient_moments(gradient, factor_names(self, gradient.shape))
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: v, and m if there is one."""
-        names = ("mean", "square") if self.betas[0] else ("square",)
+        names = ("rotated_mean", "square") if self.betas[0] else ("square",)
         return {name: TensorSpec(tuple(shape)) for name in names}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
@@ -123,7 +125,7 @@ class SOAP(Method):
 
     def direct(self, given: Given) -> Direction:
         """See `Method.direct`."""
-        names = [factor.name for factor in self._factors_of(given.gradient)]
+        names = factor_names(self, given.gradient.shape)
         if self.skip_first and given.updates == 0:
             return Direction(torch.zeros_like(given.incoming))
         if any(name not in given.data for name in names):
@@ -131,12 +133,12 @@ class SOAP(Method):
         first, second = self.betas
         new = into_basis(given.gradient, given.data)
         state = {"square": second_moment(given.state["square"], new, second)}
-        mean = given.incoming
+        alone = given.incoming is given.gradient
+        mean = new if alone else into_basis(given.incoming, given.data)
         if first:
-            mean = state["mean"] = given.state["mean"].lerp(mean, 1 - first)
-        matrix = _out_of(
-            into_basis(mean, given.data) / (state["square"].sqrt() + self.eps), given.data
-        )
+            mean = state["rotated_mean"] = given.state["rotated_mean"].lerp(mean, 1 - first)
+        root = state["square"].sqrt().add_(self.eps)
+        matrix = _out_of(torch.div(mean, root, out=root), given.data)
         if self.normalise:
             matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
         if self.correct_bias:
@@ -148,7 +150,10 @@ class SOAP(Method):
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """See `Method.rebase`: v follows."""
+        """See `Method.rebase`: m and v follow."""
+        found = {}
+        if "rotated_mean" in state:
+            found["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)
         square = state["square"]
         for name, dim in (("L", -2), ("R", -1)):
             if name not in old or name not in new:
@@ -162,11 +167,18 @@ class SOAP(Method):
             else:
                 overlap = times(new[name]["vectors"].mT, old[name]["vectors"]).square()
                 square = times(overlap, square) if name == "L" else times(square, overlap.mT)
-        return {"square": square}
+        return {**found, "square": square}
 
-    def _factors_of(self, gradient: Tensor) -> tuple[FactorSpec, ...]:
-        groups, out, into = gradient.shape
-        return self.factors(BlockShape(groups, out, into))
+
+@functools.lru_cache(maxsize=4096)
+def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
+    """Return the names of the factors of a gradient.
+
+    Args:
+        method: The method.
+        shape: The gradient's, ``[groups, out, in]``.
+    """
+    return tuple(factor.name for factor in method.factors(BlockShape(*shape)))
 
 
 @register("method", "soap-muon")

@@ -9,6 +9,7 @@ import methods
 import pytest
 
 from soframe.experiments import gpt
+from soframe.experiments.config import RunConfig
 from soframe.experiments.optimizers import build_optimizer
 
 
@@ -25,30 +26,78 @@ def test_contenders_can_be_built(name: str) -> None:
     config = methods.CONTENDERS[name].config(0.02, 10, seed=0)
     groups = build_optimizer(gpt.byte_gpt(), config).param_groups
     own = [g for g in groups if not g.get("method", "").startswith("auxiliary")]
+    own = [g for g in own if g.get("use_muon", True)]
     others = [group for group in groups if group not in own]
     assert [group["lr"] for group in own] == [0.02]
     assert [group["lr"] for group in others] == [methods.AUXILIARY_LR] * len(others)
 
 
-def test_a_report_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "STEPS", 2)
-    monkeypatch.setattr(methods, "LENGTHS", (1, 2))
+def loss(config: RunConfig) -> float:
+    return 1 / (config.steps + config.lr)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> methods.Runs:
+    class Here:
+        def __init__(self, processes: int, mp_context: object) -> None: ...
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        map = staticmethod(map)
+
+    monkeypatch.setattr(methods, "STEPS", 4)
+    monkeypatch.setattr(methods, "LENGTHS", (1, 2, 3, 4))
+    monkeypatch.setattr(methods, "FIRST", 2)
     monkeypatch.setattr(methods, "_CYCLES", 1)
+    monkeypatch.setattr(methods, "_TURN", 1)
     monkeypatch.setattr(methods, "TUNED", tmp_path / "tuned.json")
-    monkeypatch.setattr(
-        methods,
-        "final_losses",
-        lambda configs, processes, what: [1 / (config.steps + config.lr) for config in configs],
-    )
-    (tmp_path / "tuned.json").write_text("{}")
+    monkeypatch.setattr(methods, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(methods, "final_loss", loss)
+    return methods.Runs(tmp_path / "runs.json")
+
+
+def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
+    methods.TUNED.write_text("{}")
     with pytest.raises(ValueError, match=r"--tune --only 'muon'"):
-        methods.report(["soap-muon"], [0], 1)
-    methods.tune(["muon", "soap-muon"], 1)
-    assert methods.best_lrs(["muon"]) == {"muon": 0.04}
-    found = methods.report(["soap-muon"], [0, 1], 1)
-    assert found["target"] == pytest.approx(1 / 2.04)
+        methods.report(["soap-muon"], [0], runs, 1)
+    methods.TUNED.write_text('{"muon": {"0.04": 2.0, "0.03": 2.1}}')
+    with pytest.raises(ValueError, match=r"not tuned at 0\.06, 0\.02"):
+        methods.best_lrs(["muon"])
+    methods.TUNED.write_text("{}")
+    methods.tune(["muon", "soap-muon"], runs, 1)
+    assert methods.best_lrs(["muon"]) == {"muon": 0.06}
+    found = methods.report(["soap-muon"], [0, 1], runs, 1)
+    assert found["target"] == pytest.approx(1 / 4.06)
     row = found["rows"]["soap-muon"]
     assert row["steps_ratio"] == 1.0
     assert row["seconds_ratio"] == row["step_ratio"] > 0
-    assert json.loads(json.dumps(found))["rows"]["muon"]["steps"] == 2
+    assert json.loads(json.dumps(found))["rows"]["muon"]["steps"] == 4
     assert methods.table(found).row_count == 2
+    methods.plot(found, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("target", "tried"),
+    [(0.1, {2, 4}), (0.3, {2, 3, 4}), (0.34, {2, 3, 4}), (0.51, {1, 2}), (1.1, {1, 2})],
+)
+def test_a_target_is_bracketed(runs: methods.Runs, target: float, tried: set[int]) -> None:
+    found = methods.last_losses("muon", 0.0001, [0], target, runs, 1)
+    assert set(found) == tried
+
+
+def test_runs_that_have_ended_are_not_repeated(
+    runs: methods.Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [methods.CONTENDERS["muon"].config(0.02, 3, seed) for seed in (0, 1)]
+    first = runs.losses(configs[:1], 1, "")
+    done: list[int] = []
+    monkeypatch.setattr(methods, "final_loss", lambda config: done.append(config.seed) or 0.5)
+    again = methods.Runs(runs.path)
+    assert again.losses(configs, 1, "") == [*first, 0.5]
+    assert done == [1]
+    other = methods.CONTENDERS["muon, q k v apart"].config(0.02, 3, 0)
+    assert again.losses([other], 1, "") == [0.5]

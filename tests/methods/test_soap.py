@@ -118,6 +118,20 @@ def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) ->
     assert len(orders) > 1
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_it_is_given_may_be_another_matrix_than_the_gradient(every: int) -> None:
+    """A stage that passes on a copy changes nothing: the copy is rotated by itself."""
+    found = []
+    for method in (SOAP(), Chain((Momentum(0.0), SOAP()))):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+        with closing(stages.preconditioner(model, method, solve_every=every)) as own:
+            for gradient in gradients((4, 4), 7):
+                model[0].weight.grad = gradient.clone()
+                own.step()
+        found.append(model[0].weight.grad)
+    compare(*found, "direction", rtol=1e-12)
+
+
 def test_a_side_that_is_many_times_as_long_has_no_factor() -> None:
     method = SOAP(max_ratio=3.0)
     for out, into, names in ((2, 5, "LR"), (2, 6, "L"), (5, 2, "LR"), (6, 2, "R"), (1, 9, "")):
