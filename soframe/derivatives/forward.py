@@ -139,9 +139,9 @@ class Outputs:
         self._tape: Tape | None = None
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+    def _hook(self, module: nn.Module, args: object, output: object) -> object:
         if self._seen is None or self._tape is None:
-            return
+            return None
         outputs = (output,) if isinstance(output, Tensor) else output
         if not isinstance(outputs, tuple | list) or not all(
             isinstance(one, Tensor) for one in outputs
@@ -150,8 +150,16 @@ class Outputs:
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
-        self._seen.append(tuple(outputs))
         self._tape.end(outputs)
+        if isinstance(output, Tensor):
+            self._seen.append((output,))
+            return None
+        # One output may be made of another. The loss is to be differentiated in what it has of
+        # each, not in what it has by way of others: so it gets views, which nothing else is made of.
+        views = [one.view_as(one) for one in outputs]
+        self._seen.append(tuple(views))
+        named = hasattr(output, "_fields")
+        return type(output)(*views) if named else type(output)(views)
 
     def of(self, closure: Closure, tape: Tape | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run a closure.
