@@ -11,6 +11,7 @@ own time to it an optimizer took. Peers' trials are stored in `benchmarks/harnes
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,12 +43,7 @@ def main(
 ) -> None:
     """Run what is missing, and print how everybody fared."""
     names = optimizers.split(",")
-    if unknown := set(names) - {suite.TRUST_REGION, *suite.PEERS}:
-        raise typer.BadParameter(f"no optimizer {min(unknown)!r} here")
-    if unknown := set(problems or ()) - set(PROBLEMS):
-        raise typer.BadParameter(f"no problem {min(unknown)!r} here")
-    if "adamw" not in names:
-        raise typer.BadParameter("adamw sets the targets")
+    check(names, problems or ())
     wanted = problems or [name for name, own in PROBLEMS.items() if unseen or not own.unseen]
     numbers = [int(seed) for seed in seeds.split(",")]
     made = []
@@ -69,6 +65,21 @@ def main(
     if as_json:
         print(json.dumps([row.__dict__ for row in made], indent=1))
         return
+    show(made)
+
+
+def check(optimizers: Sequence[str], problems: Sequence[str]) -> None:
+    """Check that there are such."""
+    if unknown := set(optimizers) - {suite.TRUST_REGION, *suite.PEERS}:
+        raise typer.BadParameter(f"no optimizer {min(unknown)!r} here")
+    if unknown := set(problems) - set(PROBLEMS):
+        raise typer.BadParameter(f"no problem {min(unknown)!r} here")
+    if "adamw" not in optimizers:
+        raise typer.BadParameter("adamw sets the targets")
+
+
+def show(made: list[suite.Row]) -> None:
+    """Print a table, and on how many problems the trust region got there in time."""
     (tables,) = require("rich.table")
     table = tables.Table(title=f"the suite, one thread, torch {torch.__version__}")
     columns = ("problem", "optimizer", "time to AdamW's loss, of AdamW's", "steps", "lowest loss")

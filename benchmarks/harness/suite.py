@@ -152,7 +152,7 @@ def run(
     curve = Curve([(0.0, 0, float(task.evaluate()))])
     try:
         own = optimizer_of(optimizer, task, {k: v for k, v in setting.items() if k != "schedule"})
-        length = {"cosine": seconds, "half": seconds / 2}.get(setting.get("schedule", ""), None)
+        length = {"cosine": seconds, "half": seconds / 2}.get(setting.get("schedule", ""))
         due = every = seconds / EVALUATIONS
         while curve.seconds < seconds:
             closure = next(task.closures)

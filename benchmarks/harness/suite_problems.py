@@ -6,6 +6,7 @@ are small, and their last layer is called ``head``, which Muon leaves to AdamW.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ def narrow_tanh(seed: int) -> Task:
     y = torch.sin(3 * x[:, :1]) * x[:, 1:2] + x[:, 2:].square()
     widths = [3, *[10] * 20]
     layers: list[nn.Module] = []
-    for into, out in zip(widths, widths[1:], strict=False):
+    for into, out in itertools.pairwise(widths):
         layers += [nn.Linear(into, out), nn.Tanh()]
         nn.init.xavier_uniform_(layers[-2].weight)  # type: ignore[arg-type]
     return _task(_named(*layers, nn.Linear(10, 1)), "mse", _mse, (x, y))
@@ -144,7 +145,7 @@ def autoencoder(seed: int) -> Task:
     torch.manual_seed(seed)
     widths = [64, 40, 8, 40]
     layers: list[nn.Module] = []
-    for into, out in zip(widths, widths[1:], strict=False):
+    for into, out in itertools.pairwise(widths):
         layers += [nn.Linear(into, out), nn.Tanh()]
     model = _named(*layers, nn.Linear(40, 64))
     return _task(model, "squared-error", _half_square, (x, x))

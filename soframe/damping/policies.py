@@ -20,7 +20,6 @@ from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
 
-
 START = 3.0
 """Where the search for a first damping begins."""
 

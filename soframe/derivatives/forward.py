@@ -154,8 +154,8 @@ class Outputs:
         if isinstance(output, Tensor):
             self._seen.append((output,))
             return None
-        # One output may be made of another. The loss is to be differentiated in what it has of
-        # each, not in what it has by way of others: so it gets views, which nothing else is made of.
+        # One output may be made of another. The loss is to be differentiated in each, and not in
+        # one by way of another: so it gets views, of which nothing else is made.
         views = [one.view_as(one) for one in outputs]
         self._seen.append(tuple(views))
         named = hasattr(output, "_fields")

@@ -353,7 +353,8 @@ def _attention(
 ) -> Tangents:
     """With ``P = softmax(scale Q K^T + mask)`` that of ``P V``; the scores are computed again."""
     del function, results, overwrites
-    assert dropout_p == 0.0 and not enable_gqa, "`attention_without_rule` has told of it"
+    assert dropout_p == 0.0  # `attention_without_rule` has told of others
+    assert not enable_gqa
     q, k, v = query.primal, key.primal, value.primal
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q * scale) @ k.mT

@@ -72,9 +72,9 @@ TRIES = 10
 """Dampings that are tried either way, before the first step."""
 
 BETTER = 2.0
-"""How many times as much a damping must bring to be begun with in place of the last one. What brings
-most in one step is not what brings most in a hundred: on CURVES the lower dampings that this passes
-over took half as many steps again."""
+"""How many times as much a damping must bring to be begun with in place of the last one. What
+brings most in one step is not what brings most in a hundred: on CURVES the lower dampings that this
+passes over took a third more steps."""
 
 SILENCE = 20
 """Steps below the loss's rounding, one after the other, that are worth a warning."""
@@ -492,8 +492,8 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> tuple[Tensor, float, float]:
         """Minimise the model; with more damping, or part of the way, if it promises too much.
 
-        No loss falls by more than it is above its floor, so a model that promises that is not one of
-        the loss at that length: curvature that vanishes, as that of saturated outputs, makes it.
+        No loss falls by more than it is above its floor, so what promises that is no model of it at
+        such a length: curvature that vanishes, as that of saturated outputs, makes it.
 
         Returns:
             The coefficients, what they promise, and the damping with which they do.

@@ -105,6 +105,9 @@ class Proposer:
             gradients: Their gradients as they were before the preconditioner's step.
             shares: What each of them is scaled by, after it was preconditioned.
             damping: The preconditioner's damping.
+
+        Returns:
+            What it made of the gradient.
         """
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._preconditioner.home.put(parameter, gradient.clone())

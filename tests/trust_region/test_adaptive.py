@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import soframe
-from soframe.solvers import Inverse
 from soframe.losses import CrossEntropy
+from soframe.solvers import Inverse
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping
 from soframe.trust_region.proposals import Proposal

@@ -195,7 +195,7 @@ class Positions(nn.Module):
 
 
 class Attending(nn.Module):
-    """Torch's attention of two heads: queries, keys, values and perhaps a mask, of which all move."""
+    """Torch's attention of two heads: queries, keys, values, perhaps a mask; all move."""
 
     def __init__(self, mask: str = "", **settings: Any) -> None:
         super().__init__()

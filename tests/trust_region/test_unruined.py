@@ -102,7 +102,7 @@ def test_a_damping_that_cannot_rise_shortens_the_step() -> None:
 
 
 def test_a_loss_below_its_floor_or_without_one_is_believed() -> None:
-    model, own, closure = saturated()
+    _model, own, closure = saturated()
     plain = closure().item()
     own.step(lambda: closure() - 2 * plain)
     assert own.last["predicted"] < -2 * plain
@@ -140,6 +140,11 @@ def test_floors_of_losses() -> None:
         assert soframe.available("loss")[name]().floor == 0.0
 
 
+def steps(own: soframe.TrustRegion, closure: Any, count: int) -> None:
+    for _ in range(count):
+        own.step(closure)
+
+
 # -- standing still ---------------------------------------------------------------------------
 
 
@@ -172,8 +177,7 @@ def test_a_run_that_has_converged_says_so_once() -> None:
     y = x.sum(1, keepdim=True) + 1
     own = soframe.TrustRegion(model, "squared-error", full_batch=True, weight_decay=0.1)
     with pytest.warns(UserWarning, match="the last 20 steps of TrustRegion that were judged") as w:
-        for _ in range(80):
-            own.step(lambda: half_square(model(x), y))
+        steps(own, lambda: half_square(model(x), y), 80)
     assert len(w) == 1
 
 
@@ -190,8 +194,7 @@ def test_a_damping_at_its_cap_is_said_once() -> None:
         return half_square(model(x), x) + runs
 
     with pytest.warns(UserWarning, match="damping of TrustRegion is at its cap") as warned:
-        for _ in range(12):
-            own.step(closure)
+        steps(own, closure, 12)
     assert len(warned) == 1
     assert own.readout is not None
     assert own.readout.undone == "the objective rose"
@@ -226,7 +229,7 @@ def fall(factor: float, damping: float) -> float:
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
 def test_the_first_damping_is_the_one_that_brings_most(factor: float) -> None:
-    model, own, closure = scaled(factor, LevenbergMarquardt(omega=0.99, interval=10))
+    _model, own, closure = scaled(factor, LevenbergMarquardt(omega=0.99, interval=10))
     own.step(closure)
     found = own.last["damping"]
     steps = math.log10(found / 3.0)
@@ -358,10 +361,13 @@ def test_every_step_is_read_out(tmp_path: Any) -> None:
         own.step(lambda nothing=nothing: F.cross_entropy(model(x * nothing), y))
     assert [one.step for one in history] == [0, 1, 2, 3, 4, 5]
     assert history[4].undone == "the objective rose"
-    assert history[4].change > 0 and history[4].predicted < 0
+    assert history[4].change > 0
+    assert history[4].predicted < 0
     assert history[5].undone == "the loss is not finite"
-    assert history[5].coefficients == () and history[5].predicted is None
-    assert len(history[2].coefficients) == 4 and len(history[2].preconditioner_dampings) == 2
+    assert history[5].coefficients == ()
+    assert history[5].predicted is None
+    assert len(history[2].coefficients) == 4
+    assert len(history[2].preconditioner_dampings) == 2
     assert history[2].ratio == pytest.approx(history[2].change / history[1].predicted)
     assert history[2].line().startswith("step 2: loss ")
     assert json.loads(json.dumps(history[2].as_dict()))["loss"] == history[2].loss
