@@ -164,7 +164,7 @@ def run(
                     group["lr"] = first * (0.5 + 0.5 * math.cos(math.pi * part))
             start = time.process_time()
             if optimizer == TRUST_REGION:
-                loss = own.step(closure)  # type: ignore[arg-type]
+                loss: torch.Tensor = own.step(closure)  # type: ignore[assignment, arg-type]
             else:
                 own.zero_grad()
                 loss = closure()

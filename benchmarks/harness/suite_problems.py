@@ -83,7 +83,7 @@ def _task(
     def evaluate() -> Tensor:
         training = model.training
         with torch.no_grad():
-            found = closure(*data)
+            found: Tensor = closure(*data)
         model.train(training)
         return found
 
@@ -99,7 +99,8 @@ def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _half_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().sum() / (2 * len(x))
+    found: Tensor = (model(x) - y).square().sum() / (2 * len(x))
+    return found
 
 
 def _named(*layers: nn.Module) -> nn.Sequential:
@@ -221,7 +222,8 @@ def natural_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean of ``b y^2 / 2 - a y + a^2 / (2 b) - log(b) / 2``."""
     a, b = model(x).unbind(1)
     y = y.squeeze(1)
-    return (b * y**2 / 2 - a * y + a**2 / (2 * b) - b.log() / 2).mean()
+    found: Tensor = (b * y**2 / 2 - a * y + a**2 / (2 * b) - b.log() / 2).mean()
+    return found
 
 
 def gaussian_natural(seed: int) -> Task:
@@ -247,7 +249,8 @@ class MeanVariance(Loss):
 def mean_variance_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean of ``log-variance / 2 + (y - mean)^2 / (2 variance)``."""
     mean, log = model(x).unbind(1)
-    return (log / 2 + (y.squeeze(1) - mean) ** 2 * (-log).exp() / 2).mean()
+    found: Tensor = (log / 2 + (y.squeeze(1) - mean) ** 2 * (-log).exp() / 2).mean()
+    return found
 
 
 def gaussian_variance(seed: int) -> Task:
@@ -271,7 +274,8 @@ class Attention(nn.Module):
         q, k, v = parts.split(2, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return found
 
 
 class Transformer(nn.Module):
@@ -378,7 +382,8 @@ class Exponential(Loss):
 def _elbo(model: nn.Module, x: Tensor) -> Tensor:
     logits, mean, log = model(x)
     pixels = F.binary_cross_entropy_with_logits(logits, x, reduction="none").sum(1)
-    return (pixels + (mean.square() + log.exp() - log - 1).sum(1) / 2).mean()
+    found: Tensor = (pixels + (mean.square() + log.exp() - log - 1).sum(1) / 2).mean()
+    return found
 
 
 def vae(seed: int) -> Task:
@@ -482,7 +487,8 @@ def multi_task(seed: int) -> Task:
     def both(model: nn.Module, x: Tensor, y: Tensor, ink: Tensor) -> Tensor:
         outputs = model(x)
         square = (outputs[:, 10:] - ink).square().sum() / (2 * len(x))
-        return F.cross_entropy(outputs[:, :10], y) + square
+        found: Tensor = F.cross_entropy(outputs[:, :10], y) + square
+        return found
 
     loss = SumLoss([Term("cross-entropy", slice(0, 10)), Term("squared-error", slice(10, None))])
     torch.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +159,8 @@ class Outputs:
         # one by way of another: so it gets views, of which nothing else is made.
         views = [one.view_as(one) for one in outputs]
         self._seen.append(tuple(views))
-        named = hasattr(output, "_fields")
-        return type(output)(*views) if named else type(output)(views)
+        kind: Any = type(output)
+        return kind(*views) if hasattr(output, "_fields") else kind(views)
 
     def of(self, closure: Closure, tape: Tape | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run a closure.

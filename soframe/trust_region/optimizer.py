@@ -76,6 +76,9 @@ BETTER = 2.0
 brings most in one step is not what brings most in a hundred: on CURVES the lower dampings that this
 passes over took a third more steps."""
 
+ROSE = "the objective rose"
+"""Why most updates are undone."""
+
 SILENCE = 20
 """Steps below the loss's rounding, one after the other, that are worth a warning."""
 
@@ -527,7 +530,7 @@ class TrustRegion(torch.optim.Optimizer):
         accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
         self.counters["rejected_steps"] += not accepted
         if not accepted:
-            self._undone = "the objective rose" if math.isfinite(loss) else "it was not finite"
+            self._undone = ROSE if math.isfinite(loss) else "it was not finite"
         self._silent = self._silent + 1 if self._reduction.silent else 0
         if self._reduction.silent:
             self._notes.append("the change was below the loss's rounding")
@@ -538,7 +541,7 @@ class TrustRegion(torch.optim.Optimizer):
         own = self._own_damping
         adaptive = isinstance(own, AdaptiveDamping)
         dampings = own.at(self._mean_damping()) if isinstance(own, AdaptiveDamping) else []
-        if self.damping.at_cap() and (self._undone or self._reduction.silent):
+        if self.damping.at_cap() and self._undone == ROSE:
             self._notes.append("the damping is at its cap")
             self._warn_once(
                 "the damping of TrustRegion is at its cap, and steps are still undone: the loss "

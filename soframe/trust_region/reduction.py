@@ -22,6 +22,9 @@ from soframe.damping.policies import DampingPolicy
 
 State = dict[str, Any]
 
+FIRST = 5
+"""Steps that are judged in any case: so early nothing is known of the damping."""
+
 ROUNDINGS = 8
 """Of the objective, relative to its type: smaller changes are noise of its sum."""
 
@@ -73,7 +76,7 @@ class Reduction:
             step: Completed steps.
         """
         interval = self._damping.interval
-        return self.told(step) or (interval > 0 and (self._every or step < interval))
+        return self.told(step) or (interval > 0 and (self._every or step < min(interval, FIRST)))
 
     def told(self, step: int) -> bool:
         """Return whether the policy wants the ratio of a step.

@@ -168,7 +168,7 @@ def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
     """Of each of two parts, against four optimizers, each with one choice of dampings."""
     model = deep()
     adaptive = AdaptiveDamping(ratio=5.0, interval=3, longest=3, spread=25.0)
-    settings = {"solver": solver, "solve_every": 3}
+    settings = {"solver": solver, "solve_every": 3, "max_increase": None}
     own = trust_region(model, Floorless(), 0.01, preconditioner_damping=adaptive, **settings)
     kept, ways, moves = [0.01, 0.01], [-1, -1], set()
     for step in range(4):
@@ -178,7 +178,7 @@ def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
             tried = [damping * 5.0**way for damping, way in zip(kept, ways, strict=True)]
             for taken in itertools.product((False, True), repeat=2):
                 other = copy.deepcopy(model)
-                fixed = trust_region(other, Floorless(), 0.01, solver=solver)
+                fixed = trust_region(other, Floorless(), 0.01, solver=solver, max_increase=None)
                 fixed.load_state_dict(own.state_dict() | {"damping": fixed.damping.state()})
                 for block, second, *each in zip(
                     fixed.preconditioner.blocks, taken, kept, tried, strict=True
