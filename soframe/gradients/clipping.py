@@ -75,6 +75,21 @@ class Limits:
     careful: bool = False
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """What the clips have done to the directions of a step.
+
+    Attributes:
+        finite: Whether all directions are, on every rank alike: all of them have the same.
+        kl: The factor that the KL clip asks for, a scalar in (0, 1]; None where it is off.
+        norm: That of the norm clip, likewise. Directions are scaled by the lesser of the two.
+    """
+
+    finite: bool
+    kl: Tensor | None = None
+    norm: Tensor | None = None
+
+
 def clip(
     results: Mapping[Block, Tensor],
     raw: Mapping[Block, Tensor | None],
@@ -82,7 +97,7 @@ def clip(
     limits: Limits,
     rates: LearningRates,
     step: int,
-) -> bool:
+) -> Clipped:
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
     Args:
@@ -94,36 +109,37 @@ def clip(
         step: Completed steps.
 
     Returns:
-        False if some are not finite, on every rank alike: all of them have the same.
+        Whether they are finite, and the factors.
     """
     every = list(results.values())
     clipped = {block: result for block, result in results.items() if block.method.clipped}
     if limits.careful:
         bad = [result.isfinite().all().logical_not() for result in every]
         if every and bool(torch.stack([one.to(bad[0].device) for one in bad]).any()):
-            return False
+            return Clipped(finite=False)
         results = {block: result.double() for block, result in clipped.items()}
         raw = {block: own if own is None else own.double() for block, own in raw.items()}
     else:
         results = clipped
     if not results or (limits.kl is None and limits.norm is None):
-        return True
+        return Clipped(finite=True)
     wide = list(results.values())
     factors: list[Tensor] = []
+    kl_factor = norm_factor = None
     if limits.kl is not None:
         known = gradients.spoken_for(results)
-        factors.append(
-            kl_clip_factor(
-                [results[block] for block in known],
-                [own for block in known if (own := raw[block]) is not None],
-                rates.of(known, step),
-                limits.kl,
-                gradients.total,
-                wide[0],
-            )
+        kl_factor = kl_clip_factor(
+            [results[block] for block in known],
+            [own for block in known if (own := raw[block]) is not None],
+            rates.of(known, step),
+            limits.kl,
+            gradients.total,
+            wide[0],
         )
+        factors.append(kl_factor)
     if limits.norm is not None:
-        factors.append(norm_clip_factor(wide, rates.of(list(results), step), limits.norm))
+        norm_factor = norm_clip_factor(wide, rates.of(list(results), step), limits.norm)
+        factors.append(norm_factor)
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     every = list(clipped.values())
     factor = factor.to(every[0].dtype)
@@ -132,4 +148,4 @@ def clip(
     else:
         for result in every:
             result.mul_(factor.to(result.device))
-    return True
+    return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
