@@ -3,6 +3,7 @@
     python benchmarks/initial_damping.py                  # both autoencoders, three seeds
     python benchmarks/initial_damping.py curves --seeds 0
     python benchmarks/initial_damping.py --dampings 3 --parts 1,3    # what runs of layers bring
+    python benchmarks/initial_damping.py --dampings 0     # the one that the first batch chooses
 
 A run fails if it does not reach the second of its targets within `--steps`. The exit status is the
 number of runs that failed.
@@ -29,7 +30,9 @@ WORKLOADS = ("curves", "digits-autoencoder")
 
 def main(
     workloads: Annotated[list[str] | None, typer.Argument(help=f"From {WORKLOADS}.")] = None,
-    dampings: Annotated[str, typer.Option(help="Separated by commas.")] = "1,3,10,30,100",
+    dampings: Annotated[
+        str, typer.Option(help="Separated by commas; 0 for the default.")
+    ] = "1,3,10,30,100",
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1,2",
     parts: Annotated[
         str, typer.Option(help="Runs of layers with lengths of their own, separated by commas.")
@@ -83,7 +86,7 @@ def configuration(name: str, damping: float, parts: int, seed: int, steps: int) 
         workload=name,
         optimizer=TRUST_REGION,
         lr=1.0,
-        options={"damping": LevenbergMarquardt(initial=damping), "parts": parts},
+        options={"damping": LevenbergMarquardt(initial=damping or None), "parts": parts},
         targets=BENCHMARKS[name].targets[:2],
         steps=steps,
         evaluate_every=BENCHMARKS[name].trust_region_evaluate_every,

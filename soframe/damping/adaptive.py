@@ -59,6 +59,10 @@ class AdaptiveDamping:
             raise ValueError(f"{name}: spread must be at least 1, not {self.spread}")
         if not 0 < self.low < self.high < math.inf:
             raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget every trial: an optimizer begins, with a copy of what it was given."""
         self._now: list[float] = []
         self._ways: list[int] = []  # up or down, where each goes next
         self._wait = self.interval  # between the last trial and the next

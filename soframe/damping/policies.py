@@ -7,6 +7,7 @@ that was measured; `Preconditioner` measures none, and takes policies that need 
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,6 +19,12 @@ from soframe.registry import KINDS, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
+
+START = 3.0
+"""Where the search for a first damping begins."""
+
+APART = 10.0
+"""The factor between the dampings that it tries."""
 
 
 class DampingPolicy(ABC):
@@ -61,6 +68,24 @@ class DampingPolicy(ABC):
             ratio: Measured over predicted reduction of the loss; minus infinity if the loss is not
                 finite.
         """
+
+    def restart(self) -> None:  # noqa: B027 (optional)
+        """Forget every ratio: an optimizer begins, with a copy of the policy that it was given."""
+
+    def to_be_measured(self) -> bool:
+        """Return whether the damping to begin with is to be found on the first batch."""
+        return False
+
+    def begin(self, damping: float) -> None:  # noqa: B027 (optional)
+        """Begin with a damping that was found so.
+
+        Args:
+            damping: It has promised most, and kept it.
+        """
+
+    def at_cap(self) -> bool:
+        """Return whether the damping is as large as it gets, so that nothing can raise it."""
+        return False
 
     def state(self) -> dict[str, float]:
         """Return what `load` needs."""
@@ -131,14 +156,15 @@ class LevenbergMarquardt(DampingPolicy):
     divided by it if ``rho < 1/4`` (Martens and Grosse, 2015, section 6.5).
 
     Attributes:
-        initial: The damping to begin with.
+        initial: The damping to begin with; None, the default, for the one whose step brings most
+            on the first batch, looked for from `START` on in factors of `APART`.
         omega: The factor per step, below one.
         interval: Steps between measurements.
         low: The least damping.
         high: The largest damping.
     """
 
-    initial: float = 3.0
+    initial: float | None = None
     omega: float = 0.8
     interval: int = 5
     low: float = 1e-8
@@ -146,17 +172,34 @@ class LevenbergMarquardt(DampingPolicy):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        numbers = {each: getattr(self, each) for each in ("initial", "omega", "low", "high")}
-        require_numbers(name, **numbers)
+        given = {} if self.initial is None else {"initial": self.initial}
+        require_numbers(name, **given, omega=self.omega, low=self.low, high=self.high)
         require_integer(f"{name}: interval", self.interval, 1)
-        if not 0 < self.low <= self.initial <= self.high < math.inf:
+        initial = min(max(START, self.low), self.high) if self.initial is None else self.initial
+        if not 0 < self.low <= initial <= self.high < math.inf:
             raise ValueError(
-                f"{name}: needs 0 < low <= initial <= high, not {self.low}, {self.initial}, "
-                f"{self.high}"
+                f"{name}: needs 0 < low <= initial <= high, not {self.low}, {initial}, {self.high}"
             )
         if not 0 < self.omega < 1:
             raise ValueError(f"{name}: omega must be in (0, 1), not {self.omega}")
-        self._now = float(self.initial)
+        self.restart()
+
+    def restart(self) -> None:
+        """See `DampingPolicy.restart`."""
+        initial = START if self.initial is None else self.initial
+        self._now = min(self.high, max(self.low, float(initial)))
+
+    def to_be_measured(self) -> bool:
+        """See `DampingPolicy.to_be_measured`."""
+        return self.initial is None
+
+    def begin(self, damping: float) -> None:
+        """See `DampingPolicy.begin`."""
+        self._now = min(self.high, max(self.low, damping))
+
+    def at_cap(self) -> bool:
+        """See `DampingPolicy.at_cap`."""
+        return self._now >= self.high
 
     def at(self, step: int) -> float:
         """See `DampingPolicy.at`."""
@@ -181,6 +224,17 @@ class LevenbergMarquardt(DampingPolicy):
 
 DampingChoice = Schedule | str | type[DampingPolicy] | DampingPolicy
 """A number, a callable of the step, or the name, class or instance of a policy."""
+
+
+def adopted(policy: DampingPolicy) -> DampingPolicy:
+    """Return a copy of a policy that begins anew, so that optimizers share none.
+
+    Args:
+        policy: What the user passed, perhaps once more; it stays as it is.
+    """
+    own = copy.copy(policy)
+    own.restart()
+    return own
 
 
 def damping_policy(choice: DampingChoice) -> DampingPolicy:

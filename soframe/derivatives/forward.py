@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,9 +140,9 @@ class Outputs:
         self._tape: Tape | None = None
         self._handle = model.register_forward_hook(self._hook)
 
-    def _hook(self, module: nn.Module, args: object, output: object) -> None:
+    def _hook(self, module: nn.Module, args: object, output: object) -> object:
         if self._seen is None or self._tape is None:
-            return
+            return None
         outputs = (output,) if isinstance(output, Tensor) else output
         if not isinstance(outputs, tuple | list) or not all(
             isinstance(one, Tensor) for one in outputs
@@ -150,8 +151,16 @@ class Outputs:
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
-        self._seen.append(tuple(outputs))
         self._tape.end(outputs)
+        if isinstance(output, Tensor):
+            self._seen.append((output,))
+            return None
+        # One output may be made of another. The loss is to be differentiated in each, and not in
+        # one by way of another: so it gets views, of which nothing else is made.
+        views = [one.view_as(one) for one in outputs]
+        self._seen.append(tuple(views))
+        kind: Any = type(output)
+        return kind(*views) if hasattr(output, "_fields") else kind(views)
 
     def of(self, closure: Closure, tape: Tape | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run a closure.

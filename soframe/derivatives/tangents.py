@@ -13,7 +13,8 @@ A function without a rule ends the tape: see `soframe.derivatives`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -336,6 +337,63 @@ def _pools(
     ]
 
 
+def _attention(
+    function: Any,
+    results: Sequence[Tensor | None],
+    overwrites: bool,
+    query: Moving,
+    key: Moving,
+    value: Moving,
+    attn_mask: Moving | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tangents:
+    """With ``P = softmax(scale Q K^T + mask)`` that of ``P V``; the scores are computed again."""
+    del function, results, overwrites
+    assert dropout_p == 0.0  # `attention_without_rule` has told of others
+    assert not enable_gqa
+    q, k, v = query.primal, key.primal, value.primal
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q * scale) @ k.mT
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    mask = attn_mask.primal if attn_mask is not None else None
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    p = scores.softmax(-1).nan_to_num(0.0)  # a row without a key attends to nothing
+    masks = [None] * len(query.tangents) if attn_mask is None else attn_mask.tangents
+    found: Tangents = []
+    rows = zip(query.tangents, key.tangents, value.tangents, masks, strict=True)
+    for dq, dk, dv, dm in rows:
+        terms = [] if dq is None else [(dq * scale) @ k.mT]
+        terms += [] if dk is None else [(q * scale) @ dk.mT]
+        terms += [] if dm is None else [dm]
+        moved = [] if dv is None else [p @ dv]
+        ds = _sum(terms)
+        if ds is not None:
+            weighed = p * ds
+            moved.append((weighed - p * weighed.sum(-1, keepdim=True)) @ v)
+        found.append([_sum(moved)])
+    return found
+
+
+def attention_without_rule(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a call of attention draws random numbers or shares keys among heads.
+
+    Args:
+        args: Of `torch.nn.functional.scaled_dot_product_attention`.
+        named: Likewise.
+    """
+    dropout = args[4] if len(args) > 4 else named.get("dropout_p", 0.0)
+    return bool(dropout != 0.0 or named.get("enable_gqa", False))
+
+
 _RULES: list[tuple[Iterable[Any], Any]] = [
     (BACKWARD, _elementwise),
     (LAYERS, _layers),
@@ -345,6 +403,7 @@ _RULES: list[tuple[Iterable[Any], Any]] = [
     (SYMMETRIC, _symmetric),
     (NORMS, _norms),
     (POOLS, _pools),
+    ({F.scaled_dot_product_attention}, _attention),
 ]
 
 

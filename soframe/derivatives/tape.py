@@ -30,6 +30,7 @@ from soframe.derivatives.replay import RandomState, eagerly
 from soframe.derivatives.tangents import (
     RANDOM,
     Moving,
+    attention_without_rule,
     owns,
     replaced,
     rule_of,
@@ -162,6 +163,8 @@ class Tape:
         results = tensors(result)
         if any(tensor.requires_grad for tensor in results):
             self.problem = self._problem(function, inputs, results, before)
+            if function is F.scaled_dot_product_attention and attention_without_rule(args, kwargs):
+                self.problem = self.problem or "attention has dropout, or shares its keys"
             if self.problem is None and not any(r is t for r in results for t in inputs):
                 self._add(function, noted, results, random)
         return result

@@ -27,6 +27,14 @@ class Loss(ABC):
     isotropic: ClassVar[bool] = False
 
     @property
+    def floor(self) -> float | None:
+        """What the loss is never below, whatever outputs, targets and weights are; None if unknown.
+
+        `soframe.TrustRegion` does not believe a model that promises less.
+        """
+        return None
+
+    @property
     def means(self) -> bool | None:
         """Whether a sample's loss is a mean over its positions, the dimensions behind the second.
 

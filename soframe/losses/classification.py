@@ -40,6 +40,11 @@ class CrossEntropy(Loss):
         """See `Loss.means`."""
         return self.positions == "mean"
 
+    @property
+    def floor(self) -> float:
+        """See `Loss.floor`."""
+        return 0.0
+
     def _scale(self, outputs: Tensor) -> float:
         positions = outputs[0, 0].numel() if len(outputs) else 1
         return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
@@ -96,6 +101,11 @@ class BinaryCrossEntropy(Loss):
     def means(self) -> bool:
         """See `Loss.means`."""
         return self.features == "mean"
+
+    @property
+    def floor(self) -> float:
+        """See `Loss.floor`."""
+        return 0.0
 
     def _variance(self, outputs: Tensor) -> Tensor:
         p = outputs.sigmoid()

@@ -18,6 +18,11 @@ from soframe.registry import register
 class _Gaussian(Loss):
     isotropic: ClassVar[bool] = True
 
+    @property
+    def floor(self) -> float:
+        """See `Loss.floor`."""
+        return 0.0
+
     @abstractmethod
     def _precision(self, outputs: Tensor) -> float:
         """Return the factor of the identity that the Hessian is."""

@@ -119,6 +119,15 @@ class SumLoss(Loss):
         found = {term.own.means for term in self.terms}
         return found.pop() if len(found) == 1 else None
 
+    @property
+    def floor(self) -> float | None:
+        """See `Loss.floor`: the weighted sum of those of all terms."""
+        floors = [term.own.floor for term in self.terms]
+        known = [floor for floor in floors if floor is not None]
+        if len(known) < len(floors):
+            return None
+        return sum(term.weight * floor for term, floor in zip(self.terms, known, strict=True))
+
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """See `Loss.hessian_product`."""
         return self.hessian_products([outputs], [vectors])[0]

@@ -10,14 +10,18 @@ from soframe.damping.policies import (
 from soframe.gradients.kl_clip import kl_clip_factor
 from soframe.gradients.norm_clip import norm_clip_factor
 from soframe.trust_region.quadratic import Quadratic
+from soframe.trust_region.readout import History, Readout, Scalars
 
 __all__ = [
     "AdaptiveDamping",
     "ConstantDamping",
     "DampingPolicy",
+    "History",
     "LevenbergMarquardt",
     "Quadratic",
+    "Readout",
     "RelativeDamping",
+    "Scalars",
     "kl_clip_factor",
     "norm_clip_factor",
 ]

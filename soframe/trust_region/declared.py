@@ -215,7 +215,9 @@ def require_agreement(
                 f"the closure's loss has {one.times * len(fits):.4g} times the curvature of "
                 f"loss={declared!r}, as a mean over {one.samples} samples and {len(fits)} "
                 f"closure(s); declare the loss that the closure returns. Batches of unequal sizes "
-                f"have shares of the mean that add up to one"
+                f"have shares of the mean that add up to one. Of a likelihood let the model return "
+                f"natural parameters (of a Gaussian mean / variance and 1 / variance): in others, "
+                f"as a log-variance, its curvature depends on the targets"
             )
     raise ValueError(
         f"the closure's loss is not the declared one on {odd:.0f} other rank(s): see their own "

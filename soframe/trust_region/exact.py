@@ -81,10 +81,10 @@ class ExactModel:
             )
         curvature = self._mean(own)
         self._require_no_failure(curvature, error)
-        slope, metric = slope_and_metric(
+        slope, metric, lengths = slope_and_metric(
             objective.gradients, directions, decays=objective.decays, damping=damping
         )
-        return Quadratic(curvature + metric, slope)
+        return Quadratic(curvature + metric, slope, lengths)
 
     def _verify(self, objective: Objective, forwards: Sequence[Forward]) -> None:
         """Take the slope along the gradient forward: it is the gradient's square."""

@@ -184,7 +184,7 @@ def slope_and_metric(
     *,
     decays: Sequence[float],
     damping: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the quadratic model has besides the curvature of the loss.
 
     Args:
@@ -194,11 +194,13 @@ def slope_and_metric(
         damping: The damping of all.
 
     Returns:
-        ``[k]``, the inner products of directions and gradient; and ``[k, k]``, those of every two
-        directions, weighed by damping and decays. Float64, on the CPU.
+        ``[k]``, the inner products of directions and gradient; ``[k, k]``, those of every two
+        directions, weighed by damping and decays; and those of every two as they are. Float64, on
+        the CPU.
     """
     slope = torch.zeros(len(directions), dtype=torch.float64)
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    lengths = torch.zeros_like(metric)
     for decay in dict.fromkeys(decays):
         rows = [
             [tensor for tensor, own in zip(row, decays, strict=True) if own == decay]
@@ -207,4 +209,5 @@ def slope_and_metric(
         products = inner_products(rows)
         slope += products[0, 1:]
         metric += (damping + decay) * products[1:, 1:]
-    return slope, metric
+        lengths += products[1:, 1:]
+    return slope, metric, lengths

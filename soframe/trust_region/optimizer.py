@@ -14,7 +14,9 @@ there is no learning rate to tune::
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -32,7 +34,7 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.damping.adaptive import AdaptiveDamping
-from soframe.damping.policies import DampingChoice
+from soframe.damping.policies import APART, DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
@@ -54,13 +56,31 @@ from soframe.trust_region.declared import (
 )
 from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.parts import Parts
-from soframe.trust_region.proposals import Proposer
+from soframe.trust_region.proposals import Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
+from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.watch import LossWatch
 
 SAID = 4
 """Numbers that come first in what ranks agree on."""
+
+MOST_DAMPINGS = 60
+"""Raises of the damping in one step, until a promise can be believed."""
+
+TRIES = 10
+"""Dampings that are tried either way, before the first step."""
+
+BETTER = 2.0
+"""How many times as much a damping must bring to be begun with in place of the last one. What
+brings most in one step is not what brings most in a hundred: on CURVES the lower dampings that this
+passes over took a third more steps."""
+
+ROSE = "the objective rose"
+"""Why most updates are undone."""
+
+SILENCE = 20
+"""Steps below the loss's rounding, one after the other, that are worth a warning."""
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -87,15 +107,18 @@ class TrustRegion(torch.optim.Optimizer):
             begins with the policy's, or a multiple of the policy's.
         reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
         full_batch: Whether every step has the same data and the same loss (dropout makes it another
-            one), so that the next step's measures the ratio, and may undo the last; change no
-            parameter in between. Else the closures run once more for it. See `settle`.
+            one), so that the next step's judges every step, and may undo the last; change no
+            parameter in between. Else the closures run once more at some steps. See `settle`.
         max_increase: Undo the last update where a step's loss is more than so many times the
-            largest of the ten before; None for never. See `soframe.trust_region.watch`.
+            largest of the ten before, or twice that while there are fewer; None for never. See
+            `soframe.trust_region.watch`.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
         flush_denormals: Treat denormal numbers as zero within the preconditioner and the quadratic
             model's own arithmetic (CPU). The user's forward and backward passes keep their mode.
+        on_step: Is called with a `soframe.trust_region.Readout` after each step, as is
+            `soframe.trust_region.History`.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
             `PRECONDITIONER`.
 
@@ -123,18 +146,24 @@ class TrustRegion(torch.optim.Optimizer):
         burn_in: int = 0,
         reuse_activations: bool = True,
         flush_denormals: bool = True,
+        on_step: OnStep | None = None,
         **preconditioner: Any,
     ) -> None:
         backend = preconditioner.get("backend")
         with building.starting(lambda: building.choose_backend(backend)):
             own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
+            if isinstance(own, AdaptiveDamping):
+                own = copy.copy(own)  # an instance may serve many optimizers
+                own.restart()
+            if on_step is not None and not callable(on_step):
+                raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
             given = {"fisher": fisher, **preconditioner}
             built = settings.check(model, loss, params, given)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
             groups.check_all(self._model, self.param_groups)
-            self.damping = settings.whole_model_damping(damping)
+            self.damping = adopted(settings.whole_model_damping(damping))
             chosen = settings.Own(
                 damping=self.damping,
                 momentum=momentum,
@@ -156,7 +185,10 @@ class TrustRegion(torch.optim.Optimizer):
             # Of unequal batches, whether the statistics of the preconditioner are told already.
             self._alike = preconditioner.get("loss_average") == "global"
             self._checked = False
-            self._reduction = Reduction(self.damping, reject)
+            self._reduction = Reduction(self.damping, reject, full_batch)
+            self._on_step, self._eps, self._silent, self._said = on_step, 0.0, 0, False
+            self._undone: str | None = None
+            self._notes: list[str] = []
             told = settings.PreconditionersDamping(
                 self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
             )
@@ -180,6 +212,7 @@ class TrustRegion(torch.optim.Optimizer):
         self._exact = ExactModel(self.preconditioner)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
+        self.readout: Readout | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model: ``params``, and ``lr`` and ``weight_decay`` if they differ.
@@ -223,6 +256,7 @@ class TrustRegion(torch.optim.Optimizer):
         groups.check_all(self._model, self.param_groups)
         closures = closures_of(closure)
         parameters = groups.trainable(self.param_groups)
+        self._undone, self._notes, seen = None, [], {"step": self._steps}
         forwards, loss = self._first_passes(closures)
         self._parts.follow(parameters)
         gradients = groups.add_decay(
@@ -234,30 +268,36 @@ class TrustRegion(torch.optim.Optimizer):
         self._proposer.begin(self._mean_damping())
         with flushed_denormals(self._flush):
             self.preconditioner.step()
+        undoable = any("update" in state for state in self.state.values())
+        made: dict[str, Any] = {}
         if self._burn_in > 0:
             self._burn_in -= 1
-        elif (
-            not math.isfinite(loss)
-            or self.preconditioner.counters["skipped_updates"] > skipped
-            or self._watch.rises(loss, undoable=any("update" in s for s in self.state.values()))
-        ):
-            self._step_back()
+            self._notes.append("this batch only gives statistics")
+        elif not math.isfinite(loss):
+            self._step_back("the loss is not finite")
+        elif self.preconditioner.counters["skipped_updates"] > skipped:
+            self._step_back("a gradient is not finite")
+        elif self._watch.rises(loss, undoable=undoable):
+            self._step_back("the loss is far above the last ones")
         else:
             with flushed_denormals(self._flush):
                 shares, lr = groups.shares(self.param_groups)
+                decays = groups.setting(self.param_groups, "weight_decay")
+                objective = Objective(parameters, gradients, decays)
+                if self._steps == 0 and self.damping.to_be_measured():
+                    self._measure_damping(objective, forwards, shares, loss=loss, lr=lr)
                 proposals = self._proposer.propose(parameters, gradients, shares, self._steps)
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
                 rest = self._proposer.rest(parameters, gradients, last, shares)
                 directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
-                decays = groups.setting(self.param_groups, "weight_decay")
-                objective = Objective(parameters, gradients, decays)
                 damping = self.damping.at(self._steps)
                 quadratic = self._exact.along(objective, forwards, directions, damping=damping)
             chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
             if quadratic.finite():
-                self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
+                made = self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
             else:
-                self._step_back()
+                self._step_back("the model of the loss is not finite")
+        self._tell({**seen, **made, "loss": loss})
         return torch.tensor(loss)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
@@ -313,6 +353,7 @@ class TrustRegion(torch.optim.Optimizer):
                 forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
+            self._eps = torch.finfo(loss.dtype).eps
         problems = [one.problem for one in fits if one.problem is not None]
         error = ValueError(problems[0]) if problems and math.isfinite(total) else None
         mean, sums = self._agree(total, error, numbers(fits))
@@ -348,6 +389,64 @@ class TrustRegion(torch.optim.Optimizer):
             set_to_none=set_to_none,
         )
 
+    def _measure_damping(
+        self,
+        objective: Objective,
+        forwards: Sequence[Forward],
+        shares: Sequence[float],
+        *,
+        loss: float,
+        lr: float,
+    ) -> None:
+        """Begin with the damping, of the model and of the preconditioner, whose step brings most.
+
+        Downwards as long as steps bring more; upwards where the first is already too low. What a
+        step brings is measured, since with too little damping any model promises much.
+        """
+        parameters, gradients = objective.parameters, objective.gradients
+        before = [p.data for p in parameters]
+        rest = self._proposer.rest(parameters, gradients, [], shares)
+        own = self._own_damping
+        decay = groups.mean_decay(self.param_groups)
+
+        def proposal(damping: float) -> Proposal:
+            multiple = 1.0 if isinstance(own, AdaptiveDamping) else own
+            return self._proposer.restart(
+                parameters, gradients, shares, multiple * (damping + decay)
+            )
+
+        def after(damping: float) -> float:
+            directions = [*proposal(damping).parts, *rest]
+            model = self._exact.along(objective, forwards, directions, damping=damping)
+            if not model.finite():
+                return math.inf
+            update = combine(parameters, directions, model.minimise() * lr)
+            try:
+                # In other memory: what the pass has computed with must stay as it was.
+                for p, old, moved in zip(parameters, before, update, strict=True):
+                    p.data = old + moved
+                found = self._evaluate((one.closure, one.replay) for one in forwards)
+                penalty = groups.penalty(zip(parameters, objective.decays, strict=True))
+            finally:
+                for p, old in zip(parameters, before, strict=True):
+                    p.data = old
+            return found + penalty if math.isfinite(found) else math.inf
+
+        start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
+        best = self.damping.at(0)
+        least = after(best)
+        for factor in (1 / APART, APART):
+            first = best
+            for _ in range(TRIES):
+                found = after(best * factor)
+                if not start - found > BETTER * max(0.0, start - least):
+                    break
+                best, least = best * factor, found
+            if best != first:
+                break
+        self.damping.begin(best)
+        proposal(self.damping.at(0))
+
     def _move(
         self,
         forwards: Sequence[Forward],
@@ -356,19 +455,22 @@ class TrustRegion(torch.optim.Optimizer):
         lr: float,
         directions: Sequence[Direction],
         quadratic: Quadratic,
-    ) -> None:
-        """Take the step that minimises the model, and measure what it brought if that is due."""
-        coefficients = quadratic.minimise() * lr
-        predicted, damping = quadratic.change(coefficients), self.damping.at(self._steps)
+    ) -> dict[str, Any]:
+        """Take the step that minimises the model, and measure what it brought if that is due.
+
+        Returns:
+            What a readout says of it.
+        """
+        decays = groups.setting(self.param_groups, "weight_decay")
+        objective = loss + groups.penalty(zip(parameters, decays, strict=True))
+        coefficients, predicted, damping = self._believable(quadratic, lr, objective)
         measure = self._reduction.due(self._steps)
         if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
-            self._step_back()  # nobody would reject it
-            return
+            self._step_back("the step is not finite")  # nobody would reject it
+            return {}
         update = combine(parameters, directions, coefficients)
         states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
-        decays = groups.setting(self.param_groups, "weight_decay")
-        objective = loss + groups.penalty(zip(parameters, decays, strict=True))
         for frozen in set(self.state) - set(parameters):
             self.state[frozen].pop("update", None)  # of long ago, once it is thawed
         with torch.no_grad():
@@ -378,23 +480,98 @@ class TrustRegion(torch.optim.Optimizer):
         else:
             again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
             after = self._evaluate(again) if again else None
-            self._reduction.wait(states, update, before, decays, objective, predicted)
+            told = self._reduction.told(self._steps)
+            self._reduction.wait(states, update, before, decays, objective, predicted, told=told)
             if after is not None:
                 self._judge(after)
-        told = self._reduction.tell()
-        self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told}
+        told_last = self._reduction.tell()
+        self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told_last}
         self._steps += 1
+        seen = {"damping": damping, "predicted": predicted, **told_last}
+        return {**seen, "coefficients": tuple(coefficients.tolist())}
+
+    def _believable(
+        self, quadratic: Quadratic, lr: float, objective: float
+    ) -> tuple[Tensor, float, float]:
+        """Minimise the model; with more damping, or part of the way, if it promises too much.
+
+        No loss falls by more than it is above its floor, so what promises that is no model of it at
+        such a length: curvature that vanishes, as that of saturated outputs, makes it.
+
+        Returns:
+            The coefficients, what they promise, and the damping with which they do.
+        """
+        start = self.damping.at(self._steps)
+        coefficients = quadratic.minimise() * lr
+        predicted, damping = quadratic.change(coefficients), start
+        loss = self.preconditioner.loss
+        floor = None if loss is None else loss.floor
+        # Below its floor the closure's loss is another one, by a constant at least.
+        if floor is None or not objective > floor or not -predicted > objective - floor:
+            return coefficients, predicted, damping
+        self._notes.append("the model promised more than the loss can fall")
+        model = quadratic
+        for _ in range(MOST_DAMPINGS):
+            self.damping.observe(-math.inf)
+            now = self.damping.at(self._steps)
+            if now == damping:
+                break
+            model, damping = quadratic.damped(now - start), now
+            coefficients = model.minimise() * lr
+            predicted = model.change(coefficients)
+            if not -predicted > objective - floor:
+                return coefficients, predicted, damping
+        coefficients = model.shortened(coefficients, objective - floor)
+        return coefficients, model.change(coefficients), damping
 
     def _judge(self, loss: float) -> bool:
         """Keep the step that waits for this loss, or undo it."""
         penalty = groups.penalty(self._reduction.decayed(self.state))
-        accepted = self._reduction.judge(self.state, loss + penalty)
+        accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
         self.counters["rejected_steps"] += not accepted
+        if not accepted:
+            self._undone = ROSE if math.isfinite(loss) else "it was not finite"
+        self._silent = self._silent + 1 if self._reduction.silent else 0
+        if self._reduction.silent:
+            self._notes.append("the change was below the loss's rounding")
         return accepted
 
-    def _step_back(self) -> None:
+    def _tell(self, seen: dict[str, Any]) -> None:
+        """Make the readout of a step, and warn once of a run that stands still."""
+        own = self._own_damping
+        adaptive = isinstance(own, AdaptiveDamping)
+        dampings = own.at(self._mean_damping()) if isinstance(own, AdaptiveDamping) else []
+        if self.damping.at_cap() and self._undone == ROSE:
+            self._notes.append("the damping is at its cap")
+            self._warn_once(
+                "the damping of TrustRegion is at its cap, and steps are still undone: the loss "
+                "does not fall along what is its gradient. Does the closure return the same loss "
+                "each time that it runs (no data drawn within; no full_batch=True with dropout)?"
+            )
+        if self._silent == SILENCE:
+            self._warn_once(
+                f"the last {SILENCE} steps of TrustRegion that were judged changed the loss by "
+                f"less than its rounding: training has converged in this floating type, or stands "
+                f"still"
+            )
+        self.readout = Readout(
+            **{"damping": self.damping.at(self._steps), **seen},
+            preconditioner_dampings=tuple(dampings) if adaptive else (),
+            undone=self._undone,
+            notes=tuple(self._notes),
+        )
+        if self._on_step is not None:
+            self._on_step(self.readout)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._said:
+            warnings.warn(text, stacklevel=4)
+        self._said = True
+
+    def _step_back(self, why: str) -> None:
         """Undo the last update: it, or this batch, made something that is large or not finite."""
         self.counters["skipped_steps"] += 1
+        self._undone = why
         self.damping.observe(-math.inf)
         for parameter, state in self.state.items():  # what has been frozen since is among them
             last = state.pop("update", None)
@@ -432,6 +609,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "damping": self.damping.at(self._steps),
                 "burn_in": self._burn_in,
                 "whether a step waits for its verdict": self._reduction.waits,
+                "rounding of the loss": self._eps,
             }
         except Exception as raised:  # likewise
             error = error or raised

@@ -91,6 +91,33 @@ class Proposer:
             made.append(self._proposal(parameters, shares))
         return made
 
+    def restart(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        shares: Sequence[float],
+        damping: float,
+    ) -> Proposal:
+        """Precondition once more, with one damping for all, and go on from that.
+
+        Args:
+            parameters: The parameters.
+            gradients: Their gradients as they were before the preconditioner's step.
+            shares: What each of them is scaled by, after it was preconditioned.
+            damping: The preconditioner's damping.
+
+        Returns:
+            What it made of the gradient.
+        """
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._preconditioner.home.put(parameter, gradient.clone())
+        if self._damping is not None:
+            self._damping.restart()
+            self._start = damping
+            self._damp(self._of_blocks(self._dampings(self._damping)))
+        self._preconditioner.precondition_again(damping)
+        return self._proposal(parameters, shares)
+
     def rest(
         self,
         parameters: Sequence[nn.Parameter],

@@ -10,6 +10,7 @@ ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,22 @@ class Quadratic:
     Attributes:
         curvature: ``[k, k]``, C.
         slope: ``[k]``, b.
+        lengths: ``[k, k]``, the inner products of directions, by which another damping is another
+            model; None where nobody asks for one.
     """
 
     curvature: Tensor
     slope: Tensor
+    lengths: Tensor | None = None
+
+    def damped(self, more: float) -> Quadratic:
+        """Return the model with more damping, or with less.
+
+        Args:
+            more: What is added to the damping.
+        """
+        assert self.lengths is not None
+        return Quadratic(self.curvature + more * self.lengths, self.slope, self.lengths)
 
     def best_of(
         self, count: int, barred: Sequence[bool] | None = None
@@ -79,7 +92,8 @@ class Quadratic:
         Args:
             which: Their numbers.
         """
-        return Quadratic(self.curvature[which][:, which], self.slope[which])
+        lengths = None if self.lengths is None else self.lengths[which][:, which]
+        return Quadratic(self.curvature[which][:, which], self.slope[which], lengths)
 
     def finite(self) -> bool:
         """Return whether every entry is finite."""
@@ -104,6 +118,22 @@ class Quadratic:
         inverse: Tensor = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-10)
         minimum: Tensor = -(inverse @ (self.slope / scale)) / scale
         return minimum
+
+    def shortened(self, coefficients: Tensor, most: float) -> Tensor:
+        """Return a step along the same line that promises no more than so much.
+
+        Args:
+            coefficients: ``[k]``, of a step that promises more.
+            most: By how much the loss may fall; positive.
+
+        Returns:
+            ``[k]``: the shortest that promises that.
+        """
+        slope = float(self.slope @ coefficients)
+        half = 0.5 * float(coefficients @ self.curvature @ coefficients)
+        # The smaller root of half t^2 + slope t + most = 0, written without a cancellation.
+        root = math.sqrt(max(0.0, slope**2 - 4 * half * most))
+        return coefficients * (2 * most / (root - slope))
 
     def change(self, coefficients: Tensor) -> float:
         """Return the predicted change of the loss, ``M(c) - M(0)``.

@@ -2,8 +2,11 @@
 
 At the steps at which it is due the closures run once more, after the update. Where every step has
 all of the data there is no need to: the loss of the next step is that very number. So with
-``full_batch=True`` the verdict waits until then, and a step that is rejected costs the pass that
-showed it.
+``full_batch=True`` every step is judged, the verdict waits until then, and a step that is rejected
+costs the pass that showed it.
+
+The policy hears of ratios at its own interval; of a step that did harm, and of one that nothing can
+be said of, it hears at once.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from soframe.damping.policies import DampingPolicy
 
 State = dict[str, Any]
 
+FIRST = 5
+"""Steps that are judged in any case: so early nothing is known of the damping."""
+
+ROUNDINGS = 8
+"""Of the objective, relative to its type: smaller changes are noise of its sum."""
+
 
 class Reduction:
     """Judges steps by what they brought, and keeps or undoes them.
@@ -30,17 +39,22 @@ class Reduction:
     waits for its verdict is ``"moved"`` there, beside what was ``"before"`` and the ``"decay"``.
 
     Args:
-        damping: It is told of every ratio.
+        damping: It is told of ratios.
         reject: Whether a step after which the objective has risen is undone.
+        every: Whether every step is judged; else the first few, and those at which the policy wants
+            a ratio.
 
     Attributes:
         last: The change and the ratio of the last step that was judged, until somebody takes them.
+        silent: Whether that was below the objective's rounding, and nothing can be said of it.
     """
 
-    def __init__(self, damping: DampingPolicy, reject: bool) -> None:
-        self._damping, self._reject = damping, reject
+    def __init__(self, damping: DampingPolicy, reject: bool, every: bool = False) -> None:
+        self._damping, self._reject, self._every = damping, reject, every
         self._waiting: tuple[float, float] | None = None
+        self._told = True
         self.last: dict[str, float] = {}
+        self.silent = False
 
     @property
     def waits(self) -> bool:
@@ -57,6 +71,15 @@ class Reduction:
 
     def due(self, step: int) -> bool:
         """Return whether a step is measured.
+
+        Args:
+            step: Completed steps.
+        """
+        interval = self._damping.interval
+        return self.told(step) or (interval > 0 and (self._every or step < min(interval, FIRST)))
+
+    def told(self, step: int) -> bool:
+        """Return whether the policy wants the ratio of a step.
 
         Args:
             step: Completed steps.
@@ -87,6 +110,8 @@ class Reduction:
         decays: Sequence[float],
         objective: float,
         predicted: float,
+        *,
+        told: bool = True,
     ) -> None:
         """Leave a step until `judge`.
 
@@ -97,17 +122,19 @@ class Reduction:
             decays: Their weight decays.
             objective: The objective before.
             predicted: By how much it was to change.
+            told: Whether the policy wants the ratio.
         """
-        self._waiting = (objective, predicted)
+        self._waiting, self._told = (objective, predicted), told
         for state, moved, old, decay in zip(states, update, before, decays, strict=True):
             state.update(moved=moved, before=old, decay=decay)
 
-    def judge(self, states: Mapping[Any, State], objective: float) -> bool:
+    def judge(self, states: Mapping[Any, State], objective: float, eps: float = 0.0) -> bool:
         """Keep the step that waits, or undo it.
 
         Args:
             states: The optimizer's, of every parameter: some may have been frozen meanwhile.
             objective: The objective after it, with the same weight decays.
+            eps: The relative rounding of the objective.
 
         Returns:
             Whether it was kept.
@@ -116,11 +143,19 @@ class Reduction:
         (before, predicted), self._waiting = self._waiting, None
         change = objective - before
         self.last = {"change": change}
-        if predicted < 0 or not change <= 0:
+        rounding = ROUNDINGS * eps * max(abs(before), abs(objective))
+        # A step so short says nothing against the model, and may be as short because of the
+        # damping: a damping that never falls again would hold the run where it is.
+        self.silent = -rounding <= predicted < 0 and abs(change) <= rounding
+        harmless = change <= 0 or self.silent
+        accepted = harmless or not (self._reject or not math.isfinite(change))
+        if self.silent:
+            self._damping.observe(1.0)
+        elif predicted < 0 or not change <= 0:
             kept = predicted < 0 and math.isfinite(change)
             self.last["ratio"] = change / predicted if kept else -math.inf
-            self._damping.observe(self.last["ratio"])
-        accepted = change <= 0 or not (self._reject or not math.isfinite(change))
+            if self._told or not accepted:
+                self._damping.observe(self.last["ratio"])
         for parameter, state in states.items():
             if "moved" not in state:
                 continue
@@ -134,7 +169,7 @@ class Reduction:
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, besides the optimizer's own state."""
-        return {"waiting": self._waiting, "last": dict(self.last)}
+        return {"waiting": self._waiting, "told": self._told, "last": dict(self.last)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -144,4 +179,5 @@ class Reduction:
         """
         waiting = state.get("waiting")
         self._waiting = None if waiting is None else (waiting[0], waiting[1])
+        self._told = bool(state.get("told", True))
         self.last = dict(state.get("last", {}))

@@ -12,6 +12,9 @@ from soframe.checks.numbers import is_number
 WINDOW = 10
 """Losses that are remembered."""
 
+EARLY = 2.0
+"""By how much the limit is wider while there are fewer: the largest of a few is no large one."""
+
 
 class LossWatch:
     """Compares each loss with those of the last steps.
@@ -38,8 +41,8 @@ class LossWatch:
                 more than one.
         """
         most = max(self._losses, default=0.0)
-        full = len(self._losses) == WINDOW
-        if undoable and self._limit is not None and full and 0 < most * self._limit < loss:
+        wider = 1.0 if len(self._losses) == WINDOW else EARLY
+        if undoable and self._limit is not None and 0 < most * self._limit * wider < loss:
             return True
         self._losses = [*self._losses, loss][-WINDOW:]
         return False

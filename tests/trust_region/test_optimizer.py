@@ -100,12 +100,12 @@ def test_a_rejected_step_changes_nothing(reject: bool) -> None:
     own = trust_region(net, "cross-entropy", damping, reject=reject)
     x, y = classes_of(0)
     own.step(lambda: F.cross_entropy(net(x), y))
-    before, now = vector(net), damping.at(0)
+    before, now = vector(net), own.damping.at(0)
     updates = [own.state[p]["update"].clone() for p in net.parameters()]
     own.param_groups[0]["lr"] = 300.0
     own.step(lambda: F.cross_entropy(net(x), y))
     assert own.last["change"] > 0
-    assert damping.at(0) == now / 0.5
+    assert own.damping.at(0) == now / 0.5
     assert own.counters["rejected_steps"] == int(reject)
     kept = [torch.equal(own.state[p]["update"], u) for p, u in zip(net.parameters(), updates)]  # noqa: B905
     assert torch.equal(vector(net), before) == reject
@@ -150,12 +150,12 @@ def test_a_loss_that_is_not_finite_steps_back_and_training_recovers(bad: float) 
     before = vector(net)
     moved = []
     own.step(good)
-    now = damping.at(0)
+    now = own.damping.at(0)
     moved.append(vector(net))
     own.step(lambda: F.cross_entropy(net(x * bad), y))
     compare(vector(net), before, "parameters")
     assert not torch.equal(moved[0], before)
-    assert damping.at(0) == now / 0.25
+    assert own.damping.at(0) == now / 0.25
     assert own.counters == {"rejected_steps": 0, "skipped_steps": 1}
     assert all("update" not in own.state[p] for p in net.parameters())
     losses = [float(own.step(good)) for _ in range(15)]

@@ -77,7 +77,7 @@ def differ(rank: int, ranks: int, whats: list[str]) -> list[str]:
                 if step == 1 and rank == 1 and what == "lr":
                     own.param_groups[0]["lr"] = 0.5
                 if step == 1 and rank == 1 and what == "policy":
-                    damping._now = 7.0
+                    own.damping._now = 7.0
                 if step == 1 and rank == 1 and what == "broken":
                     own.param_groups[0]["lr"] = "x"
                 own.step(closure)

@@ -96,6 +96,8 @@ def test_what_is_no_model(model: Any) -> None:
 @pytest.mark.parametrize("wrong", ["3", None, True, [1.0]])
 def test_settings_of_dampings(kind: Any, wrong: Any) -> None:
     for name in kind.__dataclass_fields__:
+        if wrong is None and name == "initial":
+            continue  # it is to be measured
         with pytest.raises(ValueError, match=f"{kind.__name__}: {name} must be"):
             kind(**{name: wrong})
 

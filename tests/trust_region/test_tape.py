@@ -194,6 +194,29 @@ class Positions(nn.Module):
         return F.linear(input=hidden, weight=self.last.weight, bias=self.last.bias).flatten(1)
 
 
+class Attending(nn.Module):
+    """Torch's attention of two heads: queries, keys, values, perhaps a mask; all move."""
+
+    def __init__(self, mask: str = "", **settings: Any) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(3, 6)
+        self.bias = nn.Parameter(torch.zeros(2, 3))
+        self.mask, self.settings = mask, settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, 3, 3)
+        q, k, v = (
+            layer(rows).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mask = None
+        if self.mask == "boolean":  # and a query that has no key
+            mask = torch.tensor([[True, False, True], [False] * 3])
+        elif self.mask:
+            mask = self.bias.tanh()
+        found = F.scaled_dot_product_attention(q[:, :, :2], k, v, mask, **self.settings)
+        return found.flatten(1)
+
+
 def without_bias_gradient() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model[2].requires_grad_(False)
@@ -216,6 +239,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "temporaries": (Temporaries, (5, 3)),
     "positions": (Positions, (4, 6)),
     "fused attention": (lambda: Positions(fused=True), (4, 6)),
+    "attention": (Attending, (4, 9)),
+    "attention, causal, scaled": (lambda: Attending(is_causal=True, scale=0.7), (4, 9)),
+    "attention, boolean mask": (lambda: Attending("boolean"), (4, 9)),
+    "attention, mask that moves": (lambda: Attending("bias"), (4, 9)),
+    "attention, dropout": (lambda: Attending(dropout_p=0.5), (4, 9)),
     "largest": (lambda: Positions(largest=True), (4, 6)),
     "noisy": (Noisy, (5, 3)),
     "partly frozen": (without_bias_gradient, (5, 3)),
@@ -237,7 +265,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 UNFOLLOWED = {
-    "fused attention": "there is no rule for scaled_dot_product_attention",
+    "attention, dropout": "attention has dropout, or shares its keys",
     "largest": "there is no rule for max",
     "in-place": "relu changes its arguments",
     "unseen": "tanh uses a result of something that is no torch function",

@@ -31,8 +31,12 @@ def test_a_loss_is_held_against_the_largest_of_the_last_ones() -> None:
     assert not own.rises(13.6, undoable=True)
 
 
-def test_nothing_is_said_before_there_are_enough_or_without_a_limit_or_a_scale() -> None:
-    watch([1.0] * (WINDOW - 1) + [1000.0])
+def test_a_few_losses_are_a_wider_limit_and_none_is_said_without_a_limit_or_a_scale() -> None:
+    own = watch([1.0] * (WINDOW - 1))
+    assert not own.rises(2.9, undoable=True)
+    assert watch([1.0] * (WINDOW - 1)).rises(3.1, undoable=True)
+    assert watch([1.0]).rises(3.1, undoable=True)
+    assert not watch([]).rises(1000.0, undoable=True)
     watch([1.0] * WINDOW + [1000.0], limit=None)
     watch([-1.0] * WINDOW + [1000.0])
     assert watch([1.0] * WINDOW).rises(1.6, undoable=True)

@@ -1,0 +1,522 @@
+"""Small problems of many kinds, on which nobody tunes the trust region.
+
+Each trains in a few seconds of a processor. Data are synthetic, or come with scikit-learn; models
+are small, and their last layer is called ``head``, which Muon leaves to AdamW.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soframe.losses import SumLoss, Term
+from soframe.losses.base import Loss
+
+Closure = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem with a seed.
+
+    Attributes:
+        model: The model.
+        loss: What `soframe.TrustRegion` is told that the closures' loss is.
+        closures: Yields one closure per step, for ever.
+        evaluate: Returns the loss over all data.
+        full_batch: Whether every closure has all data.
+    """
+
+    model: nn.Module
+    loss: str | Loss
+    closures: Iterator[Closure]
+    evaluate: Closure
+    full_batch: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of the suite.
+
+    Attributes:
+        make: Makes it for a seed.
+        kind: What it is, in a few words.
+        unseen: Whether the trust region's results on it were looked at only once all else was done.
+    """
+
+    make: Callable[[int], Task]
+    kind: str
+    unseen: bool = False
+
+
+def _task(
+    model: nn.Module,
+    loss: str | Loss,
+    criterion: Callable[..., Tensor],
+    data: tuple[Tensor, ...],
+    *,
+    batch: int | None = None,
+    seed: int = 0,
+) -> Task:
+    """All data in each step, or batches in the order of a random permutation."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+
+    def closure(*part: Tensor) -> Tensor:
+        return criterion(model, *part)
+
+    def closures() -> Iterator[Closure]:
+        while True:
+            if batch is None:
+                yield partial(closure, *data)
+                continue
+            for part in torch.randperm(len(data[0]), generator=generator).split(batch)[:-1]:
+                yield partial(closure, *(tensor[part] for tensor in data))
+
+    def evaluate() -> Tensor:
+        training = model.training
+        with torch.no_grad():
+            found: Tensor = closure(*data)
+        model.train(training)
+        return found
+
+    return Task(model, loss, closures(), evaluate, batch is None)
+
+
+def _classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def _half_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    found: Tensor = (model(x) - y).square().sum() / (2 * len(x))
+    return found
+
+
+def _named(*layers: nn.Module) -> nn.Sequential:
+    """A chain whose last layer is called ``head``."""
+    model = nn.Sequential()
+    for number, layer in enumerate(layers[:-1]):
+        model.add_module(str(number), layer)
+    model.add_module("head", layers[-1])
+    return model
+
+
+def _digits(count: int) -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.tensor(pixels[:count], dtype=torch.float32) / 16
+    return x, torch.tensor(labels[:count], dtype=torch.int64)
+
+
+def logistic(seed: int) -> Task:
+    from sklearn.datasets import load_breast_cancer
+
+    features, labels = load_breast_cancer(return_X_y=True)
+    torch.manual_seed(seed)
+    data = torch.tensor(features, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64)
+    return _task(_named(nn.Identity(), nn.Linear(30, 2)), "cross-entropy", _classes, data)
+
+
+def narrow_tanh(seed: int) -> Task:
+    torch.manual_seed(seed)
+    x = 2 * torch.rand(500, 3) - 1
+    y = torch.sin(3 * x[:, :1]) * x[:, 1:2] + x[:, 2:].square()
+    widths = [3, *[10] * 20]
+    layers: list[nn.Module] = []
+    for into, out in itertools.pairwise(widths):
+        layers += [nn.Linear(into, out), nn.Tanh()]
+        nn.init.xavier_uniform_(layers[-2].weight)  # type: ignore[arg-type]
+    return _task(_named(*layers, nn.Linear(10, 1)), "mse", _mse, (x, y))
+
+
+def autoencoder(seed: int) -> Task:
+    x, _ = _digits(1000)
+    torch.manual_seed(seed)
+    widths = [64, 40, 8, 40]
+    layers: list[nn.Module] = []
+    for into, out in itertools.pairwise(widths):
+        layers += [nn.Linear(into, out), nn.Tanh()]
+    model = _named(*layers, nn.Linear(40, 64))
+    return _task(model, "squared-error", _half_square, (x, x))
+
+
+class Residuals(nn.Module):
+    """``u'' + pi^2 sin(pi x) = 0`` with ``u(0) = u(1) = 0``, by derivatives inside of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 24
+        self.net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            u = self.head(self.net(x))
+            (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        inside = second + 10 * math.pi**2 * torch.sin(math.pi * x.detach())
+        edge = (x.detach() <= 0) | (x.detach() >= 1)
+        return torch.where(edge, 10 * u, inside)
+
+
+def pinn(seed: int) -> Task:
+    torch.manual_seed(seed)
+    x = torch.linspace(0, 1, 128).unsqueeze(1)
+    return _task(Residuals(), "mse", _mse, (x, torch.zeros_like(x)))
+
+
+class NaturalGaussian(Loss):
+    """``b y^2 / 2 - a y + a^2 / (2 b) - log(b) / 2`` in the natural parameters ``(a, b)``.
+
+    The outputs are ``[N, 2]``: ``a = mean / variance`` and ``b``, the precision.
+    """
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`: that of ``a^2 / (2 b) - log(b) / 2`` in ``(a, b)``."""
+        a, b = outputs.unbind(1)
+        u, v = vectors.unbind(1)
+        return torch.stack(
+            [u / b - v * a / b**2, -u * a / b**2 + v * (a**2 / b**3 + 0.5 / b**2)], 1
+        )
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: columns of the Cholesky factor."""
+        a, b = outputs.unbind(1)
+        yield torch.stack([b.rsqrt(), -a / b**1.5], 1)
+        yield torch.stack([torch.zeros_like(a), math.sqrt(0.5) / b], 1)
+
+
+class NaturalNet(nn.Module):
+    """Returns natural parameters, the second one positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, raw = self.head(self.net(x)).unbind(1)
+        return torch.stack([a, F.softplus(raw) + 1e-3], 1)
+
+
+def _spread(seed: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x = 4 * torch.rand(400, 1) - 2
+    return x, torch.sin(3 * x) + (0.05 + 0.3 * x.abs()) * torch.randn_like(x)
+
+
+def natural_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean of ``b y^2 / 2 - a y + a^2 / (2 b) - log(b) / 2``."""
+    a, b = model(x).unbind(1)
+    y = y.squeeze(1)
+    found: Tensor = (b * y**2 / 2 - a * y + a**2 / (2 * b) - b.log() / 2).mean()
+    return found
+
+
+def gaussian_natural(seed: int) -> Task:
+    data = _spread(seed)
+    return _task(NaturalNet(), NaturalGaussian(), natural_nll, data)
+
+
+class MeanVariance(Loss):
+    """The Fisher of a Gaussian in ``(mean, log-variance)``: ``diag(1 / variance, 1 / 2)``."""
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        scale = torch.stack([(-outputs[:, 1]).exp(), torch.full_like(outputs[:, 1], 0.5)], 1)
+        return vectors * scale
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`."""
+        zero = torch.zeros_like(outputs[:, 1])
+        yield torch.stack([(-outputs[:, 1] / 2).exp(), zero], 1)
+        yield torch.stack([zero, torch.full_like(zero, math.sqrt(0.5))], 1)
+
+
+def mean_variance_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean of ``log-variance / 2 + (y - mean)^2 / (2 variance)``."""
+    mean, log = model(x).unbind(1)
+    found: Tensor = (log / 2 + (y.squeeze(1) - mean) ** 2 * (-log).exp() / 2).mean()
+    return found
+
+
+def gaussian_variance(seed: int) -> Task:
+    data = _spread(seed)
+    model = _named(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+    return _task(model, MeanVariance(), mean_variance_nll, data)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with two heads, and a layer of twice the width behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        parts = self.qkv(self.before(x)).view(samples, length, 6, width // 2).transpose(1, 2)
+        q, k, v = parts.split(2, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return found
+
+
+class Transformer(nn.Module):
+    """Two layers of attention over sequences of symbols; returns ``[N, symbols, length]``."""
+
+    def __init__(self, symbols: int, length: int, width: int = 32) -> None:
+        super().__init__()
+        self.symbols, self.places = nn.Embedding(symbols, width), nn.Embedding(length, width)
+        self.layers = nn.Sequential(Attention(width), Attention(width), nn.LayerNorm(width))
+        self.head = nn.Linear(width, symbols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.symbols(x) + self.places(torch.arange(x.shape[1]))
+        logits: Tensor = self.head(self.layers(hidden)).transpose(1, 2)
+        return logits
+
+
+def transformer(seed: int) -> Task:
+    """The next symbol of a chain of second order."""
+    generator = torch.Generator().manual_seed(7)
+    symbols, length = 12, 24
+    table = (3 * torch.randn(symbols, symbols, symbols, generator=generator)).softmax(2)
+    rows = [torch.randint(symbols, (512,), generator=generator) for _ in range(2)]
+    for _ in range(length - 1):
+        p = table[rows[-2], rows[-1]]
+        rows.append(torch.multinomial(p, 1, generator=generator).squeeze(1))
+    data = torch.stack(rows, 1)
+    torch.manual_seed(seed)
+    model = Transformer(symbols, length)
+    parts = data[:, :-1], data[:, 1:]
+    return _task(model, "cross-entropy", _classes, parts, batch=32, seed=seed)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose last state is read."""
+
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, width, batch_first=True)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(x)
+        found: Tensor = self.head(states[:, -1])
+        return found
+
+
+def recurrent(seed: int) -> Task:
+    """Rows of digits, one after the other."""
+    x, y = _digits(1280)
+    torch.manual_seed(seed)
+    model = Recurrent(8, 32, 10)
+    return _task(model, "cross-entropy", _classes, (x.view(-1, 8, 8), y), batch=64, seed=seed)
+
+
+def cnn(seed: int) -> Task:
+    x, y = _digits(1536)
+    torch.manual_seed(seed)
+    model = _named(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+    data = x.view(-1, 1, 8, 8), y
+    return _task(model, "cross-entropy", _classes, data, batch=128, seed=seed)
+
+
+class Variational(nn.Module):
+    """Returns logits of pixels, and the mean and log-variance of the code that they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 48), nn.Tanh())
+        self.mean, self.log = nn.Linear(48, 6), nn.Linear(48, 6)
+        self.decoder = nn.Sequential(nn.Linear(6, 48), nn.Tanh())
+        self.head = nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.encoder(x)
+        mean, log = self.mean(hidden), self.log(hidden)
+        code = mean + torch.randn_like(mean) * (log / 2).exp()
+        return self.head(self.decoder(code)), mean, log
+
+
+class Exponential(Loss):
+    """``(e^s - s) / 2``, summed over features: of a log-variance's divergence from 0."""
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        return vectors * outputs.exp() / 2
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`."""
+        for feature in range(outputs.shape[1]):
+            column = torch.zeros_like(outputs)
+            column[:, feature] = (outputs[:, feature].exp() / 2).sqrt()
+            yield column
+
+
+def _elbo(model: nn.Module, x: Tensor) -> Tensor:
+    logits, mean, log = model(x)
+    pixels = F.binary_cross_entropy_with_logits(logits, x, reduction="none").sum(1)
+    found: Tensor = (pixels + (mean.square() + log.exp() - log - 1).sum(1) / 2).mean()
+    return found
+
+
+def vae(seed: int) -> Task:
+    x, _ = _digits(1280)
+    torch.manual_seed(seed)
+    from soframe.losses import BinaryCrossEntropy
+
+    loss = SumLoss(
+        [
+            Term(BinaryCrossEntropy(features="sum"), output=0),
+            Term("squared-error", output=1),
+            Term(Exponential(), output=2),
+        ]
+    )
+    return _task(Variational(), loss, _elbo, (x,), batch=128, seed=seed)
+
+
+class Graph(nn.Module):
+    """Two graph convolutions (Kipf and Welling, 2017) over one graph."""
+
+    def __init__(self, adjacency: Tensor, features: int, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", adjacency)
+        self.first, self.head = nn.Linear(features, 32), nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.adjacency @ self.first(x))
+        found: Tensor = self.adjacency @ self.head(hidden)
+        return found
+
+
+def graph(seed: int) -> Task:
+    """A community of each node in a stochastic block model."""
+    generator = torch.Generator().manual_seed(3)
+    nodes, classes = 300, 5
+    y = torch.randint(classes, (nodes,), generator=generator)
+    p = torch.where(y.unsqueeze(0) == y.unsqueeze(1), 0.06, 0.02)
+    upper = (torch.rand(nodes, nodes, generator=generator) < p).float().triu(1)
+    edges = upper + upper.T + torch.eye(nodes)
+    root = edges.sum(1).rsqrt()
+    x = torch.randn(nodes, 24, generator=generator) + 0.3 * F.one_hot(y, 24)
+    torch.manual_seed(seed)
+    model = Graph(root * edges * root.unsqueeze(1), 24, classes)
+    return _task(model, "cross-entropy", _classes, (x, y))
+
+
+class NormedLayer(nn.Module):
+    """A residual layer behind a layer norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + F.silu(self.linear(self.norm(x)))
+        return found
+
+
+def norms(seed: int) -> Task:
+    x, y = _digits(1536)
+    torch.manual_seed(seed)
+    layers = [NormedLayer(48) for _ in range(4)]
+    model = _named(nn.Linear(64, 48), nn.BatchNorm1d(48), *layers, nn.Linear(48, 10))
+    return _task(model, "cross-entropy", _classes, (x, y), batch=128, seed=seed)
+
+
+class Factorisation(nn.Module):
+    """``u_i . v_j + a_i + b_j`` of embeddings."""
+
+    def __init__(self, rows: int, columns: int, rank: int) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(rows, rank), nn.Embedding(columns, rank)
+        self.row, self.column = nn.Embedding(rows, 1), nn.Embedding(columns, 1)
+        for module in (self.rows, self.columns, self.row, self.column):
+            nn.init.normal_(module.weight, std=0.3)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        i, j = pairs.unbind(1)
+        both = (self.rows(i) * self.columns(j)).sum(1, keepdim=True)
+        found: Tensor = both + self.row(i) + self.column(j)
+        return found
+
+
+def factorisation(seed: int) -> Task:
+    generator = torch.Generator().manual_seed(5)
+    rows, columns, rank = 80, 60, 6
+    left, right = (torch.randn(n, rank, generator=generator) for n in (rows, columns))
+    pairs = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    pairs = pairs[torch.randperm(len(pairs), generator=generator)[:2048]]
+    y = (left[pairs[:, 0]] * right[pairs[:, 1]]).sum(1, keepdim=True)
+    y = y + 0.1 * torch.randn(y.shape, generator=generator)
+    torch.manual_seed(seed)
+    return _task(Factorisation(rows, columns, rank), "mse", _mse, (pairs, y), batch=256, seed=seed)
+
+
+def multi_task(seed: int) -> Task:
+    """The digit, and how its ink is spread over the rows."""
+    x, y = _digits(1000)
+    ink = x.view(-1, 8, 8).sum(2)
+
+    def both(model: nn.Module, x: Tensor, y: Tensor, ink: Tensor) -> Tensor:
+        outputs = model(x)
+        square = (outputs[:, 10:] - ink).square().sum() / (2 * len(x))
+        found: Tensor = F.cross_entropy(outputs[:, :10], y) + square
+        return found
+
+    loss = SumLoss([Term("cross-entropy", slice(0, 10)), Term("squared-error", slice(10, None))])
+    torch.manual_seed(seed)
+    model = _named(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 18))
+    return _task(model, loss, both, (x, y, ink))
+
+
+PROBLEMS: Mapping[str, Problem] = {
+    "logistic": Problem(logistic, "logistic regression, raw ill-conditioned features"),
+    "narrow-tanh": Problem(narrow_tanh, "20 narrow layers, tanh"),
+    "autoencoder": Problem(autoencoder, "autoencoder of digits"),
+    "pinn": Problem(pinn, "Poisson's equation, derivatives inside of the model"),
+    "gaussian-natural": Problem(gaussian_natural, "Gaussian likelihood, natural parameters"),
+    "gaussian-variance": Problem(gaussian_variance, "Gaussian likelihood, mean and log-variance"),
+    "transformer": Problem(transformer, "transformer, batches of 32"),
+    "recurrent": Problem(recurrent, "LSTM, batches of 64"),
+    "cnn": Problem(cnn, "convolutions on digits, batches of 128"),
+    "vae": Problem(vae, "variational autoencoder, batches of 128"),
+    "graph": Problem(graph, "graph convolutions", unseen=True),
+    "norms": Problem(norms, "residual layers with norms, batches of 128", unseen=True),
+    "factorisation": Problem(factorisation, "matrix factorisation, batches of 256", unseen=True),
+    "multi-task": Problem(multi_task, "classes and a regression, ReLU", unseen=True),
+}
+
+
+def describe(task: Task) -> dict[str, Any]:
+    """Return what a table says of a task."""
+    return {
+        "parameters": sum(p.numel() for p in task.model.parameters()),
+        "full_batch": task.full_batch,
+    }

@@ -1,0 +1,154 @@
+"""What a step of the trust region saw and did, as data, as TensorBoard's scalars, and as a plot.
+
+``TrustRegion(..., on_step=...)`` calls with a `Readout` after each step::
+
+    history = soframe.trust_region.History()
+    optimizer = soframe.TrustRegion(model, loss="mse", on_step=history)
+    ...
+    history.plot("run.png")
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What one step saw and did.
+
+    Attributes:
+        step: Completed steps before it.
+        loss: Before the update, over all ranks.
+        damping: The policy's.
+        preconditioner_dampings: One for each run of layers.
+        coefficients: Of the directions in the update; empty where none was made.
+        predicted: By how much the model said that the objective would change; None likewise.
+        change: By how much it changed in the step that was judged: this one, or with
+            ``full_batch`` the one before; None where none was.
+        ratio: That over what was predicted.
+        undone: Why an update was undone, or none was made; None if nothing was.
+        notes: What else there is to say.
+    """
+
+    step: int
+    loss: float
+    damping: float
+    preconditioner_dampings: tuple[float, ...] = ()
+    coefficients: tuple[float, ...] = ()
+    predicted: float | None = None
+    change: float | None = None
+    ratio: float | None = None
+    undone: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the readout as plain data, for JSON or a table."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """Return the readout in one line, for a log."""
+        numbers = {"change": self.change, "predicted": self.predicted, "ratio": self.ratio}
+        shown = [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
+        said = [f"undone: {self.undone}"] if self.undone else []
+        parts = [f"step {self.step}: loss {self.loss:.6g}", *shown, f"damping {self.damping:.3g}"]
+        return ", ".join([*parts, *said, *self.notes])
+
+
+OnStep = Callable[[Readout], object]
+"""Is given the readout of each step, on every rank."""
+
+
+class History(Sequence[Readout]):
+    """Keeps the readouts of all steps; pass it as ``on_step``."""
+
+    def __init__(self) -> None:
+        self._readouts: list[Readout] = []
+
+    def __call__(self, readout: Readout) -> None:
+        """Keep one more."""
+        self._readouts.append(readout)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._readouts)
+
+    def __iter__(self) -> Iterator[Readout]:
+        """Return them in order."""
+        return iter(self._readouts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one, or a list of a slice."""
+        return self._readouts[index]
+
+    def plot(self, path: str | Path) -> None:
+        """Write a figure: losses, dampings and ratios over the steps, and what was undone.
+
+        Args:
+            path: Of an image, or of whatever else matplotlib writes.
+
+        Raises:
+            ImportError: If there is no matplotlib.
+        """
+        try:
+            figures: Any = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError("History.plot needs matplotlib: pip install matplotlib") from error
+        figure = figures.Figure(figsize=(7, 7.5), layout="constrained")
+        loss, damping, ratio = figure.subplots(3, sharex=True)
+        steps = [one.step for one in self]
+        loss.plot(steps, [one.loss for one in self])
+        undone = [one for one in self if one.undone is not None]
+        loss.plot([one.step for one in undone], [one.loss for one in undone], "rx", label="undone")
+        loss.set(ylabel="loss", yscale="log" if all(one.loss > 0 for one in self) else "linear")
+        damping.plot(steps, [one.damping for one in self], label="of the model")
+        for number in range(max((len(one.preconditioner_dampings) for one in self), default=0)):
+            own = [one for one in self if number < len(one.preconditioner_dampings)]
+            values = [one.preconditioner_dampings[number] for one in own]
+            label = f"of the preconditioner, run {number}"
+            damping.plot([one.step for one in own], values, "--", label=label)
+        damping.set(ylabel="damping", yscale="log")
+        judged = [(n.step, n.ratio) for n in self if n.ratio is not None and math.isfinite(n.ratio)]
+        ratio.plot(*zip(*judged, strict=True) if judged else ([], []), ".")
+        ratio.set(ylabel="reduction ratio", xlabel="step", ylim=(-1.0, 3.0))
+        for axes in (loss, damping):
+            axes.legend(fontsize="small")
+        figure.savefig(path)
+
+
+class ScalarWriter(Protocol):
+    """What ``torch.utils.tensorboard.SummaryWriter`` is, as far as it is used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write a number."""
+
+
+class Scalars:
+    """Writes readouts as scalars of TensorBoard; pass it as ``on_step``, on one rank only.
+
+    Args:
+        writer: A ``SummaryWriter``.
+        prefix: Of every tag.
+    """
+
+    def __init__(self, writer: ScalarWriter, prefix: str = "trust_region/") -> None:
+        self._writer, self._prefix = writer, prefix
+
+    def __call__(self, readout: Readout) -> None:
+        """Write the numbers of a step, and 1 as ``undone`` where an update was."""
+        found: dict[str, float | None] = {
+            name: getattr(readout, name)
+            for name in ("loss", "damping", "predicted", "change", "ratio")
+        }
+        found["undone"] = float(readout.undone is not None)
+        for name in ("preconditioner_dampings", "coefficients"):
+            values: tuple[float, ...] = getattr(readout, name)
+            found |= {f"{name}/{number}": value for number, value in enumerate(values)}
+        for name, value in found.items():
+            if value is not None and math.isfinite(value):
+                self._writer.add_scalar(self._prefix + name, value, readout.step)

@@ -1,0 +1,106 @@
+"""The benchmark of small problems: targets, whose trial counts, and what is kept of a run."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from harness import suite
+from harness.suite_problems import PROBLEMS
+from typer.testing import CliRunner
+
+from benchmarks import suite as command
+
+app = typer.Typer()
+app.command()(command.main)
+
+
+def curve(*losses: float) -> suite.Curve:
+    """One step and one second from each loss to the next."""
+    points = [(float(at), at, loss) for at, loss in enumerate(losses)]
+    return suite.Curve(points, len(losses) - 1, float(len(losses) - 1))
+
+
+def test_a_curve_says_when_a_loss_was_reached_and_keeps_its_records() -> None:
+    own = curve(8.0, 4.0, 5.0, math.nan, 3.999, 1.0, 2.0)
+    assert own.lowest == 1.0
+    assert own.lowest_within(4.0) == 3.999
+    assert own.reached(4.0) == (1.0, 1)
+    assert own.reached(0.5) is None
+    again = suite.Curve.of(own.as_dict())
+    assert [loss for *_, loss in again.points] == [8.0, 4.0, 1.0]
+    assert again.reached(2.0) == own.reached(2.0)
+    last = suite.Curve.of(curve(8.0, 4.0, 3.999).as_dict())
+    assert last.lowest == 3.999
+
+
+def test_the_soonest_trial_at_adamw_s_loss_counts() -> None:
+    def trial(lr: float, *losses: float) -> list[Any]:
+        own = curve(*losses)
+        return [{"lr": lr}, own.lowest, own.as_dict()["points"]]
+
+    trials = {
+        "adamw": [trial(1.0, 9.0, 3.0, 2.0), trial(2.0, 9.0, 1.0, 4.0)],
+        "soap": [trial(1.0, 9.0, 5.0, 0.1), trial(2.0, 9.0, 0.9, 0.8), trial(3.0, 9.0, 2.0)],
+        "muon": [trial(1.0, 9.0, 2.0), trial(2.0, 9.0, 1.5)],
+    }
+    assert suite.best_of("adamw", trials) == {"lr": 2.0}
+    assert suite.best_of("soap", trials) == {"lr": 2.0}
+    assert suite.best_of("muon", trials) == {"lr": 2.0}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_problem_is_the_same_from_its_seed_and_goes_through_every_batch(name: str) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        task = PROBLEMS[name].make(seed)
+        torch.manual_seed(seed)
+        first = next(task.closures)()
+        first.backward()
+        assert all(p.grad is not None for p in task.model.parameters())
+        losses.append((first.item(), float(task.evaluate())))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_there_are_enough_and_some_are_unseen() -> None:
+    assert len(PROBLEMS) >= 12
+    assert sum(problem.unseen for problem in PROBLEMS.values()) >= 3
+    for name in PROBLEMS:
+        assert suite.Results(name, 2.0, Path("nowhere")).trials.keys() == set(suite.PEERS)
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "RATES", dict.fromkeys(suite.PEERS, (1e-2,)))
+    raced: list[Any] = []
+    race = suite.race
+
+    def watched(problem: str, seed: int, runs: Any, turn: float = 0.25) -> Any:
+        raced.extend(runs)
+        return race(problem, seed, runs, turn)
+
+    monkeypatch.setattr(suite, "race", watched)
+
+    def once(seeds: list[int]) -> list[suite.Row]:
+        results = suite.Results("gaussian-natural", 0.02, tmp_path / "runs", tmp_path / "tuned")
+        names = [suite.TRUST_REGION, "adamw", "soap"]
+        results.complete(seeds, names, 2.0)
+        return suite.rows(results, seeds, names)
+
+    own, adamw, _ = once([0])
+    assert adamw.ratios == (1.0,)
+    assert own.targets == (min(adamw.lowest),)
+    assert own.error is None
+    assert raced.count("adamw") == 3 + 1
+    assert raced.count("muon") == 3
+    raced.clear()
+    once([0])
+    assert raced == []
+    once([0, 1])
+    assert raced == [suite.TRUST_REGION, "adamw", "soap"]
+
+
+def test_what_there_is_not() -> None:
+    for arguments in (["nothing"], ["--optimizers", "adamw,sgd"], ["--optimizers", "soap"]):
+        assert CliRunner().invoke(app, arguments).exit_code != 0
