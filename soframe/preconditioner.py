@@ -259,8 +259,9 @@ class Preconditioner(Joinable):
                 scaling=scaling,
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
+                ranks=self.backend.global_ranks,
             )
-            self._capture = Capture(probing=self._fisher.probed)
+            self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._closed = False
             self._blocks: list[Block] = []
         self._build()
@@ -338,21 +339,19 @@ class Preconditioner(Joinable):
         if finite:
             self._observe(incoming, now, after=False)
         directions = self._update(incoming, now, () if weights is None else self._statistics.due)
-        results = directions.matrices
         self.updated = finite and clip(
-            results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
+            directions, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
         )
         if self.updated:
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
-            for block, result in results.items():
-                block.write(result)
+            directions.write()
             directions.commit()
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
             gradients.discard(self._model, self.home)
-        self._accumulation.wrote(results if finite else ())
+        self._accumulation.wrote(directions.matrices if finite else ())
         self._steps += 1
         self._refresh.owed = max(0, self._refresh.owed - 1)
         self._begin()
@@ -417,8 +416,7 @@ class Preconditioner(Joinable):
             counters=self.counters,
             gradients=self._raw.now,
         )
-        for block, result in directions.matrices.items():
-            block.write(result)
+        directions.write()
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -543,6 +541,7 @@ class Preconditioner(Joinable):
             refresh=self._refresh,
             settings=settings,
             owner=self._capture,
+            gradients=self._gradients,
             first=not self._blocks,
         )
         if self._blocks:
@@ -583,8 +582,7 @@ class Preconditioner(Joinable):
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        kind = averaging.KINDS[self._gradients]
-        self._raw = kind(self._model, placed, self.home)
+        self._raw = averaging.source_of(self._gradients, self._model, placed, self.home)
         statistics.listen()
         if not old:
             self._begin()

@@ -172,3 +172,90 @@ class TensorSpec:
             return prod(self.shape)
         *leading, size, _ = self.shape
         return prod(leading) * size * (size + 1) // 2
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a parameter, and its gradient with it, is cut up: along one dimension, over ranks.
+
+    Several ranks may hold the same range: they are copies of each other (hybrid sharding). Each
+    copy, which is all ranks of one number in ``copies``, holds the whole tensor.
+
+    Attributes:
+        shape: The shape in which the tensor is cut: the parameter's own, or a flat one.
+        dim: Along which dimension.
+        ranges: For each rank the first index along ``dim`` that it holds, and the one after the
+            last; equal for a rank that holds nothing.
+        copies: For each rank the number of the copy that it belongs to.
+        dtype: The dtype of the gradient, by its name.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+    dtype: str
+
+    @property
+    def whole(self) -> int:
+        """The elements of the whole tensor."""
+        return prod(self.shape)
+
+    def numel(self, rank: int) -> int:
+        """Return how many elements a rank holds.
+
+        Args:
+            rank: The rank.
+        """
+        start, stop = self.ranges[rank]
+        return self.whole // max(self.shape[self.dim], 1) * (stop - start) if self.shape else 1
+
+    def holds_all(self, rank: int) -> bool:
+        """Return whether a rank holds the whole tensor.
+
+        Args:
+            rank: The rank.
+        """
+        return self.numel(rank) == self.whole
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the other ranks from which a rank gets what it lacks of the whole, in order.
+
+        Args:
+            rank: The rank.
+        """
+        if self.holds_all(rank):
+            return []
+        own = self.copies[rank]
+        return [
+            other
+            for other, copy in enumerate(self.copies)
+            if copy == own and other != rank and self.numel(other) > 0
+        ]
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the part of a whole tensor that a rank holds.
+
+        Args:
+            whole: A tensor of as many elements as ``shape``.
+            rank: The rank.
+
+        Returns:
+            A view of it, or of a copy where it is no view of ``shape``.
+        """
+        if not self.shape:
+            return whole.reshape(())
+        start, stop = self.ranges[rank]
+        return whole.reshape(self.shape).narrow(self.dim, start, stop - start)
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
+        """Return how a tensor is cut that every rank holds whole.
+
+        Args:
+            shape: Its shape.
+            ranks: The number of ranks.
+            dtype: Its dtype, by its name.
+        """
+        size = shape[0] if shape else 1
+        return cls(shape, 0, ((0, size),) * ranks, tuple(range(ranks)), dtype)

@@ -18,7 +18,7 @@ from soframe.layers.layout import Layout
 from soframe.methods.base import Method
 from soframe.methods.scaling import Counts
 from soframe.solvers.base import Solver, mean_of, mean_trace
-from soframe.specs import VALUE, FactorSpec, TensorSpec
+from soframe.specs import VALUE, FactorSpec, Shards, TensorSpec
 from soframe.strategies.placement import BlockWork
 
 
@@ -35,6 +35,7 @@ class Block:
         dtype: The dtype of factors and second-order data.
         layout: How the parameters become the gradient matrix: the first helper, where there is one.
         home: Where the parameters' gradients live.
+        ranks: The global ranks of the group in which the block is placed.
         arrived: The running factors that this rank holds, by name: in their shape, or packed as
             triangles where the placement says so; empty before the first statistics. Without what
             is under way: see ``running``.
@@ -62,6 +63,8 @@ class Block:
         input_of: The name of the first block that was called with the same input then.
         damping: In place of the preconditioner's; None for that. The same on every rank.
         auxiliary: Whether its method is the auxiliary one.
+        shards: How each parameter is shared out over ranks, by its name; empty where every rank has
+            all of them whole.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Block:
     dtype: torch.dtype
     layout: Layout
     home: GradientHome
+    ranks: tuple[int, ...] = ()
     arrived: dict[str, Tensor] = field(default_factory=dict)
     lower: set[str] = field(default_factory=set)
     under_way: list[Task] = field(default_factory=list)
@@ -121,6 +125,22 @@ class Block:
         self._dependent = any(f.needs for f in factors)
         self._all_captured = frozenset(f.name for f in self.captured)
         self.gathered: frozenset[str] = self._gatherable()
+        self.shards: dict[str, Shards] = self._shards()
+
+    def _shards(self) -> dict[str, Shards]:
+        found: dict[str, Shards | None] = {}
+        for name, parameter in self.parameters.items():
+            try:
+                found[name] = self.home.shards(parameter, self.ranks)
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{name}: {error}") from error
+        if not any(found.values()):
+            return {}
+        ranks = len(self.ranks)
+        return {
+            name: shards or Shards.none(tuple(p.shape), ranks, str(p.dtype).removeprefix("torch."))
+            for (name, shards), p in zip(found.items(), self.parameters.values(), strict=True)
+        }
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -302,6 +322,7 @@ class Block:
             resident=resident if any(resident) else (),
             unsolved=tuple(f.name for f in self.factors if self.solvers[f.name] is None),
             state=tuple(self.states.values()),
+            shards=tuple(self.shards.values()),
             effort=self.method.effort(self.shape),
             after=self.method.refreshes_after,
         )
@@ -318,6 +339,7 @@ class Block:
             ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
             none counts as zero.
         """
+        assert not self.shards, "the gradient is in parts, which have to be gathered first"
         parameters, read = self.parameters, self.home.read
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -339,6 +361,41 @@ class Block:
         parameters = self.parameters
         for name, value in self.layout.unpack(matrix).items():
             self.home.write(parameters[name], value)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter's gradient, by name; zeros where it has none.
+
+        Returns:
+            Tensors in the shapes of the home's `soframe.GradientHome.local`.
+        """
+        home = self.home
+        found = {}
+        for name, parameter in self.parameters.items():
+            gradient = home.read(parameter)
+            found[name] = torch.zeros_like(home.local(parameter)) if gradient is None else gradient
+        return found
+
+    def assemble(self, wholes: Mapping[str, Tensor]) -> Tensor:
+        """Return whole gradients as a matrix in the factors' dtype.
+
+        Args:
+            wholes: The gradient of each parameter, by name, of as many elements.
+
+        Returns:
+            ``[groups, out, in]``.
+        """
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        tensors = {name: whole.reshape(shapes[name]) for name, whole in wholes.items()}
+        return self.layout.pack(tensors).to(self.dtype)
+
+    def write_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Write this rank's parts into the parameters' gradients, in place.
+
+        Args:
+            parts: The part of each parameter, by name.
+        """
+        for name, part in parts.items():
+            self.home.write(self.parameters[name], part)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a running factor that this rank holds, as whole matrices.

@@ -17,6 +17,7 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.shards import Split, scatter
 from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.specs import TensorSpec
@@ -55,10 +56,24 @@ def precondition(
     backend = placed.backend
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
+    sharded: dict[Block, _Whole] = {}
     batches: list[Batch] = []
     made: list[Batch] = []
     for block, place in placed:
         if not block.active:
+            continue
+        if block.shards:
+            if block not in gradients:
+                continue  # on no rank
+            sharded[block] = whole = _Whole(block)
+            gradient = gradients[block]
+            if backend.rank in place.gradient_workers and gradient is not None:
+                joins = _joins(block, gradient)
+                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
+                if not batch.gradients:
+                    made.append(batch)
+                batch.gradients[block] = gradient
+                whole.batch = batch
             continue
         spec = (TensorSpec(tuple(block.shape)),)
         for worker in place.gradient_workers:
@@ -79,10 +94,63 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
+    parts = _scattered(placed, sharded)
     states: dict[Block, Mapping[str, Tensor]] = {}
     for batch in made:
         states.update(batch.states)
-    return Directions({block: results[block] for block in gradients}, states)
+    known = {block: results.get(block) for block in gradients}
+    known.update({block: whole.matrix for block, whole in sharded.items()})
+    return Directions(known, states, parts)
+
+
+class _Whole:
+    """The direction of a block whose parameters are shared out, made when it is first asked for.
+
+    Attributes:
+        batch: What makes it, on gradient workers.
+        matrix: ``[groups, out, in]``, on gradient workers once it is made.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self.batch: Batch | None = None
+        self.matrix: Tensor | None = None
+
+    def of(self, name: str) -> Tensor:
+        """Return the direction of one parameter.
+
+        Args:
+            name: Its name in the block.
+        """
+        if self.matrix is None:
+            assert self.batch is not None
+            (self.matrix,) = self.batch.result(self._block)
+        return self._block.layout.unpack(self.matrix)[name]
+
+
+def _scattered(
+    placed: PlacedBlocks, sharded: Mapping[Block, _Whole]
+) -> dict[Block, dict[str, Tensor]]:
+    """Return this rank's parts of the directions of blocks whose parameters are shared out."""
+    splits: dict[Block, dict[str, Split]] = {}
+    for block, whole in sharded.items():
+        place = placed.place(block)
+        splits[block] = {
+            name: Split(
+                shards=shards,
+                dtype=block.dtype,
+                device=block.device,
+                workers=place.gradient_workers,
+                sources=place.sources,
+                make=functools.partial(whole.of, name),
+            )
+            for name, shards in block.shards.items()
+        }
+    scatter(placed.backend, [s for own in splits.values() for s in own.values()], "exchange")
+    return {
+        block: {name: split.part for name, split in own.items() if split.part is not None}
+        for block, own in splits.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -91,13 +159,37 @@ class Directions:
 
     Attributes:
         matrices: The direction of each block that has a gradient, ``[groups, out, in]``, on its
-            receivers.
+            receivers; of blocks whose parameters are shared out on gradient workers, and None
+            elsewhere.
         states: The new state of each block that this rank has made a direction of, where its method
             keeps one: to be put to use by `commit` if the step is taken.
+        parts: Of blocks whose parameters are shared out this rank's parts, by parameter.
     """
 
-    matrices: dict[Block, Tensor]
+    matrices: dict[Block, Tensor | None]
     states: dict[Block, Mapping[str, Tensor]]
+    parts: Mapping[Block, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def tensors(self, block: Block) -> list[Tensor]:
+        """Return what this rank writes of a block's direction.
+
+        Args:
+            block: The block.
+        """
+        if block in self.parts:
+            return list(self.parts[block].values())
+        matrix = self.matrices[block]
+        assert matrix is not None
+        return [matrix]
+
+    def write(self) -> None:
+        """Write the directions into the gradients, in place."""
+        for block, matrix in self.matrices.items():
+            if block in self.parts:
+                block.write_parts(self.parts[block])
+            else:
+                assert matrix is not None
+                block.write(matrix)
 
     def commit(self) -> None:
         """Let blocks have their new states, and count the update; every rank must call."""

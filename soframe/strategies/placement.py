@@ -20,7 +20,7 @@ from functools import cached_property
 from math import prod
 
 from soframe.layers.base import BlockShape
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.local import LocalPlan
 from soframe.text import format_table
 
@@ -52,6 +52,7 @@ class BlockWork:
             make one of the gradient alone.
         after: Whether statistics of the averaged gradient, and the solves of the block, come after
             its direction; for plans.
+        shards: How each of its parameters is shared out over ranks; empty where none is.
     """
 
     name: str
@@ -66,6 +67,7 @@ class BlockWork:
     state: tuple[TensorSpec, ...] = field(default=(), compare=False)
     effort: float = 0.0
     after: bool = field(default=False, compare=False)
+    shards: tuple[Shards, ...] = ()
 
     @property
     def elements(self) -> float:

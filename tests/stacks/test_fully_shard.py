@@ -1,0 +1,358 @@
+"""Under fully_shard (FSDP2) ranks train as one process does with the concatenated batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import soframe
+from soframe import available
+from soframe.strategies import HybridOpt, Sharded
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.stacks.fully_sharded import Case, Net, Run, alone, make_net, shard, train, weights
+
+pytestmark = pytest.mark.distributed
+
+STRATEGIES: dict[str, Any] = {
+    "comm": "comm-opt",
+    "mem": "mem-opt",
+    "hybrid": HybridOpt(gradient_workers=2),
+    "sharded": Sharded(group=None),
+    "deferred": Sharded(group=None, deferred=True),
+}
+CLIPS = {"kl_clip": 1e-4, "norm_clip": 0.03}
+LARGE = {**CLIPS, "damping": 1e23}
+MEM = {"strategy": "mem-opt"}
+
+CASES: dict[str, Case] = {
+    # Strategies, clips and what they read.
+    **{f"kfac {name}": Case(options={"strategy": s}) for name, s in STRATEGIES.items()},
+    **{
+        f"kfac {name} clips": Case(options={"strategy": s, **CLIPS})
+        for name, s in STRATEGIES.items()
+    },
+    "kfac rates": Case(options={**MEM, **CLIPS, "clip_lr": "initial"}, groups=True),
+    "kfac large": Case(options={**MEM, **LARGE}, factor=1e12),
+    "kfac large comm": Case(options={"strategy": "comm-opt", **LARGE}, factor=1e12),
+    "kfac kl": Case(options={**MEM, "kl_clip": 1e-4}),
+    "kfac norm": Case(options={**MEM, "norm_clip": 0.03}),
+    "kfac background": Case(options={**MEM, "background": 1}),
+    "kfac observed": Case(options=MEM, observed=True),
+    # How fully_shard is called.
+    "stays": Case(options=MEM, shard={"reshard_after_forward": False}),
+    "root": Case(options=MEM, root_only=True),
+    "after": Case(options=MEM, when="after"),
+    "after, stays, in copies": Case(
+        options=MEM, when="after", shard={"reshard_after_forward": False}, hybrid=True
+    ),
+    "in copies": Case(options={**MEM, **CLIPS}, hybrid=True),
+    "in copies, comm": Case(options={**CLIPS}, hybrid=True),
+    "in copies, hybrid": Case(options={"strategy": HybridOpt(gradient_workers=2)}, hybrid=True),
+    # How steps are made.
+    "passes": Case(options=MEM, passes=2),
+    "passes, one reduction": Case(options=MEM, passes=2, syncs=False),
+    "checkpoints": Case(options=MEM, checkpoints=True),
+    "checkpoints, passes": Case(options=MEM, checkpoints=True, passes=2),
+    "spoilt": Case(options=MEM, spoilt=2),
+    "frozen": Case(options=MEM, frozen=(2, 4), end=6),
+    "frozen after": Case(options=MEM, when="after", frozen=(2, 4), end=6),
+    # soframe owns the step.
+    **{
+        f"own {method}": Case(owner="own", method=method, options=MEM)
+        for method in ("kfac", "muon", "soap-muon", "adamw", "shampoo", "ekfac")
+    },
+    "own comm": Case(owner="own", method="soap-muon"),
+    "own cautious": Case(
+        owner="own", method="soap-muon", options={**MEM, "weight_decay_kind": "cautious"}
+    ),
+    "own after": Case(owner="own", method="soap-muon", options=MEM, when="after"),
+    "own in copies": Case(owner="own", method="soap-muon", options=MEM, hybrid=True),
+    "own spoilt": Case(owner="own", method="soap-muon", options=MEM, spoilt=2),
+    "own frozen": Case(owner="own", method="soap-muon", options=MEM, frozen=(2, 4), end=6),
+}
+METHODS = {
+    f"method {name}": Case(owner="own", method=name, options={"strategy": strategy})
+    for strategy, name in (
+        ("mem-opt" if index % 2 else "comm-opt", name)
+        for index, name in enumerate(sorted(available("method")))
+    )
+}
+FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
+"""Cases that run on every number of ranks."""
+
+
+def names_on(ranks: int) -> list[str]:
+    if ranks == 2:
+        return [name for name, case in CASES.items() if not case.hybrid]
+    if ranks == 4:
+        return [name for name, case in CASES.items() if case.hybrid or name in FEW]
+    return list(FEW)
+
+
+Result = tuple[dict[str, Tensor], dict[str, int]]
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        run.preconditioner.close()
+        found.append((weights(run.model), run.preconditioner.counters))
+    return found
+
+
+@cache
+def results_on(ranks: int) -> dict[str, list[Result]]:
+    """All cases of a world size run in one start of its processes."""
+    names = names_on(ranks)
+    by_rank = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=180)
+    return {name: [own[i] for own in by_rank] for i, name in enumerate(names)}
+
+
+def assert_same(results: list[Result], case: Case) -> None:
+    expected, start = alone(case), weights(make_net())
+    for found, counters in results:
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+            assert torch.equal(weight, start[name]) == name.startswith("unused"), name
+        skipped = counters.pop("skipped_updates")
+        assert skipped == (case.spoilt is not None)
+        assert counters.pop("skipped_statistics") in (0, skipped)
+        assert not any(counters.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks in (1, 3) else [])
+        for ranks in (1, 2, 3, 4)
+        for name in names_on(ranks)
+    ],
+)
+def test_ranks_are_one_process(ranks: int, name: str) -> None:
+    assert_same(results_on(ranks)[name], CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_method_is_one_process(ranks: int) -> None:
+    results = run_ranks(train_all, ranks, list(METHODS.values()), timeout=300)
+    for index, case in enumerate(METHODS.values()):
+        assert_same([own[index] for own in results], case)
+
+
+def test_the_cases_are_not_all_one() -> None:
+    """The reference tells clips, decay and frozen weights apart, so equality means something."""
+    pairs = [
+        ("kfac mem", "kfac mem clips"),
+        ("kfac mem", "kfac kl"),
+        ("kfac mem", "kfac norm"),
+        ("kfac mem clips", "kfac norm"),
+        ("kfac mem clips", "kfac rates"),
+        ("kfac mem", "kfac background"),
+        ("kfac mem", "kfac observed"),
+        ("kfac mem", "spoilt"),
+        ("own soap-muon", "own cautious"),
+        ("own soap-muon", "own muon"),
+    ]
+    for one, other in pairs:
+        first, second = alone(CASES[one]), alone(CASES[other])
+        assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        found.append(run.state())
+        run.preconditioner.close()
+    return found
+
+
+RESUMED = [
+    Case(options={"strategy": Sharded(group=None)}),
+    Case(owner="own", method="soap-muon", options=MEM),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
+    """In the middle of an interval; and from one process with plain parameters."""
+    saved, *_ = run_ranks(save_after, before, [replace(case, end=3) for case in RESUMED])
+    plain = [train(replace(case, end=3), sharded=False).state() for case in RESUMED]
+    for states in (saved, plain):
+        rest = [replace(c, begin=3, state=s) for c, s in zip(RESUMED, states, strict=True)]
+        results = run_ranks(train_all, after, rest)
+        for index, case in enumerate(RESUMED):
+            assert_same([own[index] for own in results], case)
+
+
+# -- less precision in a pass ----------------------------------------------------------------------
+
+
+def train_narrow(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    found = []
+    for when in ("before", "after"):
+        for owner, method in (("sgd", "kfac"), ("own", "muon")):
+            case = Case(
+                owner=owner, method=method, options=MEM, when=when, shard={"mp_policy": policy}
+            )
+            run = train(case, rank, ranks)
+            for block in run.preconditioner.blocks:
+                assert block.dtype == torch.float64  # the parameters', whatever a pass computes in
+            run.preconditioner.close()
+            found.append(weights(run.model))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_policy_of_precision(dtype: torch.dtype) -> None:
+    """Within the rounding of the passes, which is the only difference that there may be."""
+    kfac, muon = Case(options=MEM), Case(owner="own", method="muon", options=MEM)
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    for own in run_ranks(train_narrow, 2, dtype):
+        for found, case in zip(own, (kfac, muon, kfac, muon), strict=True):
+            expected, start = alone(case), weights(make_net())
+            moved = max(float((expected[n] - start[n]).norm()) for n in expected)
+            off = max(float((found[n] - expected[n]).norm()) for n in expected)
+            assert 0 < off < bound * moved
+
+
+# -- what is seen, and what is refused -------------------------------------------------------------
+
+
+def net(ranks: int) -> Net:
+    model = make_net()
+    shard(model, Case(), ranks)
+    return model
+
+
+def forward_only_first(rank: int, ranks: int) -> str:
+    """A validation pass leaves the whole parameters in the outermost module."""
+    model = net(ranks)
+    with torch.no_grad():
+        model(torch.tensor([0, 1, 2]))
+    own = soframe.Preconditioner(model, kl_clip=None)
+    kinds = {type(p).__name__ for p in own.covered()}
+    own.close()
+    return ", ".join(kinds)
+
+
+def test_after_a_validation_pass() -> None:
+    assert run_ranks(forward_only_first, 2) == ["DTensor", "DTensor"]
+
+
+def step_in_every_pass(rank: int, ranks: int) -> None:
+    run = Run(Case(), rank, ranks)
+    run.backward(0)
+    run.preconditioner.step()
+    run.backward(1)
+    run.preconditioner.step()
+
+
+def optimizer_in_backward(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def take(parameter: nn.Parameter) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    model(torch.tensor([0, 1, 2])).square().mean().backward()
+    own.step()
+
+
+def built_within_a_step(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    loss = model(torch.tensor([0, 1, 2])).square().mean()
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    loss.backward()
+    own.step()
+
+
+def half_of_the_ranks(rank: int, ranks: int) -> None:
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("other", "own"))
+    fully_shard(model, mesh=mesh["own"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def alone_among_many(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, backend="single")
+
+
+def local_gradients(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
+
+
+def hyperball(rank: int, ranks: int) -> None:
+    soframe.Optimizer(net(ranks), "muon", lr=0.1, constraint="hyperball")
+
+
+def hyperball_first(rank: int, ranks: int) -> None:
+    model = make_net()
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, constraint="hyperball")
+    shard(model, Case(), ranks)
+    model(torch.tensor([0, 1, 2])).square().mean().backward()
+    optimizer.step()
+
+
+def trust_region(rank: int, ranks: int) -> None:
+    soframe.TrustRegion(net(ranks), "mse")
+
+
+def uneven(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    own = soframe.Preconditioner(model, kl_clip=None)
+    with Join([own]):
+        own.step()
+
+
+def plan_of_its_own(rank: int, ranks: int) -> None:
+    """A tensor-parallel layer within a model that is sharded besides."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    model = make_net()
+    parallelize_module(model.layers[0], mesh["tensor"], {"up": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "words"),
+    [
+        (step_in_every_pass, 2, "has added to the gradient that the last step"),
+        (optimizer_in_backward, 2, "Hooks on the parameters .* have taken them"),
+        (built_within_a_step, 2, "gradients without statistics"),
+        (half_of_the_ranks, 4, "is sharded over the ranks .* let fully_shard's mesh have all"),
+        (alone_among_many, 2, "is sharded over the ranks .* let fully_shard's mesh have all"),
+        (local_gradients, 2, "pass gradients='averaged'"),
+        (hyperball, 2, "of which each rank has a part"),
+        (hyperball_first, 2, "of which each rank has a part"),
+        (trust_region, 2, "TrustRegion needs whole parameters"),
+        (uneven, 2, "Join does not go with fully_shard"),
+        (plan_of_its_own, 2, "tensor-parallel plan"),
+    ],
+)
+def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
+    for failure in run_ranks(function, ranks, check=False):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
