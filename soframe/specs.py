@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -232,6 +232,68 @@ class Shards:
             for other, copy in enumerate(self.copies)
             if copy == own and other != rank and self.numel(other) > 0
         ]
+
+    def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
+        """Return the ranks that a rank sends to.
+
+        Parts go to the workers, who are to have the whole; or back to all ranks.
+
+        Args:
+            rank: The rank.
+            workers: The workers.
+            back: For each rank the worker that it has its part from; empty for the way there.
+
+        Returns:
+            The ranks, sorted. On the way there each is sent the rank's part, on the way back its
+            own.
+        """
+        if back:
+            return [r for r, source in enumerate(back) if source == rank != r and self.numel(r)]
+        if not self.numel(rank):
+            return []
+        copy = self.copies[rank]
+        return [
+            worker
+            for worker in sorted(workers)
+            if worker != rank and self.copies[worker] == copy and not self.holds_all(worker)
+        ]
+
+    def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
+        """Return the ranks that a rank is sent something by.
+
+        Args:
+            rank: The rank.
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        if back:
+            return [back[rank]] if back[rank] != rank and self.numel(rank) else []
+        return self.sources(rank) if rank in workers else []
+
+    def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
+        """Return whether any rank sends anything.
+
+        Args:
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        if back:
+            return any(source != r and self.numel(r) for r, source in enumerate(back))
+        return any(self.sources(worker) for worker in workers)
+
+    def carried(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> int:
+        """Return how many elements a rank gives to others and takes from them.
+
+        Args:
+            rank: The rank.
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        receivers, senders = self.receivers(rank, workers, back), self.senders(rank, workers, back)
+        own = self.numel(rank)
+        if back:
+            return sum(map(self.numel, receivers)) + own * len(senders)
+        return own * len(receivers) + sum(map(self.numel, senders))
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a whole tensor that a rank holds.

@@ -80,6 +80,9 @@ def shards(parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
 
     Returns:
         The parts; None for a parameter that is no DTensor.
+
+    Raises:
+        ValueError: If it is sharded over other ranks, or in a way that is not known.
     """
     if not is_dtensor(parameter):
         return None

@@ -32,7 +32,6 @@ class Split:
         part: This rank's part, in whatever dtype.
         whole: The whole tensor, in the shape of ``shards``, on workers.
         make: Called once on a worker for the whole, when its turn has come; None where it is there.
-        targets: For each rank that sends those that it sends to.
     """
 
     shards: Shards
@@ -43,9 +42,6 @@ class Split:
     part: Tensor | None = None
     whole: Tensor | None = None
     make: Callable[[], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        self.targets = targets(self.shards, self.workers, self.sources)
 
     @property
     def size(self) -> int:
@@ -64,31 +60,6 @@ class Split:
             self.whole = make()
         assert self.whole is not None
         return self.whole
-
-
-def targets(shards: Shards, workers: Sequence[int], sources: Sequence[int]) -> dict[int, list[int]]:
-    """Return which ranks send to which others.
-
-    Args:
-        shards: Which parts of a tensor ranks have.
-        workers: The ranks that have the whole, or are to have it.
-        sources: For each rank the worker that it has its part from; empty where parts go to the
-            workers.
-
-    Returns:
-        For each rank that sends those that it sends to. In a gather it sends its own part, else the
-        part of the rank that it sends to.
-    """
-    found: dict[int, list[int]] = {}
-    if sources:
-        for rank, source in enumerate(sources):
-            if source != rank and shards.numel(rank):
-                found.setdefault(source, []).append(rank)
-        return found
-    for worker in sorted(workers):
-        for rank in shards.sources(worker):
-            found.setdefault(rank, []).append(worker)
-    return found
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
@@ -137,7 +108,7 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 
 
 def _tasks(backend: Backend, splits: Sequence[Split], phase: str) -> Iterator[Task]:
-    moving = [split for split in splits if split.targets]
+    moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
     for bucket in fill((split.route, split.size) for split in moving):
         yield _exchange(backend, [moving[index] for index in bucket], phase)
 
@@ -147,12 +118,11 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
     gives: list[list[Tensor]] = [[] for _ in ranks]
     takes: list[list[tuple[Split, int]]] = [[] for _ in ranks]
     for split in splits:
-        for source, others in split.targets.items():
-            if source == rank:
-                for other in others:
-                    gives[other].append(_given(split, rank, other).flatten())
-            elif rank in others:
-                takes[source].append((split, rank if split.sources else source))
+        way = (split.workers, split.sources)
+        for other in split.shards.receivers(rank, *way):
+            gives[other].append(_given(split, rank, other).flatten())
+        for other in split.shards.senders(rank, *way):
+            takes[other].append((split, rank if split.sources else other))
     given = [part for parts in gives for part in parts]
     first = splits[0]
     flat = torch.cat(given) if given else torch.empty(0, dtype=first.dtype, device=first.device)

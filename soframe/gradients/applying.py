@@ -21,7 +21,7 @@ from soframe.comm.shards import Split, scatter
 from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.specs import TensorSpec
-from soframe.strategies.placement import exchange_group
+from soframe.strategies.placement import BlockPlacement, exchange_group
 
 SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six
@@ -57,36 +57,25 @@ def precondition(
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
     sharded: dict[Block, _Whole] = {}
-    batches: list[Batch] = []
-    made: list[Batch] = []
+    batches = _Batches(damping, arrive)
+
+    def mine(block: Block, place: BlockPlacement) -> Tensor | None:
+        return gradients.get(block) if backend.rank in place.gradient_workers else None
+
     for block, place in placed:
         if not block.active:
             continue
         if block.shards:
-            if block not in gradients:
-                continue  # on no rank
-            sharded[block] = whole = _Whole(block)
-            gradient = gradients[block]
-            if backend.rank in place.gradient_workers and gradient is not None:
-                joins = _joins(block, gradient)
-                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
-                if not batch.gradients:
-                    made.append(batch)
-                batch.gradients[block] = gradient
-                whole.batch = batch
+            if block in gradients:  # else on no rank
+                sharded[block] = _Whole(block, batches.join(block, place, mine(block, place)))
             continue
         spec = (TensorSpec(tuple(block.shape)),)
+        own = batches.join(block, place, mine(block, place))
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
             parcel = Parcel(worker, group, spec, block.dtype, block.device)
-            gradient = gradients.get(block)
-            if worker == backend.rank and gradient is not None:
-                joins = _joins(block, gradient)
-                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
-                if not batch.gradients:
-                    made.append(batch)
-                batch.gradients[block] = gradient
-                parcel.make = functools.partial(batch.result, block)
+            if worker == backend.rank and own is not None:
+                parcel.make = functools.partial(own.result, block)
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
@@ -96,7 +85,7 @@ def precondition(
             results[block] = parcel.tensors[0]
     parts = _scattered(placed, sharded)
     states: dict[Block, Mapping[str, Tensor]] = {}
-    for batch in made:
+    for batch in batches.made:
         states.update(batch.states)
     known = {block: results.get(block) for block in gradients}
     known.update({block: whole.matrix for block, whole in sharded.items()})
@@ -107,13 +96,15 @@ class _Whole:
     """The direction of a block whose parameters are shared out, made when it is first asked for.
 
     Attributes:
-        batch: What makes it, on gradient workers.
         matrix: ``[groups, out, in]``, on gradient workers once it is made.
+
+    Args:
+        block: The block.
+        batch: What makes it, on gradient workers.
     """
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
-        self.batch: Batch | None = None
+    def __init__(self, block: Block, batch: Batch | None) -> None:
+        self._block, self._batch = block, batch
         self.matrix: Tensor | None = None
 
     def of(self, name: str) -> Tensor:
@@ -123,8 +114,8 @@ class _Whole:
             name: Its name in the block.
         """
         if self.matrix is None:
-            assert self.batch is not None
-            (self.matrix,) = self.batch.result(self._block)
+            assert self._batch is not None
+            (self.matrix,) = self._batch.result(self._block)
         return self._block.layout.unpack(self.matrix)[name]
 
 
@@ -313,23 +304,42 @@ def _state_of(blocks: Sequence[Block]) -> dict[str, Tensor]:
     return states
 
 
-def _batch_of(
-    block: Block,
-    workers: tuple[int, ...],
-    batches: list[Batch],
-    damping: float,
-    arrive: Callable[[Block], None],
-    joins: bool,
-) -> Batch:
-    """Return the batch that a block joins, perhaps a new one; those that may be joined are kept."""
-    new = Batch(workers, damping, arrive)
-    if not joins:
-        return new
-    for batch in batches:
-        if batch.takes(block, workers):
-            return batch
-    batches.append(new)
-    return new
+class _Batches:
+    """The batches of a step.
+
+    Attributes:
+        made: All of them.
+
+    Args:
+        damping: The damping of this step.
+        arrive: Called for a block before its second-order data is used.
+    """
+
+    def __init__(self, damping: float, arrive: Callable[[Block], None]) -> None:
+        self._damping, self._arrive = damping, arrive
+        self._open: list[Batch] = []
+        self.made: list[Batch] = []
+
+    def join(self, block: Block, place: BlockPlacement, gradient: Tensor | None) -> Batch | None:
+        """Return the batch that a block joins, perhaps a new one; None without a gradient.
+
+        Args:
+            block: The block.
+            place: Its place.
+            gradient: Its raw gradient, where this rank is to make its direction.
+        """
+        if gradient is None:
+            return None
+        workers = place.gradient_workers
+        joins = _joins(block, gradient)
+        batch = next((one for one in self._open if joins and one.takes(block, workers)), None)
+        if batch is None:
+            batch = Batch(workers, self._damping, self._arrive)
+            self.made.append(batch)
+            if joins:
+                self._open.append(batch)
+        batch.gradients[block] = gradient
+        return batch
 
 
 def _joins(block: Block, gradient: Tensor) -> bool:

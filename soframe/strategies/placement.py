@@ -371,6 +371,7 @@ class Placement:
         local: LocalPlan | None = None,
         fused: bool = False,
         first: bool = False,
+        clips: Collection[str] = (),
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
@@ -389,6 +390,8 @@ class Placement:
             first: Whether nothing has been solved before this step, so that no factor is sent whose
                 statistics are made with second-order data. A block has such statistics in the step
                 after each solve too, if that is none of its statistics steps.
+            clips: Which clips are on, of ``"kl"`` and ``"norm"``: where parameters are sharded
+                ranks add up what they know of these.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
@@ -404,6 +407,7 @@ class Placement:
             local=local,
             fused=fused,
             first=first,
+            clips=clips,
         )
 
     def __str__(self) -> str:

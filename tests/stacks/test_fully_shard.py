@@ -17,6 +17,7 @@ import soframe
 from soframe import available
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.test_plans import planned
 from tests.stacks.fully_sharded import Case, Net, Run, alone, make_net, shard, train, weights
 
 pytestmark = pytest.mark.distributed
@@ -356,3 +357,56 @@ def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
         assert failure.exception is not None, failure
         with pytest.raises(type(failure.exception), match=f"(?s){words}"):
             raise failure.exception
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+def recorded(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Any, ...]]:
+    """What runs sent and hold, on this rank, with what their placements plan."""
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        own = run.preconditioner
+        found.append((own.placement, own.traffic(), own.memory_usage()))
+        own.close()
+    return found
+
+
+PLANNED = ("kfac comm", "kfac mem clips", "kfac hybrid clips", "kfac sharded", "own soap-muon")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_plans_are_what_is_sent_and_held(ranks: int) -> None:
+    cases = {name: CASES[name] for name in PLANNED}
+    cases["copies"] = CASES["in copies"]
+    if ranks == 2:
+        del cases["copies"]
+    results = run_ranks(recorded, ranks, list(cases.values()))
+    for rank, own in enumerate(results):
+        for (name, case), (placement, traffic, memory) in zip(cases.items(), own, strict=True):
+            used = [work.name for work in placement.work if not work.name.startswith("unused")]
+            clips = [k.removesuffix("_clip") for k in ("kl_clip", "norm_clip") if k in case.options]
+            plan = planned(placement, rank, 5, (1, 2), used, clips=clips)
+            assert traffic == plan, (name, rank)
+            assert memory == placement.memory(rank, used=used), (name, rank)
+
+
+def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() -> None:
+    """By hand: of each gradient what its worker lacks, there and back, and nothing else."""
+    by_rank = run_ranks(recorded, 2, [CASES["kfac mem"]])
+    each = [traffic for ((_, traffic, _),) in by_rank]
+    placement = by_rank[0][0][0]
+    shapes = {work.name: work.shards for work in placement.work}
+    lacked = [0, 0]
+    for block in placement.blocks:
+        if not block.block.startswith("unused"):
+            (worker,) = block.gradient_workers
+            for shards in shapes[block.block]:
+                rows = shards.shape[0]
+                other = rows - -(-rows // 2) if worker == 0 else -(-rows // 2)
+                lacked[worker] += shards.whole // rows * other
+    for traffic in each:
+        for phase in ("gradients", "exchange"):
+            # A rank gives what the other worker lacks and takes what it lacks itself.
+            assert traffic[phase] == {"bytes": 5 * 8 * sum(lacked), "calls": 5}, phase
