@@ -295,6 +295,17 @@ class Shards:
             return sum(map(self.numel, receivers)) + own * len(senders)
         return own * len(receivers) + sum(map(self.numel, senders))
 
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part that a rank holds.
+
+        Args:
+            rank: The rank.
+        """
+        if not self.shape:
+            return ()
+        start, stop = self.ranges[rank]
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a whole tensor that a rank holds.
 

@@ -105,6 +105,9 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     for split in splits:
         if backend.rank in split.workers:
             split.part = split.shards.part(split.produce(), backend.rank)
+        elif split.part is None:  # this rank has nothing of it
+            shape = split.shards.part_shape(backend.rank)
+            split.part = torch.empty(shape, dtype=split.dtype, device=split.device)
 
 
 def _tasks(backend: Backend, splits: Sequence[Split], phase: str) -> Iterator[Task]:
@@ -137,9 +140,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
     every = [one for parts in takes for one in parts]
     sizes = [split.shards.numel(owner) for split, owner in every]
     for (split, owner), own in zip(every, taken.to(first.device).split(sizes), strict=True):
-        shape = list(split.shards.shape)
-        start, stop = split.shards.ranges[owner]
-        shape[split.shards.dim] = stop - start
+        shape = split.shards.part_shape(owner)
         if split.sources:
             split.part = own.view(shape)
         else:

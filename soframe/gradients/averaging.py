@@ -105,6 +105,10 @@ class AveragedGradients:
         """
         return list(blocks)
 
+    def _led(self, blocks: Collection[Block]) -> list[Block]:
+        rank = self._backend.rank
+        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a scalar over ranks, each of which speaks for its blocks.
 
@@ -185,8 +189,7 @@ class LocalGradients(AveragedGradients):
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
         """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
-        rank = self._backend.rank
-        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+        return self._led(blocks)
 
     def total(self, tensor: Tensor) -> Tensor:
         """See `AveragedGradients.total`."""
@@ -277,8 +280,7 @@ class ShardedGradients(AveragedGradients):
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
         """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
-        rank = self._backend.rank
-        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+        return self._led(blocks)
 
     def total(self, tensor: Tensor) -> Tensor:
         """See `AveragedGradients.total`."""
@@ -286,7 +288,7 @@ class ShardedGradients(AveragedGradients):
 
     def counted(self, blocks: Collection[Block]) -> list[Block]:
         """See `AveragedGradients.counted`: likewise."""
-        return self.spoken_for(blocks)
+        return self._led(blocks)
 
     def total_of_directions(self, tensor: Tensor) -> Tensor:
         """See `AveragedGradients.total_of_directions`."""

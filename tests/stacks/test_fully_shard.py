@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,9 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import soframe
 from soframe import available
+from soframe.blocks import dtensors
+from soframe.methods.base import Direction, Given
+from soframe.methods.kfac import KFAC
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_plans import planned
@@ -88,14 +91,18 @@ METHODS = {
 }
 FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
 """Cases that run on every number of ranks."""
+TOGETHER = 7
+"""Cases that run in one start of the processes."""
 
 
-def names_on(ranks: int) -> list[str]:
+def groups_on(ranks: int) -> list[tuple[str, ...]]:
+    """The names of the cases for so many ranks, in groups."""
+    names = list(FEW)
     if ranks == 2:
-        return [name for name, case in CASES.items() if not case.hybrid]
+        names = [name for name, case in CASES.items() if not case.hybrid]
     if ranks == 4:
-        return [name for name, case in CASES.items() if case.hybrid or name in FEW]
-    return list(FEW)
+        names += [name for name, case in CASES.items() if case.hybrid]
+    return [tuple(names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
 
 
 Result = tuple[dict[str, Tensor], dict[str, int]]
@@ -110,20 +117,13 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     return found
 
 
-@cache
-def results_on(ranks: int) -> dict[str, list[Result]]:
-    """All cases of a world size run in one start of its processes."""
-    names = names_on(ranks)
-    by_rank = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=180)
-    return {name: [own[i] for own in by_rank] for i, name in enumerate(names)}
-
-
-def assert_same(results: list[Result], case: Case) -> None:
+def assert_same(results: list[Result], case: Case, what: str = "") -> None:
     expected, start = alone(case), weights(make_net())
     for found, counters in results:
         for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
-            assert torch.equal(weight, start[name]) == name.startswith("unused"), name
+            where = f"{what}, {name}"
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
+            assert torch.equal(weight, start[name]) == name.startswith("unused"), where
         skipped = counters.pop("skipped_updates")
         assert skipped == (case.spoilt is not None)
         assert counters.pop("skipped_statistics") in (0, skipped)
@@ -131,15 +131,18 @@ def assert_same(results: list[Result], case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"),
+    ("ranks", "names"),
     [
-        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks in (1, 3) else [])
+        pytest.param(ranks, names, marks=[pytest.mark.slow] if ranks in (1, 3) else [])
         for ranks in (1, 2, 3, 4)
-        for name in names_on(ranks)
+        for names in groups_on(ranks)
     ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
-def test_ranks_are_one_process(ranks: int, name: str) -> None:
-    assert_same(results_on(ranks)[name], CASES[name])
+def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
+    results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
+    for index, name in enumerate(names):
+        assert_same([own[index] for own in results], CASES[name], name)
 
 
 @pytest.mark.slow
@@ -324,6 +327,14 @@ def uneven(rank: int, ranks: int) -> None:
         own.step()
 
 
+def gone_on_one_rank(rank: int, ranks: int) -> None:
+    run = Run(Case(), rank, ranks)
+    run.backward(0)
+    if rank == 0:
+        run.model.head.weight.grad = run.model.head.bias.grad = None
+    run.preconditioner.step()
+
+
 def plan_of_its_own(rank: int, ranks: int) -> None:
     """A tensor-parallel layer within a model that is sharded besides."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -347,6 +358,7 @@ def plan_of_its_own(rank: int, ranks: int) -> None:
         (hyperball, 2, "of which each rank has a part"),
         (hyperball_first, 2, "of which each rank has a part"),
         (trust_region, 2, "TrustRegion needs whole parameters"),
+        (gone_on_one_rank, 2, "blocks with gradients"),
         (uneven, 2, "Join does not go with fully_shard"),
         (plan_of_its_own, 2, "tensor-parallel plan"),
     ],
@@ -410,3 +422,73 @@ def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() ->
         for phase in ("gradients", "exchange"):
             # A rank gives what the other worker lacks and takes what it lacks itself.
             assert traffic[phase] == {"bytes": 5 * 8 * sum(lacked), "calls": 5}, phase
+
+
+# -- one at a time ---------------------------------------------------------------------------------
+
+
+def where_shards_are(rank: int, ranks: int, hybrid: bool) -> None:
+    model = nn.ParameterList([torch.zeros(n, 2) for n in range(1, 11)])
+    shape, names = ((2, ranks // 2), ("copies", "rows")) if hybrid else ((ranks,), None)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    for parameter in model:
+        found = dtensors.shards(parameter, tuple(range(ranks)))
+        assert found is not None
+        whole = torch.arange(float(parameter.numel())).view(parameter.shape)
+        expected = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        assert torch.equal(found.part(whole, rank), expected.to_local())
+        assert all(
+            sum(found.numel(r) for r in range(ranks) if found.copies[r] == copy) == found.whole
+            for copy in set(found.copies)
+        )
+
+
+@pytest.mark.parametrize(("ranks", "hybrid"), [(3, False), (4, False), (4, True)])
+def test_shards_are_torchs(ranks: int, hybrid: bool) -> None:
+    """For any number of rows, more than there are ranks and fewer."""
+    run_ranks(where_shards_are, ranks, hybrid)
+
+
+def first_window(rank: int, ranks: int) -> list[float]:
+    run = Run(Case(when="after", options=MEM), rank, ranks)
+    run.step(0)
+    return [block.mass for block in run.preconditioner.blocks]
+
+
+def test_the_first_window_of_a_model_that_is_sharded_later() -> None:
+    for masses in run_ranks(first_window, 2):
+        assert sum(mass > 0 for mass in masses) == len(masses) - 1  # one layer is not used
+
+
+def test_clips_of_what_ranks_know_together() -> None:
+    cases = [CASES["kfac norm"], CASES["kfac kl"]]
+    results = run_ranks(train_all, 2, cases)
+    for index, case in enumerate(cases):
+        assert_same([own[index] for own in results], case)
+
+
+class Endless(KFAC):
+    """Makes directions of the first layer that are not finite."""
+
+    def direct(self, given: Given) -> Direction:
+        direction = super().direct(given)
+        if given.updates == 1 and given.incoming.shape[1] == 3:
+            return Direction(direction.matrix * float("inf"), direction.state)
+        return direction
+
+
+def endless(rank: int, ranks: int) -> tuple[int, dict[str, Tensor]]:
+    options = {**MEM, **LARGE, "damping": 1e-13}  # so small that directions are looked at
+    run = Run(Case(method=Endless(), options=options), rank, ranks)
+    for step in range(2):
+        run.step(step)
+    assert not run.preconditioner.updated
+    return run.preconditioner.counters["skipped_updates"], weights(run.model)
+
+
+def test_a_direction_that_is_not_finite() -> None:
+    """One rank makes it, and all leave the step out."""
+    results = run_ranks(endless, 2)
+    for skipped, found in results:
+        assert skipped == 1
+        assert all(torch.equal(found[name], results[0][1][name]) for name in found)
