@@ -76,7 +76,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     own = preconditioner
     backend, blocks = own.backend, own._blocks
     own._land("soframe.checkpoint.part()")
-    if any(block.pending > 0 for block in blocks):
+    if any(block.running.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = state.header(blocks, own.counters, own._steps, own._refresh.owed, own._scaling)
     header["initial_lrs"] = [float(rate) for rate in own._lrs.state()]
@@ -84,11 +84,12 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     for block, place in zip(blocks, own.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.
         header["blocks"][block.name]["solved"] = block.solved
-        sums = settled(backend, block, place, "state") if block.pending > 0 else block.running
+        pending = block.running.pending > 0
+        sums = settled(backend, block, place, "state") if pending else block.running
         for index, factor in enumerate(block.factors):
             if backend.rank == place.owners[index] and factor.name in sums:
                 found[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
-        if block.updates and backend.rank == place.gradient_workers[0]:
+        if block.state.updates and backend.rank == place.gradient_workers[0]:
             for name in block.states:
                 found[_state(block, name)] = block.state[name]
         if block.solved:

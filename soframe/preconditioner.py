@@ -353,7 +353,7 @@ class Preconditioner(Joinable):
             gradients.discard(self._model, self.home)
         self._accumulation.wrote(directions.matrices if finite else ())
         self._steps += 1
-        self._refresh.owed = max(0, self._refresh.owed - 1)
+        self._refresh.end_step()
         self._begin()
 
     def _observe(self, incoming: Incoming, now: Now, *, after: bool) -> None:
@@ -463,7 +463,7 @@ class Preconditioner(Joinable):
         self.counters["skipped_updates"] += said.bad_gradient > 0
         self.counters["skipped_statistics"] += said.bad_statistics > 0
         if said.bad_statistics and not any(block.mass > 0 for block in self._blocks):
-            self._refresh.owed = 2  # this step's went, and without any there is no curvature
+            self._refresh.owe(2)  # this step's went, and without any there is no curvature
         used = with_statistics and not said.bad_statistics
         careful = said.large > 0 or now.damping < UNDAMPED
         now = replace(now, limits=replace(now.limits, careful=careful))
@@ -550,7 +550,7 @@ class Preconditioner(Joinable):
         placed = PlacedBlocks(registration.blocks, placement, self.backend)
         if old and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
-            self._refresh.owed = 2
+            self._refresh.owe(2)
         self._placed, self.placement = placed, placement
         self._report = registration.report
         self._watch = Watch(self._model)
@@ -598,8 +598,8 @@ class Preconditioner(Joinable):
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
         report = self._report.with_note("no statistics so far: not used in training", idle)
         for block in self._blocks:
-            if block.failures:
-                times = ", ".join(f"{name} {count}x" for name, count in block.failures.items())
+            if failures := block.second_order.failures:
+                times = ", ".join(f"{name} {count}x" for name, count in failures.items())
                 report = report.with_note(f"failed solves: {times}", {block.name})
         return report
 
@@ -710,7 +710,8 @@ class Preconditioner(Joinable):
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
         state.load(saved, self._placed, check)
         self._background.drop()
-        self._steps, self._refresh.owed = saved["step"], saved["owed_statistics"]
+        self._steps = saved["step"]
+        self._refresh.owe(saved["owed_statistics"])
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
         self._begin()

@@ -118,7 +118,7 @@ def blocks(own: soframe.Preconditioner) -> dict[str, Block]:
 def factors(own: soframe.Preconditioner, layer: str) -> tuple[Tensor, Tensor]:
     """The running A ``[groups, in, in]`` and G ``[groups, out, out]`` of a layer, unpacked."""
     block = blocks(own)[layer]
-    a, g = (block.matrix(factor) for factor in block.factors)
+    a, g = (block.running.matrix(factor) for factor in block.factors)
     return a, g
 
 

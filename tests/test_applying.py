@@ -128,7 +128,8 @@ def test_data_lie_side_by_side_and_are_held_once() -> None:
             assert torch.equal(applying.side_by_side(some, "A", "inverse"), expected)
         data = [block.second_order["A"]["inverse"] for block in three]
         apart = {"inverse": data[1] + 1}
-        before, three[1].second_order["A"] = three[1].second_order["A"], apart
+        before = three[1].second_order["A"]
+        three[1].second_order.put({"A": apart})
         assert torch.equal(
             applying.side_by_side(three, "A", "inverse"), torch.cat([data[0], data[1] + 1, data[2]])
         )

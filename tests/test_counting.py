@@ -841,7 +841,7 @@ def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 def test_ranks_with_uneven_routing_are_one_process(name: str, ranks: int, strategy: str) -> None:
     alone = train(0, 1, name, "comm-opt")
-    for own in run_ranks(train, ranks, name, strategy, timeout=60):
+    for own in run_ranks(train, ranks, name, strategy):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "preconditioned gradients")
 
@@ -861,7 +861,7 @@ def route_on_one_rank(rank: int, ranks: int) -> str:
 
 @pytest.mark.distributed
 def test_a_rank_whose_layers_disagree_stops_all() -> None:
-    one, other = run_ranks(route_on_one_rank, 2, timeout=30)
+    one, other = run_ranks(route_on_one_rank, 2)
     assert other.startswith("ValueError: in one backward pass 'head' was called with 2 samples")
     assert one.startswith("RuntimeError: another rank cannot take this step")
     assert "rank 1: ValueError: in one backward pass 'head'" in one
@@ -886,6 +886,6 @@ def count_for_oneself(rank: int, ranks: int) -> list[Tensor]:
 def test_numbers_that_callables_return_need_not_agree() -> None:
     """Every rank counts its own: added up they are those of one process."""
     alone = count_for_oneself(0, 1)
-    for own in run_ranks(count_for_oneself, 2, timeout=30):
+    for own in run_ranks(count_for_oneself, 2):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "factor")

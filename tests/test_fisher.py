@@ -303,7 +303,7 @@ def train(rank: int, ranks: int, average: str) -> list[Tensor]:
 @pytest.mark.parametrize("average", ["local", "global"])
 def test_two_ranks_are_one_process(average: str) -> None:
     alone = train(0, 1, average)
-    for own in run_ranks(train, 2, average, timeout=60):
+    for own in run_ranks(train, 2, average):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "factors and weights")
 

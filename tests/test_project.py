@@ -125,6 +125,37 @@ def test_no_room_imports_one_that_imports_it() -> None:
     assert order.index("layers") < order.index("methods") < order.index("preconditioner")
 
 
+def attributes(tree: ast.AST) -> set[str]:
+    """The attributes that the classes of a file give their instances."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            found.update(ast.unparse(one.target) for one in fields)
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if stored and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def test_no_file_writes_attributes_of_another_files_classes() -> None:
+    """What an object remembers changes by its own methods."""
+    package = ROOT / "soframe"
+    trees = {file: ast.parse(file.read_text("utf-8")) for file in package.rglob("*.py")}
+    of_file = {file: attributes(tree) for file, tree in trees.items()}
+    switches = {("twice.py", "library.enabled")}  # of torch's libraries
+    written = []
+    for file, tree in trees.items():
+        elsewhere = set().union(*(of_file[other] for other in trees if other != file))
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
+                continue
+            foreign = node.attr in elsewhere and node.attr not in of_file[file]
+            if foreign and (file.name, ast.unparse(node)) not in switches:
+                written.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not written
+
+
 @pytest.mark.parametrize("old", MOVED)
 def test_modules_are_found_by_their_former_names(old: str) -> None:
     path = Path(soframe.__file__).parent / old.replace(".", "/")

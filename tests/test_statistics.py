@@ -73,14 +73,14 @@ def test_running_factors_are_whole_once_somebody_looks() -> None:
             model.zero_grad()
             log_cosh(model(randn(4, 300, seed=seed)), randn(4, 2, seed=9)).backward()
             own.step()
-            looked.append(not block.lower)
+            looked.append(not block.running.lower)
         assert looked == [True, False, False, True, False]
-        before = {name: factor.clone() for name, factor in block.arrived.items()}
+        before = {name: factor.clone() for name, factor in block.running.arrived.items()}
         assert not torch.equal(before["A"], before["A"].mT)
         for name, factor in block.running.items():
             assert torch.equal(factor, factor.mT), name
             assert torch.equal(factor.tril(), before[name].tril()), name
-        assert not block.lower
+        assert not block.running.lower
 
 
 def test_one_batch_over_and_over_is_its_own_average() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from soframe.blocks.window import Cost
 from soframe.checkpoint import seal
 from soframe.layers import LinearHelper
 from soframe.layers.base import LayerHelper
@@ -176,10 +177,10 @@ def test_every_layer_takes_statistics_once_in_any_interval(
     for step in range(1, 14 - interval + 1):
         window = due[step : step + interval]
         assert sorted(itertools.chain(*window)) == sorted(NAMES)
-    rows = [blocks(own)[name].rows for name in NAMES]
+    rows = [blocks(own)[name].window.cost.rows for name in NAMES]
     # Two positions; `again` is called twice, each head in one of the two passes.
     assert rows == [20, 20, 20, 40, 20, 8, 12]
-    inputs = [blocks(own)[name].input_of for name in NAMES]
+    inputs = [blocks(own)[name].window.cost.input_of for name in NAMES]
     assert inputs == ["q", "q", "v", *NAMES[3:]]  # without a bias it is another moment
     its = all_turns(own.placement, *every, rows, inputs).statistics
     for step in range(1, 14):
@@ -225,7 +226,7 @@ def test_factors_are_those_of_an_unstaggered_run_at_their_turns(
             mine, other = blocks(own)[name], blocks(plain)[name]
             assert mine.mass == other.mass
             for factor in mine.factors:
-                one, two = mine.matrix(factor), other.matrix(factor)
+                one, two = mine.running.matrix(factor), other.running.matrix(factor)
                 assert torch.equal(one.tril(), two.tril()), (name, factor.name)
 
 
@@ -277,8 +278,9 @@ def test_a_forward_pass_of_another_window_counts_for_nobody() -> None:
                         loss.backward()
                     before = [model(randn(9, 3, seed=step)).square().mean()]
                 own.step()
-            assert [len(own._statistics.due), *(block.rows for block in own._blocks)] == [1, 4, 4]
-            found.append([block.matrix(f) for block in own._blocks for f in block.factors])
+            rows = [block.window.cost.rows for block in own._blocks]
+            assert (len(own._statistics.due), rows) == (1, [4, 4])
+            found.append([block.running.matrix(f) for block in own._blocks for f in block.factors])
     for one, two in zip(*found, strict=True):
         assert torch.equal(one.tril(), two.tril())
 
@@ -291,7 +293,7 @@ def test_intervals_may_change(calls: list[Any]) -> None:
     assert due[:6] == [set(NAMES)] * 6
     assert due[6:8] == [set(), set()]
     assert due[8] == set(NAMES)
-    assert all(own_.rows > 0 for own_ in own._blocks)
+    assert all(block.window.cost.rows > 0 for block in own._blocks)
     for step in range(9, 17):
         assert sorted(itertools.chain(*due[step : step + 4])) == sorted(NAMES)
 
@@ -348,9 +350,9 @@ def test_ranks_that_disagree_on_a_common_input_share_none(monkeypatch: pytest.Mo
     with closing(preconditioner(model, statistics_every=3, stagger=True)) as own:
         model(randn(4, 2, 3), other=False).square().mean().backward()
         own.step()
-        assert [blocks(own)[name].input_of for name in "qkv"] == ["q", "k", "v"]
-        assert blocks(own)["q"].rows == 24
-        assert (blocks(own)["other"].rows, blocks(own)["other"].input_of) == (0, "")
+        assert [blocks(own)[name].window.cost.input_of for name in "qkv"] == ["q", "k", "v"]
+        assert blocks(own)["q"].window.cost.rows == 24
+        assert blocks(own)["other"].window.cost == Cost()
 
 
 @pytest.mark.parametrize("fisher", ["monte-carlo", "type-2"])

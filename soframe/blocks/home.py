@@ -63,8 +63,8 @@ class GradientHome(ABC):
             parameter: The parameter.
 
         Returns:
-            A tensor with its memory: by default the parameter, or its local part where it is a
-            DTensor.
+            A tensor that has its memory, which is the parameter itself by default, or its local
+            part where it is a DTensor.
         """
         return dtensors.local(parameter)
 

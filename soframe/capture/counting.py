@@ -87,6 +87,14 @@ class Batch:
     declared: bool = False
     closed: bool = False
 
+    def end(self, terms: int | None) -> None:
+        """Let the next forward pass be of another batch.
+
+        Args:
+            terms: How many terms the loss of this one is a mean of; None for what layers tell.
+        """
+        self.terms, self.closed = terms, True
+
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
     """Return what is said of a batch.

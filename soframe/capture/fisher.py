@@ -86,13 +86,12 @@ class Fisher:
             try:
                 counted = observed(heads, self.loss.means, capture.batch, samples)
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
-                capture.failure = error
+                capture.fail(error)
                 return
             vectors = counted.of(self._weighted(self.vectors(outputs)))
             capture.probe(heads, vectors, counted.terms)
         elif capture.batch.terms is None:
-            capture.batch.terms = observed(heads, False, capture.batch, samples).terms
-            capture.batch.closed = True  # the next forward pass is of another
+            capture.know(observed(heads, False, capture.batch, samples).terms)
 
     def _weighted(
         self, vectors: Iterator[tuple[Sequence[Tensor | None], float]]

@@ -215,6 +215,50 @@ class Capture:
                 helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             )
 
+    def listen(
+        self,
+        sink: Sink,
+        names: Mapping[LayerHelper, str],
+        rereading: frozenset[LayerHelper] = frozenset(),
+    ) -> None:
+        """Hand the calls of some layers to a sink from now on.
+
+        Args:
+            sink: Takes the calls.
+            names: See `attach`.
+            rereading: See the attribute.
+        """
+        self.sink, self.rereading = sink, rereading
+        self.attach(names)
+
+    def expect(
+        self, *, enabled: bool, counting: frozenset[LayerHelper], together: Together | None
+    ) -> None:
+        """Keep of the calls to come what the window needs.
+
+        Args:
+            enabled: See the attribute.
+            counting: See the attribute.
+            together: See the attribute.
+        """
+        self.enabled, self.counting, self.together = enabled, counting, together
+
+    def fail(self, error: Exception) -> None:
+        """Let the step raise an error, once ranks agree on it.
+
+        Args:
+            error: The error, perhaps of this rank alone.
+        """
+        self.failure = error
+
+    def know(self, terms: int | None) -> None:
+        """Take what an observation tells of the last forward pass; the next is of another batch.
+
+        Args:
+            terms: How many terms its loss is a mean of; None for what layers tell.
+        """
+        self.batch.end(terms)
+
     def reset(self) -> None:
         """Begin a new window."""
         self.called = {}
@@ -441,7 +485,7 @@ class Capture:
         if counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
-        batch.closed = True  # the next forward pass is of another
+        batch.end(batch.terms)
         device = gradient.device.type
         ours = torch.autocast(device, enabled=False)  # entering it takes a while
         with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():

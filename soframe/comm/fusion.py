@@ -52,6 +52,19 @@ class Parcel:
         """Whether there is anyone to send it to."""
         return len(self.group) > 1
 
+    def made_by(self, make: Callable[[], list[Tensor] | None]) -> None:
+        """Let the source have tensors that are made when their turn has come.
+
+        Args:
+            make: See the attribute.
+        """
+        self.make = make
+
+    def take(self) -> list[Tensor] | None:
+        """Return the tensors, which the parcel holds no longer."""
+        tensors, self.tensors = self.tensors, None
+        return tensors
+
     def produce(self) -> None:
         """Let the source have its tensors."""
         # Who makes them holds the parcel, as a rule: forgotten, that is no cycle.

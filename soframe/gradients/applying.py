@@ -75,7 +75,7 @@ def precondition(
             group = exchange_group(worker, place.sources)
             parcel = Parcel(worker, group, spec, block.dtype, block.device)
             if worker == backend.rank and own is not None:
-                parcel.make = functools.partial(own.result, block)
+                parcel.made_by(functools.partial(own.result, block))
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
@@ -185,9 +185,9 @@ class Directions:
     def commit(self) -> None:
         """Let blocks have their new states, and count the update; every rank must call."""
         for block, state in self.states.items():
-            block.state.update(state)
+            block.state.put(state)
         for block in self.matrices:
-            block.updates += 1
+            block.state.count()
 
 
 @dataclass(eq=False)
@@ -222,7 +222,8 @@ class Batch:
         return (
             self.workers == workers
             and _same_tensors(one, block)
-            and (one.method, one.solver, one.damping) == (block.method, block.solver, block.damping)
+            and (one.method, one.solver) == (block.method, block.solver)
+            and one.second_order.damping == block.second_order.damping
         )
 
     def result(self, block: Block) -> list[Tensor]:
@@ -250,7 +251,7 @@ class Batch:
             incoming=gradient,
             data=one.data if len(blocks) == 1 else _data_of(blocks),
             state=_state_of(blocks),
-            updates=one.updates,
+            updates=one.state.updates,
             solver=one.solver,
             damping=one.damped_with(self.damping),
         )
@@ -268,9 +269,9 @@ class Batch:
 def _same_tensors(one: Block, other: Block) -> bool:
     """Return whether the same tensors are there of two blocks, in the same shapes."""
     return (
-        (one.shape, one.dtype, one.device, one.tensors, one.updates, one.solved)
-        == (other.shape, other.dtype, other.device, other.tensors, other.updates, other.solved)
-    ) and bool(one.state) == bool(other.state)
+        (one.shape, one.dtype, one.device, one.tensors, one.solved)
+        == (other.shape, other.dtype, other.device, other.tensors, other.solved)
+    ) and (one.state.updates, bool(one.state)) == (other.state.updates, bool(other.state))
 
 
 def _data_of(blocks: Sequence[Block]) -> dict[str, dict[str, Tensor]]:
@@ -300,7 +301,7 @@ def _state_of(blocks: Sequence[Block]) -> dict[str, Tensor]:
     for name in one.states:
         states[name], parts = _together([block.state[name] for block in blocks])
         for block, part in zip(blocks, parts, strict=False):
-            block.state[name] = part
+            block.state.put({name: part})
     return states
 
 
@@ -371,8 +372,7 @@ def side_by_side(blocks: Sequence[Block], factor: str, name: str) -> Tensor:
     """
     whole, parts = _together([block.second_order[factor][name] for block in blocks])
     for block, part in zip(blocks, parts, strict=False):
-        # In a new dict: what others kept of the data stays what it was.
-        block.second_order[factor] = {**block.second_order[factor], name: part}
+        block.second_order.change(factor, {name: part})
     return whole
 
 

@@ -301,15 +301,15 @@ def source_of(
     """Return where the raw gradients of a step come from.
 
     Args:
-        gradients: What they are when it begins, one of `KINDS`.
+        gradients: What they are when it begins, one of `GRADIENTS`.
         model: The model.
         placed: Its blocks, with their places.
         home: Where gradients live.
     """
     if any(block.shards for block in placed.blocks):
         return ShardedGradients(model, placed, home)
-    return KINDS[gradients](model, placed, home)
+    return GRADIENTS[gradients](model, placed, home)
 
 
-KINDS = {"averaged": AveragedGradients, "local": LocalGradients}
+GRADIENTS = {"averaged": AveragedGradients, "local": LocalGradients}
 """What gradients may be when a step begins."""

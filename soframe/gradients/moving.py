@@ -30,7 +30,7 @@ from soframe.blocks.home import GradientHome
 
 WeightDecayKind = Literal["decoupled", "cautious"]
 Constraint = Literal["hyperball"]
-KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
+WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
 
 
 @runtime_checkable
@@ -89,8 +89,8 @@ def check(move: Move, *, name: str, prefix: str) -> None:
     Raises:
         ValueError: If one does not exist, or two contradict each other.
     """
-    if move.kind not in KINDS:
-        kinds = ", ".join(map(repr, KINDS))
+    if move.kind not in WEIGHT_DECAY_KINDS:
+        kinds = ", ".join(map(repr, WEIGHT_DECAY_KINDS))
         raise ValueError(
             f"{name}{prefix}weight_decay_kind must be one of {kinds}, not {move.kind!r}"
         )

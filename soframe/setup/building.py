@@ -384,7 +384,7 @@ def check_gradients(gradients: str, *, scaled: bool) -> None:
     Raises:
         ValueError: If it is nothing that is known, or does not go with a ``GradScaler``.
     """
-    require("gradients", gradients, tuple(averaging.KINDS))
+    require("gradients", gradients, tuple(averaging.GRADIENTS))
     if gradients == "local" and scaled:
         raise ValueError(
             "gradients='local' does not go with a GradScaler: ranks would skip steps apart"

@@ -26,7 +26,8 @@ class Root(Solver):
     """A power of each factor by itself, for methods such as Shampoo that multiply with them.
 
     There is no damping of the product of factors, so it is not for the K-FAC family. A factor that
-    is zero has the power zero.
+    is zero has the power zero, and so have, without ``epsilon``, eigenvalues that are zero within
+    rounding.
 
     Attributes:
         power: The power.
@@ -64,7 +65,12 @@ class Root(Solver):
         del damping
         values, vectors = torch.linalg.eigh(matrix)
         largest = values[:, -1:].clamp(min=0)
-        values = values.clamp(min=0) + self.epsilon * largest
+        if self.epsilon:
+            values = values.clamp(min=0) + self.epsilon * largest
+        else:
+            # What is left of a zero by rounding has no power of its own: it would be a huge one.
+            rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * largest
+            values = values.where(values > rounding, 0.0)
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
         return {"root": mirror(times(vectors * powers.unsqueeze(-2), vectors.mT))}
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.window import Cost
 from soframe.comm.agreement import add_over_ranks
 from soframe.schedules import Every, Interval
 from soframe.statistics.window import Statistics
@@ -63,6 +64,18 @@ class Refresh:
         """
         every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
         return cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
+
+    def owe(self, steps: int) -> None:
+        """Let all blocks take statistics at some steps, whatever the interval says.
+
+        Args:
+            steps: How many, the one under way included.
+        """
+        self.owed = steps
+
+    def end_step(self) -> None:
+        """Count a step of those that are owed."""
+        self.owed = max(0, self.owed - 1)
 
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of intervals that are numbers, before the first step.
@@ -143,23 +156,23 @@ class Refresh:
             return
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}
-        rows = [float(sum(block.counts.rows.values())) for block in blocks]
+        rows = [float(sum(block.window.counts.rows.values())) for block in blocks]
         own = [n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)]
         sums = add_over_ranks(placed.backend, rows + own, "start")
         for block, total, where in zip(blocks, sums, sums[len(blocks) :], strict=False):
             if total > 0:
                 agreed = where % total == 0
-                block.rows = int(total)
-                block.input_of = blocks[int(where / total)].name if agreed else block.name
+                first_block = blocks[int(where / total)] if agreed else block
+                block.window.learn(Cost(rows=int(total), input_of=first_block.name))
 
     def _turns(self, placed: PlacedBlocks, step: int) -> Turns:
         blocks, placement = placed.blocks, placed.placement
         if not self.stagger:
             zeros = (0,) * len(blocks)
             return Turns(zeros, zeros)
-        rows = tuple(block.rows for block in blocks)
+        rows = tuple(block.window.cost.rows for block in blocks)
         every = (self.statistics_every.at(step), self.solve_every.at(step))
-        inputs = tuple(block.input_of or block.name for block in blocks)
+        inputs = tuple(block.window.cost.input_of or block.name for block in blocks)
         key = (every, rows, inputs)
         if self._of is not placement:
             self._of, self._known = placement, {}
@@ -281,14 +294,15 @@ def follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
         changed: Those that have new statistics, and are not about to be solved.
     """
     for block, place in placed:
-        if block not in changed or not block.follows or not block.solved or block.pending > 0:
+        if block not in changed or not block.follows or not block.solved:
+            continue
+        if block.running.pending > 0:
             continue
         workers = place.gradient_workers
         for _, factor, solver in block.solved_here:
             if placed.rank not in workers or not solver.follows:
                 continue
             data = block.second_order[factor.name]
-            new = solver.follow(block.matrix(factor), data)
+            new = solver.follow(block.running.matrix(factor), data)
             if new is not None:
-                # In new tensors: what others kept of the old data stays what it was.
-                block.second_order[factor.name] = {**data, **new}
+                block.second_order.change(factor.name, new)

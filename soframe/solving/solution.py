@@ -124,7 +124,7 @@ class Solution:
             for block, each in traces.items()
         }
         for job in own:
-            job.parcel.make = functools.partial(job.solve, shares[job.block])
+            job.parcel.made_by(functools.partial(job.solve, shares[job.block]))
         if worker is not None:
             for job in own:
                 job.begin(worker, shares[job.block], traces[job.block])
@@ -184,11 +184,11 @@ class Solution:
         if jobs and len(good) == len(jobs):
             new = {job.factor.name: data for job, data in zip(jobs, good, strict=True)}
             old = dict(block.second_order)
-            block.second_order.update(new)
+            block.second_order.put(new)
             for name in new:
                 block.renew(name)
             if old and block.state:
-                block.state.update(block.method.rebase(block.state, old, block.second_order))
+                block.state.put(block.method.rebase(block.state, old, block.second_order))
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for everything, once.
@@ -212,10 +212,9 @@ class Solution:
         for job, bad in zip(self._every, failed, strict=True):
             block, name = job.block, job.factor.name
             if bad:
-                block.failed_factors.add(name)
-                block.failures[name] += 1
+                block.second_order.fail(name)
             elif block not in bad_blocks:
-                block.solved_factors.add(name)
+                block.second_order.succeed(name)
                 block.renew(name)  # on every rank, also where no data have arrived
 
 
@@ -253,7 +252,7 @@ class _Job:
         self.copy, self.last = stored.clone(), self.block.second_order.get(self.factor.name)
         uses = [self.copy, *traces, *(self.last or {}).values()]
         self.work = worker.submit(functools.partial(self.solve, shares), uses)
-        self.parcel.make = self.work.result
+        self.parcel.made_by(self.work.result)
 
     def held(self) -> list[torch.Tensor]:
         """Return what this rank holds for a solve in the background."""
@@ -272,11 +271,12 @@ class _Job:
                 matrix, last = unpack(self.copy, factor), self.last
             else:
                 # An owner that is no gradient worker has no data of the last solve.
-                matrix, last = block.matrix(factor), block.second_order.get(factor.name)
+                matrix = block.running.matrix(factor)
+                last = block.second_order.get(factor.name)
             data, retried = solve_safely(self.solver, matrix, share, last)
         except SolveFailedError as error:
             self.failed = 1
-            if not block.failures[factor.name]:
+            if not block.second_order.failures[factor.name]:
                 # Once: it may be so for the rest of training.
                 log.warning(
                     "%s: factor %s cannot be solved (%s); the block keeps its last good "
@@ -309,7 +309,7 @@ class _Job:
         self.taken = True
         if self.task is not None and rank != self.owner:
             finish(self.task)
-        tensors, self.parcel.tensors = self.parcel.tensors, None
+        tensors = self.parcel.take()
         # All of a factor that could not be solved is not finite, and nothing of any other.
         if tensors is None or not all(math.isfinite(float(t.flatten()[0])) for t in tensors[:1]):
             return None
@@ -331,7 +331,7 @@ def _mean_traces(placed: PlacedBlocks, due: Sequence[Block]) -> dict[Block, list
         strict=True,
     ):
         if placed.place(block).owners[index] == backend.rank:
-            part.copy_(block.mean_trace(factor))
+            part.copy_(block.running.mean_trace(factor))
     if told:
         numbers = numbers.to(backend.wire_device(numbers.device))
         backend.all_reduce(numbers, "agree").wait()
@@ -341,7 +341,7 @@ def _mean_traces(placed: PlacedBlocks, due: Sequence[Block]) -> dict[Block, list
         if block in told:
             traces[block] = [next(parts).to(block.device, block.dtype) for _ in block.tensors]
         elif backend.rank in placed.place(block).owners:
-            traces[block] = [block.mean_trace(factor) for _, factor, _ in block.solved_here]
+            traces[block] = [block.running.mean_trace(factor) for _, factor, _ in block.solved_here]
     return traces
 
 

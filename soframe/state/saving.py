@@ -19,6 +19,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.window import Cost
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
@@ -105,10 +106,10 @@ def header(
                 "method": describe(block.method),
                 "solver": describe(block.solver),
                 "mass": block.mass,
-                "masses": {name: list(masses) for name, masses in block.masses.items()},
-                "updates": block.updates,
-                "rows": block.rows,
-                "input_of": block.input_of,
+                "masses": {name: list(masses) for name, masses in block.running.masses.items()},
+                "updates": block.state.updates,
+                "rows": block.window.cost.rows,
+                "input_of": block.window.cost.input_of,
             }
             for block in blocks
         },
@@ -134,11 +135,11 @@ def _gather_factors(
     found: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
         found[block] = {}
-        if not block.masses:
+        if not block.running.masses:
             continue
         held = settled(backend, block, place, "state")
         for index, factor in enumerate(block.factors):
-            if factor.name not in block.masses:
+            if factor.name not in block.running.masses:
                 continue
             own = held.get(factor.name)
             if place.holding(index) != place.everyone:
@@ -190,7 +191,7 @@ def _gather_states(
     backend = placed.backend
     found: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
-        if not block.updates or not block.states:
+        if not block.state.updates or not block.states:
             continue
         if len(place.gradient_workers) == backend.world_size:
             found[block] = {name: tensor.clone() for name, tensor in block.state.items()}
@@ -470,20 +471,20 @@ def load_blocks(state: Mapping[str, Any], placed: PlacedBlocks) -> None:
         saved = state["blocks"][block.name]
         load_factors(block, saved, place, rank)
         data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
-        # Without data of this solver the block is solved at the next step.
-        block.solved_factors = set(data)
         index_of = {factor.name: index for index, factor in enumerate(block.factors)}
-        block.second_order = {
+        mine = {
             factor: {name: _own(tensor, block) for name, tensor in tensors.items()}
             for factor, tensors in data.items()
             if rank in place.needing(index_of[factor])
         }
-        block.updates = saved.get("updates", 0)
-        block.state = {
+        # Without data of this solver the block is solved at the next step.
+        block.second_order.load(mine, solved=set(data))
+        kept = {
             name: _own(tensor, block)
             for name, tensor in saved.get("state", {}).items()
             if rank in place.gradient_workers
         }
+        block.state.load(kept, updates=saved.get("updates", 0))
 
 
 def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, rank: int) -> None:
@@ -495,13 +496,15 @@ def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, 
         place: Who holds them.
         rank: This rank.
     """
-    block.masses, block.pending, block.local = masses_of(saved, block), 0.0, {}
-    block.rows, block.input_of = saved.get("rows", 0), str(saved.get("input_of", ""))
-    block.running = {
+    masses = masses_of(saved, block)
+    cost = Cost(rows=saved.get("rows", 0), input_of=str(saved.get("input_of", "")))
+    block.window.learn(cost)
+    factors = {
         factor.name: store(_own(saved["factors"][factor.name], block), factor, place)
         for index, factor in enumerate(block.factors)
-        if factor.name in block.masses and place.holds(rank, index)
+        if factor.name in masses and place.holds(rank, index)
     }
+    block.running.load(masses, factors)
 
 
 def _own(tensor: Tensor, block: Block) -> Tensor:
@@ -523,9 +526,9 @@ def memory_usage(
     """
     held = {
         "factors": [t for b in blocks for t in b.running.values()],
-        "accumulators": [t for b in blocks for t in b.local.values()],
+        "accumulators": [t for b in blocks for t in b.running.accumulators.values()],
         "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
-        "statistics": [t for b in blocks for t in b.sums.values()],
+        "statistics": [t for b in blocks for t in b.window.sums.values()],
     }
     if any(block.states for block in blocks):
         held["state"] = [t for b in blocks for t in b.state.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -70,20 +71,13 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
         if before is None or columns is None:
             anew.append(block)
             continue
-        block.masses, block.counts = before.masses, before.counts
-        block.gathered = before.gathered
-        block.rows, block.input_of = before.rows, before.input_of
-        block.failures = before.failures
         same = before.shape == block.shape
-        for source, target in ((before.running, block.running), (before.sums, block.sums)):
-            for factor in before.factors:
-                if factor.name in source:
-                    tensor = source[factor.name]
-                    keep = same or factor.side == "left"
-                    target[factor.name] = tensor if keep else _cut(tensor, factor, columns)
+        keep = functools.partial(_left, before, None if same else columns)
+        block.window.continue_from(before.window, keep)
+        block.running.continue_from(before.running, keep)
+        block.second_order.continue_from(before.second_order, same=same)
         if same:
-            block.state, block.updates = before.state, before.updates
-            block.second_order, block.solved_factors = before.second_order, before.solved_factors
+            block.state.load(before.state, before.state.updates)
     return anew
 
 
@@ -120,15 +114,15 @@ def redistribute(before: Mapping[str, BlockPlacement], after: PlacedBlocks) -> b
         if (was := before.get(block.name)) is None:
             continue
         if was.contributors != place.contributors:
-            block.forget_window()
+            block.begin_window()
             dropped = True
         for index, factor in enumerate(block.factors):
-            if factor.name in block.masses:
+            if factor.name in block.running.masses:
                 _move_factor(backend, block, index, factor, was, place)
         for index, factor in enumerate(block.factors):
-            if factor.name in block.solved_factors:
+            if factor.name in block.second_order.solved:
                 _move_second_order(backend, block, index, was, place)
-        if block.updates and block.states:
+        if block.state.updates and block.states:
             _move_state(backend, block, was, place)
     return dropped
 
@@ -141,21 +135,21 @@ def _move_factor(
     was: BlockPlacement,
     place: BlockPlacement,
 ) -> None:
-    stored = block.running.pop(factor.name, None)
+    stored = block.running.take(factor.name)
     if not set(place.holding(index)) <= set(was.holding(index)):
         own = None if stored is None else [pack(stored, factor)]
         spec = TensorSpec(factor.packed_shape)
         (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
     if place.holds(backend.rank, index):
         assert stored is not None
-        block.running[factor.name] = store(stored, factor, place)
+        block.running.put(factor.name, store(stored, factor, place))
 
 
 def _move_second_order(
     backend: Backend, block: Block, index: int, was: BlockPlacement, place: BlockPlacement
 ) -> None:
     name = block.factors[index].name
-    data = block.second_order.pop(name, None)
+    data = block.second_order.take(name)
     if not set(place.needing(index)) <= set(was.needing(index)):
         specs = block.tensors[name]
         own = None if data is None else [data[key] for key in specs]
@@ -164,11 +158,11 @@ def _move_second_order(
         data = dict(zip(specs, map(own_memory, tensors), strict=True))
     if backend.rank in place.needing(index):
         assert data is not None
-        block.second_order[name] = data
+        block.second_order.put({name: data})
 
 
 def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: BlockPlacement) -> None:
-    state, block.state = block.state, {}
+    state = block.state.take()
     if not set(place.gradient_workers) <= set(was.gradient_workers):
         source = was.gradient_workers[0]
         own = [state[name] for name in block.states] if backend.rank == source else None
@@ -176,7 +170,7 @@ def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: Bloc
         tensors = to_everyone(backend, block, source, specs, own, "move")
         state = dict(zip(block.states, map(own_memory, tensors), strict=True))
     if backend.rank in place.gradient_workers:
-        block.state = state
+        block.state.put(state)
 
 
 def to_everyone(
@@ -251,6 +245,17 @@ def _remaining_columns(before: Layout, after: Layout) -> slice | None:
     return slice(-1) if has[0] else slice(-1, None)
 
 
-def _cut(stored: Tensor, factor: FactorSpec, columns: slice) -> Tensor:
+def _left(before: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
+    """Return what is left of a factor, or of its sum, in a block that has lost inputs.
+
+    Args:
+        before: The block as it was.
+        columns: The inputs that remain; None for all.
+        name: The factor.
+        stored: The factor, or its sum.
+    """
+    factor = next(factor for factor in before.factors if factor.name == name)
+    if columns is None or factor.side == "left":
+        return stored
     cut = unpack(stored, factor)[:, columns, columns].contiguous()
     return cut if stored.dim() == 3 else pack_triangle(cut)

@@ -11,7 +11,8 @@ may be taken in either order. *Eagerly*, over ranks first, at every statistics s
     L_r <- decay L_r + (1 - decay) c_r,    p <- decay p + (1 - decay)    at a statistics step
     R <- ((m - p) R + sum_r L_r) / m,      L_r <- 0,  p <- 0             at a solve
 
-The weights ``m`` and ``p`` (`Block.masses` and `Block.pending`) are known to every rank.
+The weights ``m`` and ``p`` (`masses` and `pending` of `soframe.blocks.running`) are known to every
+rank.
 
 Eager sums are needed by the next solve at the earliest. They travel while the model goes on, and
 enter when somebody looks at the running factor, at the latest in the next step.
@@ -61,10 +62,8 @@ def enter(
     """
     rates: Rates = {}
     for block, place in used:
-        block.arrive()
+        block.running.arrive()
         if block.mass == 0 and start_from_identity:
-            for factor in block.factors:
-                block.masses[factor.name] = (1.0,)
             _start_from_identity(block, place, backend.rank)
         rates.update(_gains(block, decay, reached.get(block)))
         if place.deferred:
@@ -83,7 +82,7 @@ def enter(
         task = _arrival(addition, together, rates)
         start([task], overlap=backend.overlap)
         for block in {job.block: None for job in together}:
-            block.under_way.append(task)
+            block.running.expect(task)
     for job in jobs:
         if not job.sum.travels:
             _enter(job, rates)
@@ -93,9 +92,9 @@ def _gains(block: Block, decay: float, reached: Sequence[float] | None) -> Rates
     """Let the masses of a block's factors grow, and return how much of the statistics enters."""
     rates: Rates = {}
     for factor in block.captured:
-        if factor.name in block.gathered:
+        if factor.name in block.window.gathered:
             keep = decay if factor.decay is None else factor.decay
-            rates[block, factor.name] = block.gain(factor, keep, reached)
+            rates[block, factor.name] = block.running.gain(factor, keep, reached)
     return rates
 
 
@@ -110,36 +109,30 @@ def _enter(job: _Job, rates: Rates) -> None:
     total = job.total()
     if total is None:
         return
-    # Not `running`, which waits for this.
-    factors, name = job.block.arrived, job.factor.name
-    if job.factor.kind == "psd" and total.dim() == 3 and not job.place.packed:
-        job.block.lower.add(name)  # sums are lower triangles; what travelled is packed
-    rate = rates[job.block, name]
-    if name not in factors:
-        factors[name] = store(total, job.factor, job.place)
+    running, name = job.block.running, job.factor.name
+    # Sums are lower triangles; what travelled is packed.
+    lower = job.factor.kind == "psd" and total.dim() == 3 and not job.place.packed
+    if name not in running.arrived:  # a look at `running` itself would wait for this
+        running.put(name, store(total, job.factor, job.place), lower=lower)
         return
     new = pack(total, job.factor) if job.place.packed else unpack(total, job.factor)
-    if isinstance(rate, float):
-        factors[name].lerp_(new, rate)
-    else:
-        weight = new.new_tensor(rate).view(-1, *(1 for _ in new.shape[1:]))
-        factors[name].lerp_(new, weight)
+    running.average(name, new, rates[job.block, name], lower=lower)
 
 
 def _gather(
     block: Block, place: BlockPlacement, rank: int, new: dict[str, Tensor], decay: float
 ) -> None:
     """Add this rank's contributions to its accumulators."""
-    block.pending = decay * block.pending + (1 - decay)
+    block.running.defer(decay)
     for index, factor in enumerate(block.factors):
         if not place.contributes(rank, index):
             continue
-        if factor.name not in block.local:
-            empty = torch.zeros(factor.packed_shape, dtype=block.dtype, device=block.device)
-            block.local[factor.name] = empty
-        local = block.local[factor.name].mul_(decay)
-        if factor.name in new:
-            local.add_(pack(new.pop(factor.name), factor), alpha=1 - decay)
+        if factor.name not in block.running.accumulators:
+            zeros = torch.zeros(factor.packed_shape, dtype=block.dtype, device=block.device)
+            block.running.accumulate_in(factor.name, zeros)
+        moment = new.pop(factor.name, None)
+        packed = None if moment is None else pack(moment, factor)
+        block.running.accumulate(factor.name, packed, decay)
 
 
 def observe(
@@ -159,22 +152,19 @@ def observe(
     for index, factor in enumerate(block.factors):
         if factor.captured:
             continue
-        if factor.start is not None and factor.name not in block.masses:
-            block.masses[factor.name] = (1.0,)
-            if places.holds(rank, index):
-                block.arrived[factor.name] = _identity(block, factor, places, factor.start)
+        name, running, holds = factor.name, block.running, places.holds(rank, index)
+        if factor.start is not None and name not in running.masses:
+            start = _identity(block, factor, places, factor.start) if holds else None
+            running.begin_at(name, start)
         keep = decay if factor.decay is None else factor.decay
-        rate = block.gain(factor, keep)
-        assert isinstance(rate, float)
-        if not places.holds(rank, index):
+        rate = running.gain(factor, keep)
+        if not holds:
             continue
-        new = factors[factor.name]
-        if factor.name not in block.arrived:
-            block.arrived[factor.name] = store(new.to(block.dtype), factor, places)
+        new = factors[name]
+        if name not in running.arrived:
+            running.put(name, store(new.to(block.dtype), factor, places))
         else:
-            block.arrived[factor.name].lerp_(
-                pack(new, factor) if places.packed else unpack(new, factor), rate
-            )
+            running.average(name, pack(new, factor) if places.packed else unpack(new, factor), rate)
 
 
 def settle(backend: Backend, placed: Sequence[Placed]) -> None:
@@ -184,14 +174,12 @@ def settle(backend: Backend, placed: Sequence[Placed]) -> None:
         backend: The backend.
         placed: The blocks, the same on every rank.
     """
-    due = [(block, place) for block, place in placed if block.pending > 0]
+    due = [(block, place) for block, place in placed if block.running.pending > 0]
     for block, place, factor, total in _settled(backend, due, "reduce"):
         if total is not None:
-            block.running[factor.name] = store(total, factor, place)
+            block.running.put(factor.name, store(total, factor, place))
     for block, _ in due:
-        block.pending = 0.0
-        for local in block.local.values():
-            local.zero_()
+        block.running.settle()
 
 
 def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -> dict[str, Tensor]:
@@ -206,7 +194,7 @@ def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -
     Returns:
         The factors that this rank holds, packed: ``[groups, n (n + 1) / 2]``.
     """
-    if block.pending == 0:
+    if block.running.pending == 0:
         running = block.running
         return {f.name: pack(running[f.name], f) for f in block.factors if f.name in running}
     found = _settled(backend, [(block, place)], phase)
@@ -214,7 +202,7 @@ def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -
 
 
 def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total]:
-    locals_ = {block: dict(block.local) for block, _ in due}
+    locals_ = {block: dict(block.running.accumulators) for block, _ in due}
     found: list[_Total] = []
     jobs = _jobs(backend, due, locals_)
     add_up(backend, [job.sum for job in jobs], phase)
@@ -224,7 +212,7 @@ def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total
         if (total := job.total()) is not None:
             new = pack(total, job.factor) / block.mass
             if name in block.running:
-                share = (block.mass - block.pending) / block.mass
+                share = (block.mass - block.running.pending) / block.mass
                 new.add_(pack(block.running[name], job.factor), alpha=share)
         found.append((block, job.place, job.factor, new))
     return found
@@ -256,7 +244,7 @@ def _jobs(
     for block, place in placed:
         wire = getattr(torch, place.wire) if place.wire else block.dtype
         for index, factor in enumerate(block.factors):
-            if factor.name not in block.gathered:
+            if factor.name not in block.window.gathered:
                 continue
             own = parts[block].pop(factor.name, None)
             one = Sum(
@@ -330,8 +318,9 @@ def store(stored: Tensor, spec: FactorSpec, place: BlockPlacement) -> Tensor:
 
 def _start_from_identity(block: Block, place: BlockPlacement, rank: int) -> None:
     for index, factor in enumerate(block.factors):
-        if place.holds(rank, index):
-            block.running[factor.name] = _identity(block, factor, place, factor.start or 1.0)
+        holds, scale = place.holds(rank, index), factor.start or 1.0
+        start = _identity(block, factor, place, scale) if holds else None
+        block.running.begin_at(factor.name, start)
 
 
 def _identity(block: Block, factor: FactorSpec, place: BlockPlacement, scale: float) -> Tensor:

@@ -98,24 +98,25 @@ class Statistics:
 
     def listen(self) -> None:
         """Take the calls that the capture sees from now on."""
-        self._capture.sink = self.add
-        self._capture.attach({helper: block.name for helper, block in self._block_of.items()})
-        self._capture.rereading = self._both
+        names = {helper: block.name for helper, block in self._block_of.items()}
+        self._capture.listen(self.add, names, self._both)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
         """Let the capture keep what blocks need."""
         self.due = frozenset(block for block in due if block.captured)
-        self._capture.enabled = bool(self.due)
         every = sum(bool(block.captured) for block in self._blocks)
-        self._capture.together = Together() if len(self.due) == every else None
         helpers = self._block_of if self.due else ()
-        self._capture.counting = frozenset(h for h in helpers if not self._wants_inputs(h))
+        self._capture.expect(
+            enabled=bool(self.due),
+            counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
+            together=Together() if len(self.due) == every else None,
+        )
 
     def _wants_inputs(self, helper: LayerHelper) -> bool:
         """Return whether a layer's inputs are needed in this window on this rank."""
         block = self._block_of[helper]
-        return block in self.due and not self._readers[block].isdisjoint(block.gathered)
+        return block in self.due and not self._readers[block].isdisjoint(block.window.gathered)
 
     @property
     def first(self) -> dict[str, str]:
@@ -160,10 +161,10 @@ class Statistics:
         if block.unequal and self._wants_inputs(helper):
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
         if not again:
-            block.counts.add(number, samples, _left(data, batch, shared)[1], each)
+            block.window.counts.add(number, samples, _left(data, batch, shared)[1], each)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
-        gathered = block.gathered if block in self.due else ()
+        gathered = block.window.gathered if block in self.due else ()
         mine = [factor for factor in self._mine[block] if factor.name in gathered]
         if not mine or own[1] == 0:
             return
@@ -188,13 +189,7 @@ class Statistics:
             multiplier = scale.of(factor) * part * self.share
             if factor.reads != "inputs":
                 multiplier *= weight
-            moment, total = added[factor.name], block.sums.get(factor.name)
-            if not isinstance(moment, Tensor):
-                block.sums[factor.name] = moment(total, multiplier)
-            elif total is None:
-                block.sums[factor.name] = moment * multiplier
-            else:
-                total.add_(moment, alpha=multiplier)
+            block.window.add(factor.name, added[factor.name], multiplier)
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None
@@ -238,7 +233,7 @@ class Statistics:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
         found: dict[torch.device, list[Tensor]] = {}
         for block in self._blocks:
-            for name, total in block.sums.items():
+            for name, total in block.window.sums.items():
                 diagonal = total.diagonal(dim1=-2, dim2=-1) if name in block.psd else total
                 diagonal = diagonal.reshape(-1)
                 found.setdefault(total.device, []).append(diagonal)
@@ -307,7 +302,7 @@ class Statistics:
             own = self._contribution(block)
             contributions[block] = {}
             for factor, divisor in zip(block.captured, divisors, strict=True):
-                if (total := block.sums.pop(factor.name, None)) is None:
+                if (total := block.window.take(factor.name)) is None:
                     continue
                 multiplier = own.of(factor) * self._scale.gradient_scale(factor, everybodys)
                 if factor.mean_over == "group rows":
@@ -326,7 +321,7 @@ class Statistics:
         )
 
     def _contribution(self, block: Block) -> Contribution:
-        return self._scale.contribution(block.counts, self._passes.samples)
+        return self._scale.contribution(block.window.counts, self._passes.samples)
 
     def resume(self, before: Statistics) -> None:
         """Go on with the window of other statistics, whose sums the blocks have taken over.
@@ -338,10 +333,18 @@ class Statistics:
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
+    def weigh(self, share: float) -> None:
+        """Let the backward passes from now on count otherwise, until the window ends.
+
+        Args:
+            share: See the attribute.
+        """
+        self.share = share
+
     def arrive(self) -> None:
         """Let the statistics of earlier windows enter the running factors, if they travel still."""
         for block in self._blocks:
-            block.arrive()
+            block.running.arrive()
 
     def begin(self, due: Iterable[Block], step: int) -> None:
         """Begin a new window.
@@ -352,7 +355,7 @@ class Statistics:
         """
         self._sampler.begin(step)
         for block in self._blocks:
-            block.forget_window()
+            block.begin_window()
         self._expect(due)
         self._passes = self._passes.anew()
         self._loss_scales = {}

@@ -151,9 +151,8 @@ class _Case:
             del number, probe, said
             calls[helper].append((inputs, gradient))
 
-        capture = Capture(sink=sink, names=dict.fromkeys(made, "module"))
-        capture.rereading = frozenset(made)
-        capture.attach(capture.names)
+        capture = Capture()
+        capture.listen(sink, dict.fromkeys(made, "module"), frozenset(made))
         output = self._call(module)
         start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
         output.backward(start)

@@ -331,7 +331,7 @@ class TrustRegion(torch.optim.Optimizer):
                 return
             fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
             share = found.share(closures, alike=self._alike)
-            self.preconditioner._statistics.share = share
+            self.preconditioner._statistics.weigh(share)
         heads = outputs if len(outputs) > 1 else outputs[0]
         fisher.observe(heads, self.preconditioner._capture)
 
@@ -381,7 +381,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._reduction.wait(states, update, before, decays, objective, predicted)
             if after is not None:
                 self._judge(after)
-        told, self._reduction.last = self._reduction.last, {}
+        told = self._reduction.tell()
         self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told}
         self._steps += 1
 

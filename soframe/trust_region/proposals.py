@@ -144,7 +144,7 @@ class Proposer:
         self._damping.choose(taken, step)
         for number, second in enumerate(self._of_blocks(taken)):
             block = self._preconditioner.blocks[number]
-            block.second_order = (other if second else one).second_order[number]
+            block.second_order.replace((other if second else one).second_order[number])
         pairs = zip(taken, one.parts, other.parts, strict=True)
         return [second if change else first for change, first, second in pairs], model
 
@@ -161,13 +161,13 @@ class Proposer:
         """Return which parts with blocks have a factor that could not be solved meanwhile."""
         found: dict[int, bool] = {}
         for block, number in zip(self._preconditioner.blocks, self._part_of_blocks(), strict=True):
-            found[number] = found.get(number, False) or bool(block.failed_factors)
-            block.failed_factors.clear()
+            failed = block.second_order.forgive()
+            found[number] = found.get(number, False) or failed
         return [found[number] for number in sorted(found)]
 
     def _damp(self, dampings: Sequence[float]) -> None:
         for block, damping in zip(self._preconditioner.blocks, dampings, strict=True):
-            block.damping = damping
+            block.second_order.damp(damping)
 
     def _dampings(self, damping: AdaptiveDamping) -> list[float]:
         return damping.at(self._start, len(set(self._part_of_blocks())))

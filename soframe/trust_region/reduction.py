@@ -64,6 +64,11 @@ class Reduction:
         interval = self._damping.interval
         return interval > 0 and (step + 1) % interval == 0
 
+    def tell(self) -> dict[str, float]:
+        """Return what the last verdict said, once: ``"change"``, and perhaps ``"ratio"``."""
+        told, self.last = self.last, {}
+        return told
+
     def keep(self, states: Sequence[State], update: Sequence[Tensor]) -> None:
         """Keep a step without a verdict.
 

@@ -201,7 +201,10 @@ def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:
         "gradients": {n: p.grad.clone() for n, p in named if p.grad is not None},
         **{
             kind: {
-                b.name: b.matrix(f)[0].clone() for b in blocks for f in b.factors if f.name == kind
+                b.name: b.running.matrix(f)[0].clone()
+                for b in blocks
+                for f in b.factors
+                if f.name == kind
             }
             for kind in "AG"
         },

@@ -175,7 +175,7 @@ def test_close_removes_every_hook(end: Callable[[Any], None]) -> None:
     end(preconditioner)
     assert hooks(model) == 1
     late.backward()  # its hooks are there still, and do nothing
-    assert not any(block.sums for block in preconditioner._blocks)
+    assert not any(block.window.sums for block in preconditioner._blocks)
     gradients = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="closed"):
         preconditioner.step()
@@ -283,11 +283,11 @@ def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = CASE.build()
     preconditioner = precondition(model)
     softplus(model(vectors(0))).backward()
-    calls = [block.counts.calls for block in preconditioner._blocks]
+    calls = [block.window.counts.calls for block in preconditioner._blocks]
     other = duplicate(model)
     other.zero_grad()
     softplus(other(vectors(1))).backward()
-    assert [block.counts.calls for block in preconditioner._blocks] == calls
+    assert [block.window.counts.calls for block in preconditioner._blocks] == calls
     plain = CASE.build()
     softplus(plain(vectors(1))).backward()
     for name, parameter in plain.named_parameters():
@@ -347,7 +347,7 @@ def wrap(rank: int, world_size: int, name: str, late: bool) -> tuple[list[str], 
 def test_wrapped_before_or_after(name: str, late: bool) -> None:
     """The names are the model's own, the numbers the same, and gradients are written in place."""
     wanted = expected(CASE)
-    for names, results in run_ranks(wrap, 2, name, late, timeout=60):
+    for names, results in run_ranks(wrap, 2, name, late):
         assert names == [n for n, _ in CASE.build().named_parameters()]
         for got, want in zip(results, wanted, strict=True):
             assert_same(got, want)

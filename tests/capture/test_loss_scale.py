@@ -279,7 +279,7 @@ def scale_of_one(rank: int, world_size: int, what: str) -> str:
     [("not unscaled", "RuntimeError: the gradients are"), ("zero", "ValueError: grad_scaler()")],
 )
 def test_an_error_of_one_rank_is_one_of_all(what: str, message: str) -> None:
-    first, second = run_ranks(scale_of_one, 2, what, timeout=30)
+    first, second = run_ranks(scale_of_one, 2, what)
     assert second.startswith(message), second
     assert first.startswith("RuntimeError: another rank cannot take this step"), first
     assert f"rank 1: {message}" in first

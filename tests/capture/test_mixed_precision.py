@@ -212,7 +212,7 @@ def test_scaled_loss(world_size: int) -> None:
     if world_size == 1:
         ranks = [scaled_training(0, 1, False, False)]
     else:
-        ranks = run_ranks(scaled_training, 2, False, True, timeout=30)
+        ranks = run_ranks(scaled_training, 2, False, True)
     for result in ranks:
         assert result["scales"] == [2.0**10, 2.0**11, 2.0**11]
         assert not any(result["counters"].values())
@@ -226,7 +226,7 @@ def test_overflow_costs_one_update(world_size: int) -> None:
     if world_size == 1:
         ranks = [scaled_training(0, 1, True, False)]
     else:
-        ranks = run_ranks(scaled_training, 2, True, True, timeout=30)
+        ranks = run_ranks(scaled_training, 2, True, True)
     plain = unscaled_training(0, 1, (0, 0))
     for result in ranks:
         counters = result["counters"]
@@ -278,7 +278,7 @@ def lone_overflow(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_ranks_agree_on_an_overflow_of_one() -> None:
-    results = run_ranks(lone_overflow, 2, timeout=30)
+    results = run_ranks(lone_overflow, 2)
     # Each rank's own scaler backs off by itself, so the ranks' scales differ from now on.
     assert [result["scale"] for result in results] == [2.0**10, 2.0**9]
     for result in results:
@@ -308,7 +308,7 @@ def lone_infinite_statistics(rank: int, world_size: int) -> Any:
 @pytest.mark.distributed
 def test_ranks_agree_on_statistics_of_one_that_are_not_finite() -> None:
     """The statistics are dropped everywhere; the finite gradients are not."""
-    for counters, running, untouched in run_ranks(lone_infinite_statistics, 2, timeout=30):
+    for counters, running, untouched in run_ranks(lone_infinite_statistics, 2):
         assert counters["skipped_statistics"] == 1
         assert counters["skipped_updates"] == 0
         assert not running

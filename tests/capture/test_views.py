@@ -125,7 +125,7 @@ def statistics(model: nn.Module, x: Tensor, context: Any = None, **options: Any)
         softplus(output.float() if output.dtype == torch.bfloat16 else output).backward()
         own.step()
         factors = {
-            f"{block.name} {factor.name}": block.matrix(factor)
+            f"{block.name} {factor.name}": block.running.matrix(factor)
             for block in own.blocks
             for factor in block.factors
         }

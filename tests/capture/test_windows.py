@@ -296,8 +296,8 @@ def test_no_trace_of(other: Other, world_size: int) -> None:
     if world_size == 1:
         pairs = [(train_with(0, 1, other), train_with(0, 1, None))]
     else:
-        alone = run_ranks(train_with, 2, None, timeout=30)
-        pairs = list(zip(run_ranks(train_with, 2, other, timeout=30), alone, strict=True))
+        alone = run_ranks(train_with, 2, None)
+        pairs = list(zip(run_ranks(train_with, 2, other), alone, strict=True))
     for with_other, without in pairs:
         for got, want in zip(with_other, without, strict=True):
             for kind in want:

@@ -123,7 +123,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 200.0,
     group_timeout: float | None = None,
     backend: str | None = "gloo",
     check: bool = True,

@@ -124,7 +124,7 @@ def test_traffic_and_memory_are_the_placements(ranks):
         for name, strategy in STRATEGIES.items()
         for solver in ("eigen", "inverse")
     }
-    results = run_ranks(account, ranks, list(cases.values()), timeout=60)
+    results = run_ranks(account, ranks, list(cases.values()))
     for rank, own in enumerate(results):
         for (name, solver), (placement, traffic, memory) in zip(cases, own, strict=True):
             where = (name, solver, rank)

@@ -74,7 +74,7 @@ def start_differently(rank: int, ranks: int, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_disagree_are_told_so_on_every_rank(ranks):
-    results = run_ranks(start_differently, ranks, list(DIFFERENCES), timeout=30)
+    results = run_ranks(start_differently, ranks, list(DIFFERENCES))
     for index, (name, (_, own, others)) in enumerate(DIFFERENCES.items()):
         for rank, errors in enumerate(results):
             expected = own if rank == ranks - 1 else others
@@ -105,12 +105,12 @@ def freeze_on_some(rank: int, ranks: int, freezing: tuple[int, ...]) -> tuple[st
 
 
 def test_a_model_that_changes_on_some_ranks_only_is_an_error_on_all():
-    for error, _ in run_ranks(freeze_on_some, 3, (1,), timeout=30):
+    for error, _ in run_ranks(freeze_on_some, 3, (1,)):
         assert "frozen, thawed or replaced on 1 of 3 ranks" in error
 
 
 def test_a_model_that_changes_on_all_ranks_is_followed():
-    for error, names in run_ranks(freeze_on_some, 2, (0, 1), timeout=30):
+    for error, names in run_ranks(freeze_on_some, 2, (0, 1)):
         assert error == ""
         assert names == ["grouped", "unused", "hidden", "head"]
 
@@ -133,7 +133,7 @@ def thaw_after_uneven_windows(rank: int, ranks: int) -> torch.Tensor:
 
 
 def test_what_one_rank_alone_has_seen_does_not_part_the_ranks():
-    one, other = run_ranks(thaw_after_uneven_windows, 2, timeout=30)
+    one, other = run_ranks(thaw_after_uneven_windows, 2)
     assert one.isfinite().all()
     assert torch.equal(one, other)
 
@@ -164,7 +164,7 @@ def test_disjoint_groups_train_on_their_own():
     cases = [Case({"strategy": s, "solve_every": 2}, HALVES) for s in ("mem-opt", "comm-opt")]
     cases.append(Case({"solver": "inverse"}, HALVES))
     alone = [train_alone(Case(case.options)) for case in cases]
-    for rank, results in enumerate(run_ranks(train_in_a_group, 4, cases, timeout=60)):
+    for rank, results in enumerate(run_ranks(train_in_a_group, 4, cases)):
         mine = next(i for i, members in enumerate(SUBGROUPS) if rank in members)
         for number, weights in enumerate(results):
             expected = alone[(number + mine) % len(cases)]
@@ -187,7 +187,7 @@ def train_three_of_four(rank: int, ranks: int, case: Case) -> torch.Tensor | Non
 @pytest.mark.parametrize("strategy", [HybridOpt(), HybridOpt(colocate=False)])
 def test_a_part_of_the_world_trains_without_the_rest(strategy):
     case = Case({"strategy": strategy, "solve_every": 2})
-    results = run_ranks(train_three_of_four, 4, case, timeout=60)
+    results = run_ranks(train_three_of_four, 4, case)
     assert results.pop(1) is None
     for weights in results:
         torch.testing.assert_close(weights, train_alone(case), rtol=0, atol=1e-10)
@@ -265,7 +265,7 @@ RATES = ["learning rates", "rates in tensors", "rates of a schedule", "peaks"]
 
 @pytest.mark.parametrize("what", ["damping", "kl_clip", "statistics", "error", *RATES])
 def test_what_differs_at_one_step_is_an_error_on_all_ranks_at_that_step(what):
-    for rank, error in enumerate(run_ranks(differ_in_a_step, 3, what, timeout=30)):
+    for rank, error in enumerate(run_ranks(differ_in_a_step, 3, what)):
         if what == "error":
             own = "step 2: decay must be"
             others = "step 2: another rank cannot take this step, so none does. rank 2: ValueError"

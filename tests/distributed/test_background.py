@@ -109,7 +109,7 @@ def test_ranks_are_one_process(ranks: int, solver: str, stagger: bool, after: in
     }
     alone = train_alone(Case(options, steps=STEPS))
     assert not torch.allclose(alone, train_alone(Case({**options, "background": 0}, steps=STEPS)))
-    for own in run_ranks(train_all, ranks, list(cases.values()), timeout=60):
+    for own in run_ranks(train_all, ranks, list(cases.values())):
         for name, weights in zip(cases, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10, msg=name)
 
@@ -139,7 +139,7 @@ def shared(step: Traffic) -> int:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_bytes_are_the_planned_ones_but_later(ranks: int) -> None:
     """Solves at 0, 3 and 6; what is shared of the latter two travels a step later."""
-    for rank, own in enumerate(run_ranks(count, ranks, list(EVERY), 1, timeout=60)):
+    for rank, own in enumerate(run_ranks(count, ranks, list(EVERY), 1)):
         for name, (placement, totals, held) in zip(EVERY, own, strict=True):
             where = (name, rank)
             kinds = {"statistics": True, "used": list(SHAPES)}
@@ -156,7 +156,7 @@ def test_the_bytes_are_the_planned_ones_but_later(ranks: int) -> None:
 
 
 def test_ready_adds_one_number_to_a_step() -> None:
-    for rank, own in enumerate(run_ranks(count, 2, ["comm"], "ready", timeout=60)):
+    for rank, own in enumerate(run_ranks(count, 2, ["comm"], "ready")):
         (placement, totals, _) = own[0]
         usual = placement.traffic(rank, statistics=True, used=list(SHAPES))["agree"]
         for first in (1, 4):  # no solve begins here, and none has begun just before
@@ -204,7 +204,7 @@ def wait_for(rank: int, ranks: int, strategy: str, late: int) -> list[bool]:
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
 def test_what_one_rank_still_solves_lands_on_none(strategy: str) -> None:
     for late in (0, 1):
-        for found in run_ranks(wait_for, 2, strategy, late, timeout=30):
+        for found in run_ranks(wait_for, 2, strategy, late):
             assert found == [6 <= step < 9 for step in range(12)], late
 
 
@@ -230,7 +230,7 @@ def fail(rank: int, ranks: int, strategy: str, error: Exception) -> Any:
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 def test_a_factor_that_cannot_be_solved_keeps_its_data_on_every_rank(strategy: str) -> None:
     error = torch.linalg.LinAlgError("not here")
-    results = run_ranks(fail, 2, strategy, error, timeout=30)
+    results = run_ranks(fail, 2, strategy, error)
     for weights, before, after in results:
         assert torch.equal(weights, results[0][0])
         assert before == 0
@@ -297,7 +297,7 @@ def test_a_rank_that_does_not_come_to_a_landing_is_named() -> None:
     assert isinstance(first, RankFailure)
     assert "Preconditioner.state_dict() must be called by every rank" in first.summary
     # Without anything under way it is no call for all, with comm-opt.
-    assert run_ranks(save_on_one, 2, INTERVAL, timeout=30) == ["saved"] * 2
+    assert run_ranks(save_on_one, 2, INTERVAL) == ["saved"] * 2
 
 
 def disagree(rank: int, ranks: int) -> None:

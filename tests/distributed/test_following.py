@@ -67,7 +67,7 @@ def test_ranks_are_one_process(solver: str, ranks: int) -> None:
     usual = train_alone(Case({**options, "solver": plain}, steps=6))
     # Newton-Schulz is exact, the others are on their way to it.
     assert torch.allclose(alone, usual, rtol=0, atol=1e-10) == (solver == "newton")
-    for own in run_ranks(train, ranks, cases, timeout=60):
+    for own in run_ranks(train, ranks, cases):
         for name, (weights, _) in zip(names, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9, msg=name)
 
@@ -104,5 +104,5 @@ def test_solves_that_go_on_from_the_last_have_its_data() -> None:
     """Under a strategy whose owners are no gradient workers, they become some."""
     case = Case({"solver": OrthogonalIteration(), "strategy": Apart(), **EVERY})
     expected = train_alone(Case({"solver": OrthogonalIteration(), **EVERY}))
-    for own in run_ranks(train, 2, [case], timeout=60):
+    for own in run_ranks(train, 2, [case]):
         torch.testing.assert_close(own[0][0], expected, rtol=0, atol=1e-10)

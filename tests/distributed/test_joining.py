@@ -93,8 +93,8 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "wrapped", "options"), CASES)
 def test_joined_ranks_change_nothing(ranks, wrapped, options):
-    joined = run_ranks(train_joined, ranks, wrapped, options, timeout=60)
-    expected = run_ranks(train_without_data, ranks, options, timeout=60)
+    joined = run_ranks(train_joined, ranks, wrapped, options)
+    expected = run_ranks(train_without_data, ranks, options)
     for own in joined:
         torch.testing.assert_close(own, expected[0], rtol=0, atol=1e-12)
 
@@ -117,8 +117,8 @@ def skip_a_backward_pass(rank: int, ranks: int, zeros: bool) -> Tensor:
 
 
 def test_a_backward_pass_that_is_skipped_is_one_of_zeros():
-    skipped = run_ranks(skip_a_backward_pass, 2, False, timeout=30)
-    zeros = run_ranks(skip_a_backward_pass, 2, True, timeout=30)
+    skipped = run_ranks(skip_a_backward_pass, 2, False)
+    zeros = run_ranks(skip_a_backward_pass, 2, True)
     assert torch.equal(skipped[0], skipped[1])
     torch.testing.assert_close(skipped[0], zeros[0], rtol=0, atol=1e-14)
 
@@ -158,7 +158,7 @@ def join_what_is_refused(rank: int, ranks: int) -> list[str]:
 
 def test_what_cannot_join_is_refused_on_every_rank():
     # A callable of the test's own cannot be pickled; each rank has the list.
-    for errors in run_ranks(join_what_is_refused, 2, timeout=30):
+    for errors in run_ranks(join_what_is_refused, 2):
         for error, (options, words, message) in zip(errors, REFUSED, strict=True):
             assert message in error, (options, words, error)
 
@@ -184,10 +184,10 @@ def part_in_gradients(rank: int, ranks: int, method: str, gradients: str) -> str
 
 @pytest.mark.parametrize("method", ["adamw", "soap"])
 def test_states_of_ranks_do_not_fall_apart(method):
-    for error in run_ranks(part_in_gradients, 2, method, "averaged", timeout=30):
+    for error in run_ranks(part_in_gradients, 2, method, "averaged"):
         assert isinstance(error, str)
         assert "blocks with gradients: rank(s) [1] have" in error
-    first, second = run_ranks(part_in_gradients, 2, method, "local", timeout=30)
+    first, second = run_ranks(part_in_gradients, 2, method, "local")
     assert isinstance(first, Tensor)
     assert torch.equal(first, second)
 
@@ -212,5 +212,5 @@ def step_as_a_scheduler_does(rank: int, ranks: int) -> str:
 
 
 def test_learning_rates_that_part_are_an_error_on_every_rank():
-    for error in run_ranks(step_as_a_scheduler_does, 2, timeout=30):
+    for error in run_ranks(step_as_a_scheduler_does, 2):
         assert "learning rates: rank(s) [1] have" in error

@@ -65,7 +65,7 @@ def train_changing(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Tenso
 def test_what_continues_moves_to_its_new_ranks(ranks):
     cases = [Case({"strategy": strategy, **INTERVALS}) for strategy in STRATEGIES.values()]
     expected = train_changing(0, 1, [Case(INTERVALS)])[0][0]
-    for rank, results in enumerate(run_ranks(train_changing, ranks, cases, timeout=60)):
+    for rank, results in enumerate(run_ranks(train_changing, ranks, cases)):
         for name, (weights, seen) in zip(STRATEGIES, results, strict=True):
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10, msg=f"{name} {rank}")
             # The test means nothing unless some block did change its rank.
@@ -92,7 +92,7 @@ def train_in_groups(rank: int, ranks: int) -> tuple[Tensor, list[tuple[int, bool
 
 def test_other_contributors_begin_with_a_window_of_their_own():
     """They have not captured what the window under way has seen, so it is dropped."""
-    results = run_ranks(train_in_groups, 4, timeout=60)
+    results = run_ranks(train_in_groups, 4)
     for weights, regrouped in results:
         assert (6, True) in regrouped  # a statistics step
         assert all(unchanged for _, unchanged in regrouped)
@@ -123,7 +123,7 @@ def test_a_part_of_the_world_reduces_without_the_rest():
     options = {"solve_every": 2, "solver": "inverse"}
     cases = [Case({"strategy": strategy, **options}) for strategy in strategies]
     expected = train_alone(Case(options))
-    for rank, found in enumerate(run_ranks(in_a_part, 4, cases, timeout=60)):
+    for rank, found in enumerate(run_ranks(in_a_part, 4, cases)):
         assert len(found) == (0 if rank == 1 else 3)
         for weights in found:
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)

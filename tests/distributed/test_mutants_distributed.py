@@ -38,7 +38,9 @@ def train(rank: int, world_size: int, strategy: str, together: int) -> dict[str,
             parameter.grad /= world_size
         own.step()
     return {
-        "factors": {f"{b.name}.{f.name}": b.matrix(f) for b in own._blocks for f in b.factors},
+        "factors": {
+            f"{b.name}.{f.name}": b.running.matrix(f) for b in own._blocks for f in b.factors
+        },
         "gradients": {name: p.grad for name, p in model.named_parameters()},
     }
 

@@ -55,7 +55,7 @@ def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trac
     for step in range(case.steps):
         run.step(step)
         own = run.preconditioner
-        under_way.append(sum(len(block.under_way) for block in own._blocks))
+        under_way.append(sum(len(block.running.under_way) for block in own._blocks))
     run.preconditioner.close()
     return Trace(
         run.weights(),
@@ -193,7 +193,7 @@ def solve_badly(rank: int, ranks: int, case: Case, overlap: bool) -> tuple[Any, 
     for step in range(3):
         run.step(step)
     own = run.preconditioner
-    solved = {block.name: sorted(block.solved_factors) for block in own._blocks}
+    solved = {block.name: sorted(block.second_order.solved) for block in own._blocks}
     return run.weights(), own.counters, solved
 
 
@@ -205,7 +205,7 @@ def test_a_solve_that_fails_midway_is_agreed_on_afterwards(
 ) -> None:
     """The block keeps what it had, or is left alone if it never had anything: as on one process."""
     case = Case({"strategy": strategy, "solver": Fails(size=17, good=good), "solve_every": 1})
-    results = run_ranks(solve_badly, 2, case, overlap, timeout=30)
+    results = run_ranks(solve_badly, 2, case, overlap)
     alone, _, expected = solve_badly(0, 1, case, overlap)
     assert expected["hidden"] == (["A", "G"] if good else [])
     for weights, counters, solved in results:

@@ -42,7 +42,7 @@ def part_ways(rank: int, ranks: int, what: str, odd: int) -> str:
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("what", list(WHAT))
 def test_a_rank_that_does_something_else_is_named_on_every_rank(what, odd):
-    found = run_ranks(part_ways, 3, what, odd, timeout=30)
+    found = run_ranks(part_ways, 3, what, odd)
     assert f"{WHAT[what]} must be called by every rank" in found.pop(odd)
     for error in found:
         assert f"rank {odd}: {WHAT[what]}" in error, error
@@ -63,7 +63,7 @@ def come_late(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_that_is_late_is_waited_for():
-    assert run_ranks(come_late, 2, timeout=30) == ["no error"] * 2
+    assert run_ranks(come_late, 2) == ["no error"] * 2
 
 
 def come_too_late(rank: int, ranks: int) -> str:
@@ -81,7 +81,7 @@ def come_too_late(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_that_comes_once_the_others_have_gone_is_told_so():
-    first, late = run_ranks(come_too_late, 2, timeout=30)
+    first, late = run_ranks(come_too_late, 2)
     assert "must be called by every rank: rank(s) [1] did not come within 0.5 s" in first
     assert "rank 0: gave up waiting for the others" in late
 
@@ -124,5 +124,5 @@ def differ_in_a_step(rank: int, ranks: int, what: str, gradients: str) -> list[s
 @pytest.mark.parametrize("what", list(CHANGES))
 def test_what_one_rank_alone_does_to_its_model_is_an_error_on_all(what):
     for kind in ("local",) if what == "sparse" else ("local", "averaged"):
-        for (error,) in run_ranks(differ_in_a_step, 3, what, kind, timeout=30):
+        for (error,) in run_ranks(differ_in_a_step, 3, what, kind):
             assert CHANGES[what] in error, (kind, error)

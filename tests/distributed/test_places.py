@@ -118,7 +118,7 @@ def history(
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
             for block in run.preconditioner._blocks:
-                for spec in block.factors if not block.pending else ():
+                for spec in block.factors if not block.running.pending else ():
                     if (stored := block.running.get(spec.name)) is not None:
                         saved = found[name][-1][block.name][spec.name]
                         compare(pack(stored, spec), saved, "every holder's")
@@ -211,7 +211,7 @@ def with_fewer(
 @pytest.mark.parametrize("loss_average", ["local", "global"])
 def test_statistics_are_those_of_the_contributors_data(loss_average):
     case = Case({"decay": 0.7, "solve_every": 1, "damping": 0.02}, QUARTERS, loss_average)
-    results = run_ranks(with_fewer, 4, case, list(FEWER), timeout=60)
+    results = run_ranks(with_fewer, 4, case, list(FEWER))
     reference = functools.cache(functools.partial(of_contributors, case=case))
     seen = set()
     for rank, own in enumerate(results):
@@ -266,7 +266,7 @@ def used_by_one(rank: int, ranks: int) -> list[tuple[bool, bool, Tensor]]:
 
 @pytest.mark.slow
 def test_a_layer_that_contributors_do_not_use_stays_unknown():
-    results = run_ranks(used_by_one, 4, timeout=60)
+    results = run_ranks(used_by_one, 4)
     for own in results:
         assert sorted(contributes for contributes, _, _ in own) == [False, False, True, True]
         for (contributes, known, weights), (_, _, others) in zip(own, results[0], strict=True):
@@ -309,11 +309,11 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert 0 < len(mine) < 4
     assert sorted(computed) == [(s, n) for s in ("input_moment", "output_moment") for n in mine]
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
-    assert [bool(block.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
+    assert [bool(block.window.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
     assert own.memory_usage()["statistics"] == plan.window(own.placement, 1)
 
     def settle(backend, placed):
-        held.extend(bool(block.sums) for block, _ in placed)
+        held.extend(bool(block.window.sums) for block, _ in placed)
 
     held: list[bool] = []
     monkeypatch.setattr("soframe.solving.solution.settle", settle)

@@ -243,7 +243,7 @@ def train_on_ranks(
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("solver", [Eigen(), Inverse()])
 def test_on_ranks_the_plan_is_what_is_sent_and_held(ranks, solver):
-    results = run_ranks(train_on_ranks, ranks, list(EVERY), solver, (2, 3), 4, timeout=60)
+    results = run_ranks(train_on_ranks, ranks, list(EVERY), solver, (2, 3), 4)
     for rank, own in enumerate(results):
         for name, (placement, traffic, memory) in zip(EVERY, own, strict=True):
             where = (name, rank)

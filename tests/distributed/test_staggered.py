@@ -54,7 +54,7 @@ def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: Any
     names = list(EVERY) if ranks > 2 else ["deferred", "pairs"]
     options = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves"}
     work = (names, {**options, "solver": solver}, STEPS)
-    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work, timeout=60)):
+    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work)):
         for name, (placement, totals) in zip(names, own, strict=True):
             for step in range(STEPS):
                 expected = add(totals[step], planned_step(placement, rank, step))
@@ -77,7 +77,7 @@ def test_ranks_are_one_process(ranks: int, solver: str) -> None:
     }
     alone = train_alone(Case(every, steps=STEPS))
     assert not torch.allclose(alone, train_alone(Case({**every, "stagger": False}, steps=STEPS)))
-    for own in run_ranks(train_all, ranks, list(cases.values()), timeout=60):
+    for own in run_ranks(train_all, ranks, list(cases.values())):
         for name, weights in zip(cases, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10, msg=name)
 
@@ -118,6 +118,6 @@ def test_a_failure_is_that_of_its_turn_alone() -> None:
     alone, counters = solve_badly(0, 1)
     # After the first solve the block has two turns, and one retry in float64 is none.
     assert counters["failed_solves"] == 2
-    for weights, own in run_ranks(solve_badly, 2, timeout=30):
+    for weights, own in run_ranks(solve_badly, 2):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10)
         assert own == counters

@@ -64,7 +64,7 @@ def start_each(rank: int, ranks: int, names: list[str]) -> list[str]:
 
 
 def test_a_setting_that_one_rank_refuses_is_an_error_on_all_that_names_it():
-    results = run_ranks(start_each, 3, list(SETTINGS), timeout=60)
+    results = run_ranks(start_each, 3, list(SETTINGS))
     for index, (name, (_, own)) in enumerate(SETTINGS.items()):
         assert own in results[2][index], (name, results[2][index])
         for rank in (0, 1):
@@ -85,7 +85,7 @@ def start_with_an_optimizer_on_one_rank(rank: int, ranks: int) -> str:
 
 
 def test_an_optimizer_on_one_rank_only_is_an_error_that_names_it():
-    for error in run_ranks(start_with_an_optimizer_on_one_rank, 2, timeout=30):
+    for error in run_ranks(start_with_an_optimizer_on_one_rank, 2):
         assert (
             "rank 1 has optimizer=None, lr=0.1, clip_lr='live', rank 0 has optimizer=SGD" in error
         )
@@ -104,7 +104,7 @@ def start_with_a_parameter_more(rank: int, ranks: int) -> str:
 
 def test_local_gradients_of_other_parameters_do_not_start():
     """Without a block for it, the first step would send buffers that differ in length."""
-    for error in run_ranks(start_with_a_parameter_more, 2, timeout=30):
+    for error in run_ranks(start_with_a_parameter_more, 2):
         assert "rank 1 has 'local gradients of 5 parameters" in error
 
 
@@ -133,7 +133,7 @@ def start_trust_regions(rank: int, ranks: int, names: list[str]) -> list[str]:
 
 
 def test_what_a_trust_region_refuses_on_one_rank_is_an_error_on_all():
-    mine, others = run_ranks(start_trust_regions, 2, list(TRUST_REGIONS), timeout=60)
+    mine, others = run_ranks(start_trust_regions, 2, list(TRUST_REGIONS))
     for index, (name, (_, own)) in enumerate(TRUST_REGIONS.items()):
         assert own in mine[index], (name, mine[index])
         assert "rank(s) [0] could not start. rank 0: " in others[index], (name, others[index])
@@ -169,7 +169,7 @@ def start_alone(rank: int, ranks: int) -> list[str]:
 
 
 def test_a_rank_with_a_backend_of_its_own_is_named_on_every_rank():
-    for rank, errors in enumerate(run_ranks(start_alone, 3, timeout=60)):
+    for rank, errors in enumerate(run_ranks(start_alone, 3)):
         assert len(errors) == 2
         for error in errors:
             assert "rank(s) [1] built one for themselves instead" in error
@@ -193,7 +193,7 @@ def start_besides(rank: int, ranks: int) -> dict[str, dict[str, int]]:
 
 
 def test_ranks_may_have_preconditioners_of_their_own():
-    for traffic in run_ranks(start_besides, 2, timeout=30):
+    for traffic in run_ranks(start_besides, 2):
         assert traffic == {"total": {"bytes": 0, "calls": 0}}
 
 
@@ -228,7 +228,7 @@ def start_late(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_that_comes_late_is_waited_for():
-    assert run_ranks(start_late, 2, timeout=30) == ["comm-opt", "comm-opt"]
+    assert run_ranks(start_late, 2) == ["comm-opt", "comm-opt"]
 
 
 def start_in_a_group(rank: int, ranks: int) -> list[str]:
@@ -243,7 +243,7 @@ def start_in_a_group(rank: int, ranks: int) -> list[str]:
 
 
 def test_an_error_in_a_group_is_told_in_that_group():
-    found = run_ranks(start_in_a_group, 4, timeout=30)
+    found = run_ranks(start_in_a_group, 4)
     assert found[0] == found[1] == []
     assert "rank(s) [1] could not start. rank 1: ValueError: damping must be" in found[2][0]
     assert "damping must be" in found[3][0]

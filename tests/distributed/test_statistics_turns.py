@@ -48,7 +48,7 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: str) -> None:
     names = list(EVERY) if ranks > 2 else ["mem", "pairs"]
     work = (names, {**OPTIONS, "solver": solver}, STEPS)
-    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work, timeout=60)):
+    for rank, own in enumerate(run_ranks(train_and_count, ranks, *work)):
         for name, (placement, totals) in zip(names, own, strict=True):
             assert len(set(turns_of(placement).statistics)) == EACH
             for step in range(STEPS):
@@ -73,7 +73,7 @@ def test_ranks_are_one_process(ranks: int, solver: str) -> None:
     for other in ("solves", False):
         plain = train_alone(Case({**options, "stagger": other}, steps=STEPS))
         assert not torch.allclose(alone, plain)
-    for own in run_ranks(train_all, ranks, list(cases.values()), timeout=60):
+    for own in run_ranks(train_all, ranks, list(cases.values())):
         for name, weights in zip(cases, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10, msg=name)
 
@@ -94,5 +94,5 @@ def train_waiting(rank: int, ranks: int, strategies: list[Any]) -> list[bool]:
 @pytest.mark.slow
 def test_overlap_changes_no_bit() -> None:
     strategies = list(EVERY.values())
-    for own in run_ranks(train_waiting, 3, strategies, timeout=60):
+    for own in run_ranks(train_waiting, 3, strategies):
         assert own == [True] * len(strategies)

@@ -23,7 +23,7 @@ def test_threads_are_set_in_the_process():
 @pytest.mark.distributed
 def test_an_exception_comes_back_with_its_traceback_and_ends_the_others(tmp_path):
     with pytest.raises(WorkerError) as caught:
-        launch(helpers.fail_on_rank_1, 2, timeout=60)(str(tmp_path))
+        launch(helpers.fail_on_rank_1, 2)(str(tmp_path))
     message = str(caught.value)
     assert "rank 1 failed" in message
     assert "ArithmeticError: rank 1 divides by zero" in message
@@ -34,7 +34,7 @@ def test_an_exception_comes_back_with_its_traceback_and_ends_the_others(tmp_path
 @pytest.mark.distributed
 def test_a_killed_rank_is_reported():
     with pytest.raises(WorkerError, match=r"rank 1 died without a result, exit code -9"):
-        launch(helpers.die_on_rank_1, 2, timeout=60)()
+        launch(helpers.die_on_rank_1, 2)()
 
 
 @pytest.mark.slow

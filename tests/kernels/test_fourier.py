@@ -121,7 +121,7 @@ def test_threads_have_memory_of_their_own() -> None:
         found = list(pool.map(lambda x: added("fourier", x, geometry), images))
     for got, x in zip(found, images, strict=True):
         compare(got, by_hand(x, geometry), "factor", rtol=1e-10)
-    like, everyone = torch.ones(1), threading.Barrier(2, timeout=60)
+    like, everyone = torch.ones(1), threading.Barrier(2)
 
     def places() -> list[int]:
         found = [scratch.memory(like, (7,))[0].data_ptr()]

@@ -258,7 +258,7 @@ def rank_factors(rank: int, ranks: int) -> list[Tensor]:
 @pytest.mark.distributed
 def test_two_ranks_are_one_process() -> None:
     alone = rank_factors(0, 1)
-    for own in run_ranks(rank_factors, 2, timeout=60):
+    for own in run_ranks(rank_factors, 2):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "preconditioned gradient")
 

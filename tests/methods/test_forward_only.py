@@ -256,7 +256,7 @@ def train_rank(rank: int, ranks: int, strategy: str, solver: str) -> dict[str, T
 @pytest.mark.parametrize(("solver", "ranks"), [("eigen", 2), ("inverse", 3)])
 def test_ranks_are_one_process(strategy: str, solver: str, ranks: int) -> None:
     alone = train_rank(0, 1, "comm-opt", solver)
-    for own in run_ranks(train_rank, ranks, strategy, solver, timeout=60):
+    for own in run_ranks(train_rank, ranks, strategy, solver):
         assert set(own) == set(alone)
         for name, tensor in own.items():
             compare(tensor, alone[name], name, rtol=1e-8)

@@ -257,7 +257,7 @@ def test_lost_data_are_waited_for(method: Method) -> None:
         for block in with_factors:
             before = saved["blocks"][block.name]["factors"]
             for factor in block.factors:
-                kept = block.matrix(factor)
+                kept = block.running.matrix(factor)
                 if factor.kind == "psd":
                     kept = pack_triangle(kept)
                 assert torch.equal(kept, before[factor.name]), (block.name, factor.name)
@@ -275,7 +275,7 @@ def test_lost_data_are_waited_for(method: Method) -> None:
             for factor in block.factors:
                 name = factor.name
                 expected = torch.lerp(old[block][name], new[name], 1 - factor.decay)
-                mass = block.masses[name][0]
+                mass = block.running.masses[name][0]
                 if factor.start is None:  # freed of its start
                     expected = torch.lerp(old[block][name], new[name], (1 - factor.decay) / mass)
                 compare(block.running[name], expected, f"{block.name}.{name}")

@@ -32,7 +32,7 @@ def ends(folder: Path, ranks: int) -> list[tuple[int, Tensor]]:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy, death):
     (whole := tmp_path / "whole").mkdir()
     plan = Plan(strategy)
-    undisturbed = run_ranks(train, 2, whole, plan, timeout=60)
+    undisturbed = run_ranks(train, 2, whole, plan)
     (folder := tmp_path / "killed").mkdir()
     done = torchrun(2, 1, folder, plan, death)
     assert done.returncode == 0, done.stdout

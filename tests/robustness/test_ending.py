@@ -73,7 +73,7 @@ def destroy(rank: int, ranks: int, strategy: str) -> tuple[int, int, str]:
 @pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt"])
 def test_a_group_that_is_destroyed_ends_its_threads_and_says_so(strategy):
     """Whoever holds a process group keeps them; hybrid-opt makes groups of its own."""
-    for before, after, error in run_ranks(destroy, 4, strategy, timeout=60):
+    for before, after, error in run_ranks(destroy, 4, strategy):
         assert before > 0
         assert after == 0
         assert (
@@ -93,7 +93,7 @@ def destroy_but_hold(rank: int, ranks: int) -> str:
 
 
 def test_a_group_that_the_script_still_holds_is_not_used_once_it_is_destroyed():
-    for error in run_ranks(destroy_but_hold, 2, timeout=30):
+    for error in run_ranks(destroy_but_hold, 2):
         assert "has been destroyed" in error
 
 
@@ -115,7 +115,7 @@ def look_at_works(rank: int, ranks: int) -> list[int]:
 
 
 def test_works_under_way_are_held_and_no_others():
-    for found in run_ranks(look_at_works, 2, timeout=30):
+    for found in run_ranks(look_at_works, 2):
         assert found == [1, 0, 0]
 
 

@@ -83,7 +83,7 @@ def spike(rank: int, ranks: int) -> tuple[dict[str, int], list[Tensor]]:
 
 @pytest.mark.distributed
 def test_ranks_are_careful_together() -> None:
-    (_, first), (counters, second) = run_ranks(spike, 2, timeout=60)
+    (_, first), (counters, second) = run_ranks(spike, 2)
     assert counters["skipped_updates"] == 0
     for one, other in zip(first, second, strict=True):
         assert bool(one.isfinite().all())

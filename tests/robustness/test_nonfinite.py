@@ -140,7 +140,7 @@ def _train_badly(rank: int, ranks: int, bad: Bad) -> Record:
 
 @functools.cache
 def results() -> list[list[Record]]:
-    return run_ranks(train_badly, 2, CASES, timeout=60)
+    return run_ranks(train_badly, 2, CASES)
 
 
 @functools.cache

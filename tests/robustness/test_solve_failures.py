@@ -203,7 +203,7 @@ def fail_on_one_rank(rank: int, ranks: int, strategies: list[str]) -> list[Any]:
 @pytest.mark.distributed
 def test_a_failure_on_one_rank_is_known_to_all():
     strategies = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
-    results = run_ranks(fail_on_one_rank, 2, strategies, timeout=60)
+    results = run_ranks(fail_on_one_rank, 2, strategies)
     for number, (first, second) in enumerate(zip(*results, strict=True)):
         assert torch.equal(first[0], second[0])
         assert first[1] == second[1]

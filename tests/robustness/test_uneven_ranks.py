@@ -44,7 +44,7 @@ def train_with_an_empty_rank(rank: int, ranks: int) -> list[Tensor]:
 
 
 def test_a_rank_without_data_leaves_the_result_to_the_others():
-    for own in run_ranks(train_with_an_empty_rank, 3, timeout=60):
+    for own in run_ranks(train_with_an_empty_rank, 3):
         for name, weights in zip(STRATEGIES, own, strict=True):
             expected = train_alone(case_of(name))
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
@@ -70,7 +70,7 @@ def train_late(rank: int, ranks: int, late: int | None) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_slow_rank_is_waited_for(late):
-    punctual = run_ranks(train_late, 2, None, timeout=60)
-    for own, expected in zip(run_ranks(train_late, 2, late, timeout=60), punctual, strict=True):
+    punctual = run_ranks(train_late, 2, None)
+    for own, expected in zip(run_ranks(train_late, 2, late), punctual, strict=True):
         for weights, those in zip(own, expected, strict=True):
             assert torch.equal(weights, those)

@@ -121,6 +121,6 @@ def test_ranks_are_one_process() -> None:
     alone = train_alone(Case(options, steps=6))
     assert not torch.allclose(alone, train_alone(Case({"solve_every": 1}, steps=6)))
     cases = [Case({"strategy": name, **options}, steps=6) for name in ("comm-opt", "mem-opt")]
-    for own in run_ranks(train, 3, cases, timeout=60):
+    for own in run_ranks(train, 3, cases):
         for weights in own:
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)

@@ -191,7 +191,7 @@ def train(rank: int, ranks: int, strategy: str, solver: Any) -> list[Tensor]:
 @pytest.mark.parametrize(("solver", "ranks"), [("eigen", 2), (Inverse("sqrt"), 3)], ids=str)
 def test_ranks_are_one_process(strategy: str, solver: Any, ranks: int) -> None:
     alone = train(0, 1, "comm-opt", solver)
-    for own in run_ranks(train, ranks, strategy, solver, timeout=60):
+    for own in run_ranks(train, ranks, strategy, solver):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "weights", rtol=1e-8)
 

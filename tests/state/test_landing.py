@@ -114,11 +114,11 @@ def test_data_that_are_set_are_used_until_the_next_landing(runs):
     train(own, 0, 1)
     train(plain, 0, EVERY + 1)
     blocks = own.preconditioner.blocks
-    first = [block.second_order for block in blocks]
+    first = [dict(block.second_order) for block in blocks]
     zeros = [{f: {k: 0 * t for k, t in d.items()} for f, d in one.items()} for one in first]
     train(own, 1, EVERY + 1)
     for block, data in zip(blocks, zeros, strict=True):
-        block.second_order = data
+        block.second_order.replace(data)
     own.step(EVERY + 1)
     assert all(not t.any() for t in in_use(own).values())
     own.step(EVERY + 2)

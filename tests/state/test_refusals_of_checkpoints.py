@@ -184,7 +184,7 @@ def refuse_on_ranks(rank: int, ranks: int, strategy: str, folder: Path) -> list[
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 def test_what_one_rank_cannot_load_is_loaded_by_none(strategy, tmp_path):
-    results = run_ranks(refuse_on_ranks, 2, strategy, tmp_path, timeout=60)
+    results = run_ranks(refuse_on_ranks, 2, strategy, tmp_path)
     for reason, answers in zip(HOW.values(), zip(*results, strict=True), strict=True):
         assert any(reason in said for said, _, _ in answers), answers
         for said, kept, weights in answers:

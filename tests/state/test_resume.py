@@ -144,7 +144,7 @@ def relay(legs: list[tuple[int, Case, int, int]]) -> Tensor:
         if ranks == 1:
             results = [train_on_rank(0, 1, case, saved, first, last)]
         else:
-            results = run_ranks(train_on_rank, ranks, case, saved, first, last, timeout=60)
+            results = run_ranks(train_on_rank, ranks, case, saved, first, last)
         states = [torch.load(io.BytesIO(r[0]), weights_only=True) for r in results]
         for state in states:
             assert equal(state["preconditioner"], states[0]["preconditioner"])
@@ -192,13 +192,13 @@ def test_another_world_goes_on_within_rounding(legs):
 @pytest.mark.distributed
 def test_each_rank_keeps_what_its_placement_says():
     saved, _, alone = train_on_rank(0, 1, CASE, None, 0, 4)
-    memory = [result[2] for result in run_ranks(train_on_rank, 2, MEM, saved, 4, 4, timeout=60)]
+    memory = [result[2] for result in run_ranks(train_on_rank, 2, MEM, saved, 4, 4)]
     assert sum(m["second_order"] for m in memory) == alone["second_order"]
     triangles = [
         f.numel() for b in load_state(saved)["blocks"].values() for f in b["factors"].values()
     ]
     assert all(m["factors"] == 8 * sum(triangles) < alone["factors"] for m in memory)
-    memory = [m for *_, m in run_ranks(train_on_rank, 2, SHARDED, saved, 4, 4, timeout=60)]
+    memory = [m for *_, m in run_ranks(train_on_rank, 2, SHARDED, saved, 4, 4)]
     assert sum(m["factors"] for m in memory) == 8 * sum(triangles)
     assert sum(m["second_order"] for m in memory) == alone["second_order"]
     assert all(m["factors"] for m in memory)
@@ -288,7 +288,7 @@ def ask_between(rank: int, ranks: int, case: Case) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", [MEM, DEFERRED], ids=["mem", "deferred"])
 def test_a_state_between_backward_and_step_disturbs_no_rank(case):
-    assert run_ranks(ask_between, 2, case, timeout=60) == [True, True]
+    assert run_ranks(ask_between, 2, case) == [True, True]
 
 
 def load_wrapped(rank: int, ranks: int, saved: Saved) -> tuple[Saved, list[str]]:
@@ -304,7 +304,7 @@ def load_wrapped(rank: int, ranks: int, saved: Saved) -> tuple[Saved, list[str]]
 def test_a_ddp_wrapper_changes_no_name():
     saved = save(train(Run(CASE), 0, 4))
     original = torch.load(io.BytesIO(saved), weights_only=True)["preconditioner"]
-    for file, found in run_ranks(load_wrapped, 2, saved, timeout=60):
+    for file, found in run_ranks(load_wrapped, 2, saved):
         assert found == ["conv", "grouped", "head", "hidden", "unused"]
         state = torch.load(io.BytesIO(file), weights_only=True)["preconditioner"]
         assert equal(state, original)

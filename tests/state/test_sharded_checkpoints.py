@@ -114,10 +114,10 @@ def finish_on_rank(rank: int, ranks: int, strategy: Any, folder: Path, solver: s
     "strategy", [Sharded(), DEFERRED, "mem-opt"], ids=["sharded", "deferred", "mem"]
 )
 def test_another_layout_goes_on_within_rounding(tmp_path, strategy):
-    run_ranks(save_on_rank, 4, strategy, tmp_path, timeout=60)
+    run_ranks(save_on_rank, 4, strategy, tmp_path)
     expected = train(make("comm-opt", 0, 1), 0, STEPS).weights()
-    found = run_ranks(finish_on_rank, 2, "comm-opt", tmp_path, "eigen", timeout=60)
-    found += run_ranks(finish_on_rank, 3, DEFERRED, tmp_path, "eigen", timeout=60)
+    found = run_ranks(finish_on_rank, 2, "comm-opt", tmp_path, "eigen")
+    found += run_ranks(finish_on_rank, 3, DEFERRED, tmp_path, "eigen")
     found += [finish_on_rank(0, 1, "comm-opt", tmp_path, "eigen")]
     for weights in found:
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
@@ -197,7 +197,7 @@ HEADER = "preconditioner.header"
     ids=["sharded-mem", "comm-sharded"],
 )
 def test_each_rank_writes_its_own_and_reads_what_it_holds(tmp_path, strategy, other):
-    results = run_ranks(who, 4, tmp_path, strategy, other, timeout=60)
+    results = run_ranks(who, 4, tmp_path, strategy, other)
     written = [name for _, names, _, _ in results for name in names if name != HEADER]
     # All is written, each once, by a rank that holds it; no rank writes most of it.
     assert len(written) == len(set(written))
@@ -234,7 +234,7 @@ def save_both_ways(rank: int, ranks: int, folder: Path, strategy: Any) -> tuple[
 
 @pytest.mark.parametrize("strategy", [Sharded(), DEFERRED], ids=["sharded", "deferred"])
 def test_what_is_saved_while_training_goes_on_is_what_was(tmp_path, strategy):
-    assert run_ranks(save_both_ways, 2, tmp_path, strategy, timeout=60) == [(True, True)] * 2
+    assert run_ranks(save_both_ways, 2, tmp_path, strategy) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_statistics_are_of_the_samples_of_the_loss() -> None:
     torch.manual_seed(3)
     v = Poisson().sample(outputs)
     (block,) = own.preconditioner.blocks
-    g = next(block.matrix(factor) for factor in block.factors if factor.name == "G")
+    g = next(block.running.matrix(factor) for factor in block.factors if factor.name == "G")
     compare(g[0], v.T @ v / len(v), "G")
 
 

@@ -41,7 +41,7 @@ def construct(rank: int, ranks: int) -> list[str]:
 
 
 def test_settings_of_one_rank() -> None:
-    others, own = run_ranks(construct, 2, timeout=60)
+    others, own = run_ranks(construct, 2)
     for number, (name, (_, mine, theirs)) in enumerate(CONSTRUCTED.items()):
         assert mine in own[number], (name, own[number])
         assert theirs in others[number], (name, others[number])
@@ -103,7 +103,7 @@ STEPS = {
 
 
 def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
-    others, own = run_ranks(differ, 2, list(STEPS), timeout=60)
+    others, own = run_ranks(differ, 2, list(STEPS))
     for number, (what, (mine, theirs)) in enumerate(STEPS.items()):
         assert own[number].startswith(f"step 1: {mine}"), (what, own[number])
         assert others[number].startswith(f"step 1: {theirs}"), (what, others[number])

@@ -203,7 +203,7 @@ def refuse_on_rank(rank: int, ranks: int, curvature: bool) -> tuple[str, str, bo
 @pytest.mark.distributed
 @pytest.mark.parametrize("curvature", [True, False])
 def test_what_one_rank_cannot_load_is_loaded_by_none(curvature):
-    results = run_ranks(refuse_on_rank, 2, curvature, timeout=60, group_timeout=30)
+    results = run_ranks(refuse_on_rank, 2, curvature, group_timeout=30)
     (first, differs, kept), (own, also_differs, also_kept) = results
     assert "rank(s) [1] could not load the state" in first
     assert "lacks ['counters']" in own

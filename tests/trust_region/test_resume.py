@@ -195,7 +195,7 @@ def other_loss_rank(rank: int, ranks: int) -> tuple[str, bool]:
 
 @pytest.mark.distributed
 def test_a_loss_that_is_another_one_on_one_rank_stops_all() -> None:
-    (told, stood), (own, also_stood) = run_ranks(other_loss_rank, 2, timeout=60)
+    (told, stood), (own, also_stood) = run_ranks(other_loss_rank, 2)
     assert told == (
         "the closure's loss is not the declared one on 1 other rank(s): see their own error"
     )
@@ -250,6 +250,6 @@ def test_what_is_drawn_by_itself_is_drawn_from_the_model() -> None:
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_it_goes_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
-    for whole, resumed, rejected in run_ranks(resume_rank, 2, tmp_path, timeout=60):
+    for whole, resumed, rejected in run_ranks(resume_rank, 2, tmp_path):
         assert torch.equal(whole, resumed)
         assert rejected > 0  # the counters are those of the whole run

@@ -431,6 +431,6 @@ def hooked_rank(rank: int, ranks: int) -> tuple[str, bool]:
 
 @pytest.mark.distributed
 def test_a_hook_on_one_rank_stops_all() -> None:
-    for told, stood in run_ranks(hooked_rank, 2, timeout=60):
+    for told, stood in run_ranks(hooked_rank, 2):
         assert "the gradient is not that of what the model computes" in told
         assert stood
