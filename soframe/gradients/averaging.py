@@ -274,6 +274,10 @@ class ShardedGradients(AveragedGradients):
                 found[block] = block.assemble({n: w for n, w in wholes.items() if w is not None})
         return found
 
+    def now(self) -> dict[Block, Tensor | None]:
+        """See `AveragedGradients.now`: brought together as by `raw`; every rank must call."""
+        return {block: gradient for block, gradient in self.raw().items() if block.active}
+
     def later(self, block: Block) -> Tensor | None:
         """See `AveragedGradients.later`: None, since `raw` has all."""
         return None

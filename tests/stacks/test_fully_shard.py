@@ -21,7 +21,19 @@ from soframe.methods.kfac import KFAC
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_plans import planned
-from tests.stacks.fully_sharded import Case, Net, Run, alone, make_net, shard, train, weights
+from tests.stacks.fully_sharded import (
+    SAMPLES,
+    Case,
+    Net,
+    Run,
+    alone,
+    batch,
+    make_net,
+    shard,
+    train,
+    weights,
+    whole,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -492,3 +504,63 @@ def test_a_direction_that_is_not_finite() -> None:
     for skipped, found in results:
         assert skipped == 1
         assert all(torch.equal(found[name], results[0][1][name]) for name in found)
+
+
+def train_scaled(rank: int, ranks: int, *, sharded: bool = True) -> tuple[Any, ...]:
+    """Under a GradScaler, with an overflow in one rank's part."""
+    model = make_net()
+    if sharded:
+        shard(model, Case(), ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {**MEM, "kl_clip": 1e-3, "damping": 0.1, "layers": "all"}
+    own = soframe.Preconditioner(
+        model,
+        optimizer=optimizer,
+        grad_scaler=scaler,
+        statistics_every=1,
+        solve_every=2,
+        **options,
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens, targets = batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        loss = 0.5 * (model(tokens[mine]) - targets[mine]).square().sum(1).mean()
+        scaler.scale(loss).backward()
+        if step == 2 and rank == 0:
+            gradient = own.home.read(model.head.weight)
+            assert gradient is not None
+            gradient.view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        own.step()
+        scaler.step(optimizer)
+        scaler.update()
+    own.close()
+    return weights(model), scaler.get_scale(), own.counters
+
+
+def test_a_scaler_sees_an_overflow_in_any_part() -> None:
+    expected, scale, counters = train_scaled(0, 1, sharded=False)
+    assert scale == 512.0
+    assert counters["skipped_updates"] == 1
+    for found, *others in run_ranks(train_scaled, 2):
+        assert others == [scale, counters]
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def again(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Tensor]:
+    run = Run(Case(options=MEM), rank, ranks, sharded=sharded)
+    run.backward(0)
+    run.preconditioner.step()
+    run.preconditioner.precondition_again(0.5)
+    return {n: whole(p.grad) for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def test_preconditioning_again() -> None:
+    expected = again(0, 1, sharded=False)
+    for found in run_ranks(again, 2):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-9, msg=name)
