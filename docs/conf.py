@@ -100,7 +100,7 @@ def _public(target: str) -> list[Any]:
             value = getattr(importlib.import_module(".".join(parts[:end])), parts[end])
         except (ImportError, AttributeError, ValueError):
             continue
-        for module in ("soframe", "soframe.testing"):
+        for module in ("soframe", "soframe.diagnostics", "soframe.testing"):
             try:
                 public = importlib.import_module(module)
             except ImportError:

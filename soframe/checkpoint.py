@@ -80,6 +80,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
         backend.meet("soframe.checkpoint.part()")
     header = state.header(blocks, own.counters, own._steps, own._refresh.owed, own._scaling)
     header["initial_lrs"] = [float(rate) for rate in own._lrs.state()]
+    header["history"] = own._placed.history.state()
     found: dict[str, Any] = {}
     for block, place in zip(blocks, own.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.

@@ -29,6 +29,8 @@ from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.numbers import require_numbers
+from soframe.diagnostics.metrics import Spectra
+from soframe.diagnostics.norms import changes
 from soframe.gradients import moving
 from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
@@ -143,6 +145,7 @@ class Optimizer(torch.optim.Optimizer):
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
         self._radii: dict[str, Tensor] = {}
+        self._moved: Mapping[str, Tensor] = {}
         self._rebuilt = False
         self._group()
         try:
@@ -235,9 +238,16 @@ class Optimizer(torch.optim.Optimizer):
         if self._rebuilt:
             self._group()
             self._measure()
+        self._moved = {}
         if self.preconditioner.updated:
-            for group in self.param_groups:
-                self._move(group)
+            blocks, before = self.preconditioner.blocks, {}
+            if self.preconditioner.measures_norms:
+                every = (p for block in blocks for p in block.parameters.values())
+                before = {p: p.detach().clone() for p in every}
+            with self.preconditioner.backend.phases("move"):
+                for group in self.param_groups:
+                    self._move(group)
+            self._moved = changes(before, blocks) if before else {}
         return loss
 
     def _move(self, group: Mapping[str, Any]) -> None:
@@ -346,6 +356,42 @@ class Optimizer(torch.optim.Optimizer):
     def placement(self) -> Placement:
         """See `soframe.Preconditioner.placement`."""
         return self.preconditioner.placement
+
+    def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
+        """Return what is in force and what became of the last step, by block and overall.
+
+        Args:
+            spectra: See `soframe.Preconditioner.metrics`.
+            all_ranks: See `soframe.Preconditioner.metrics`.
+
+        Returns:
+            See `soframe.Preconditioner.metrics`; ``"param_groups"``, the settings of each; and for
+            each block ``"update_norm"``, how far its weights moved, in a step that takes norms: for
+            this it keeps a copy of the weights while they move.
+        """
+        found = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
+        moved = {name: float(norm) for name, norm in self._moved.items()}
+        for name, block in found["blocks"].items():
+            block["update_norm"] = moved.get(name)
+        known = set(moved) == set(found["blocks"])
+        found["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
+        groups = {
+            group["method"]: {name: group[name] for name in _settings(self._moves[""])}
+            for group in self.param_groups
+        }
+        for group in groups.values():
+            group["lr"] = float(group["lr"])
+        return {**found, "param_groups": groups}
+
+    def __repr__(self) -> str:
+        groups = [
+            f"  {group['method']}: "
+            + ", ".join(f"{name}={group[name]!r}" for name in _settings(self._moves[""]))
+            + f", {len(group['params'])} parameter(s)\n"
+            for group in self.param_groups
+        ]
+        own = repr(self.preconditioner).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n{''.join(groups)}  preconditioner: {own}\n)"
 
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""

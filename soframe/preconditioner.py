@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe.blocks import claims
 from soframe.blocks.block import Block
+from soframe.blocks.history import History
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
@@ -32,6 +33,7 @@ from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.checks import arguments
+from soframe.checks.numbers import require_flag
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
@@ -41,11 +43,14 @@ from soframe.comm.agreement import (
 )
 from soframe.comm.base import Backend
 from soframe.damping.policies import DampingChoice
+from soframe.diagnostics import metrics
+from soframe.diagnostics.metrics import Spectra, Taken, Timing
+from soframe.diagnostics.norms import measure
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
 from soframe.gradients.accumulation import Accumulation
 from soframe.gradients.applying import Directions
-from soframe.gradients.clipping import UNDAMPED, Bounds, Limits, clip
+from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
 from soframe.gradients.incoming import Incoming
 from soframe.gradients.moving import AgreedSettings
@@ -56,7 +61,7 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
-from soframe.setup import building, joining
+from soframe.setup import building, describing, joining
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
@@ -145,6 +150,9 @@ class Preconditioner(Joinable):
         clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
         home: Where gradients live, for stacks that keep them elsewhere than in ``.grad``; None for
             ``.grad``. The same on every rank.
+        cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
+            module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
+            each head by itself. For methods that read gradients alone; vectors stay whole.
         curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
             ``scaling`` and ``dtype`` as one.
 
@@ -204,6 +212,7 @@ class Preconditioner(Joinable):
         clips: Clips | None = None,
         curvature: Curvature | None = None,
         home: GradientHome | None = None,
+        cut: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         given = dict(locals())
@@ -212,6 +221,7 @@ class Preconditioner(Joinable):
             cadence = merged("cadence", Cadence, cadence, given)
             clips = merged("clips", Clips, clips, given)
             curvature = merged("curvature", Curvature, curvature, given)
+            self._settings = describing.in_force(Preconditioner, given, (cadence, clips, curvature))
             statistics_every, solve_every = cadence.statistics, cadence.solves
             stagger, background = cadence.stagger, cadence.background
             kl_clip, norm_clip, clip_lr = clips.kl, clips.norm, clips.lr
@@ -221,7 +231,9 @@ class Preconditioner(Joinable):
             building.check_words(scaling, loss_average, samples, clip_lr)
             building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
-            mappings = {"layers": layers, "method": method, "solver": solver}
+            cut = {} if cut is None else cut
+            building.check_cut(cut)
+            mappings = {"layers": layers, "method": method, "solver": solver, "cut": cut}
             arguments.check(
                 model=model,
                 optimizer=optimizer,
@@ -244,6 +256,8 @@ class Preconditioner(Joinable):
             self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
             self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
             self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+            self._taken: Taken | None = None
+            self._measures, self._timed_from = False, 0
             self.updated = False
             chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
             self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
@@ -260,6 +274,7 @@ class Preconditioner(Joinable):
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
                 ranks=self.backend.global_ranks,
+                cut=dict(cut),
             )
             self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._closed = False
@@ -330,18 +345,35 @@ class Preconditioner(Joinable):
         self._take_step()
 
     def _take_step(self) -> None:
+        phase = self.backend.phases
         self._statistics.arrive()
-        finite, weights, now = self._agree()
+        with phase("agree"):
+            finite, weights, now = self._agree()
+        self._placed.history.begin(self._steps)
         if weights is not None:
-            self._refresh.learn(self._placed, self._statistics, self._steps)
-            self._statistics.fold(weights, now.decay)
-        incoming = Incoming(self._blocks, self._raw)
+            with phase("reduce"):
+                self._refresh.learn(self._placed, self._statistics, self._steps)
+                self._statistics.fold(weights, now.decay)
+        incoming = Incoming(self._blocks, self._raw, phase)
         if finite:
             self._observe(incoming, now, after=False)
         directions = self._update(incoming, now, () if weights is None else self._statistics.due)
-        self.updated = finite and clip(
-            directions, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
-        )
+        with phase("write"):
+            self._write(incoming, directions, now, finite=finite)
+        self._accumulation.wrote(directions.matrices if finite else ())
+        self._steps += 1
+        self._refresh.end_step()
+        self._begin()
+
+    def _write(self, incoming: Incoming, directions: Directions, now: Now, *, finite: bool) -> None:
+        """Clip the directions and write them, if all is finite; then solve what is due after."""
+        clipped = Clipped(finite=False)
+        if finite:
+            clipped = clip(
+                directions, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
+            )
+        self.updated = clipped.finite
+        self._taken = self._note(incoming, directions, now, clipped)
         if self.updated:
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
@@ -351,10 +383,23 @@ class Preconditioner(Joinable):
         else:
             self.counters["skipped_updates"] += finite
             gradients.discard(self._model, self.home)
-        self._accumulation.wrote(directions.matrices if finite else ())
-        self._steps += 1
-        self._refresh.end_step()
-        self._begin()
+
+    def _note(
+        self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped
+    ) -> Taken:
+        """Return what `metrics` has to know of this step, before gradients are overwritten."""
+        norms = None
+        if self._measures and clipped.finite:
+            norms = measure(self._blocks, incoming.gradients, directions.whole)
+        return Taken(
+            step=self._steps,
+            damping=now.damping,
+            decay=now.decay,
+            kl_clip=now.limits.kl,
+            norm_clip=now.limits.norm,
+            clipped=clipped,
+            norms=norms,
+        )
 
     def _observe(self, incoming: Incoming, now: Now, *, after: bool) -> None:
         """Let methods that read averaged gradients take their statistics."""
@@ -367,10 +412,13 @@ class Preconditioner(Joinable):
             if block.lost:
                 continue  # nothing stands in for its data: it is solved first
             gradient = incoming.gradients[block]
-            factors: Mapping[str, Tensor] = {}
-            if gradient is not None and self.backend.rank in place.gradient_workers:
-                factors = block.method.observe(gradient, block.data)
-            observe(block, factors, place, self.backend.rank, now.decay)
+            with self.backend.phases("observe"):
+                factors: Mapping[str, Tensor] = {}
+                if gradient is not None and self.backend.rank in place.gradient_workers:
+                    factors = block.method.observe(gradient, block.data)
+                observe(block, factors, place, self.backend.rank, now.decay)
+            names = (factor.name for factor in block.factors if not factor.captured)
+            self._placed.history.took_statistics(block.name, names)
 
     def _due(self, *, after: bool) -> list[Block]:
         due = self._refresh.due(self._placed, self._steps)
@@ -417,6 +465,8 @@ class Preconditioner(Joinable):
             gradients=self._raw.now,
         )
         directions.write()
+        if self._taken is not None:
+            self._taken = replace(self._taken, damping=damping, norms=None)
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -547,7 +597,8 @@ class Preconditioner(Joinable):
         if self._blocks:
             self._land("Preconditioner.step()")
         old, self._blocks = self._blocks, registration.blocks
-        placed = PlacedBlocks(registration.blocks, placement, self.backend)
+        history = self._placed.history if old else History()
+        placed = PlacedBlocks(registration.blocks, placement, self.backend, history)
         if old and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
@@ -589,6 +640,76 @@ class Preconditioner(Joinable):
 
     # -- what users ask -----------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._steps
+
+    @property
+    def damping(self) -> float:
+        """The damping of the coming step, of blocks without one of their own."""
+        return self._damping.at(self._steps)
+
+    @property
+    def decay(self) -> float:
+        """What running factors keep of their past at the coming step."""
+        return self._decay.at(self._steps)
+
+    @property
+    def kl_clip(self) -> float | None:
+        """The bound of the KL clip at the coming step; None where it is off."""
+        return self._bounds.at(self._steps).kl
+
+    @property
+    def norm_clip(self) -> float | None:
+        """The bound of the norm clip at the coming step; None where it is off."""
+        return self._bounds.at(self._steps).norm
+
+    @property
+    def lr(self) -> list[float]:
+        """The learning rates that clips read, of each param group or of ``lr=`` alone."""
+        return self._lrs.live(self._steps)
+
+    @property
+    def statistics_every(self) -> int:
+        """The interval of statistics at the coming step, in steps."""
+        return self._refresh.statistics_every.at(self._steps)
+
+    @property
+    def solve_every(self) -> int:
+        """The interval of solves at the coming step, in steps."""
+        return self._refresh.solve_every.at(self._steps)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.backend.world_size
+
+    @property
+    def measures_norms(self) -> bool:
+        """Whether the coming step takes norms, see `measure`."""
+        return self._measures
+
+    def __repr__(self) -> str:
+        names = (
+            "damping",
+            "decay",
+            "kl_clip",
+            "norm_clip",
+            "lr",
+            "statistics_every",
+            "solve_every",
+        )
+        components = {"strategy": self._strategy, "home": self.home, "backend": self.backend}
+        where = {"steps": self._steps, "rank": self.backend.rank, "world_size": self.world_size}
+        return describing.text(
+            type(self).__name__,
+            model=self._model,
+            blocks=self._blocks,
+            settings={**self._settings, **components},
+            now={name: getattr(self, name) for name in names} | where,
+        )
+
     def report(self) -> Report:
         """Return every parameter with its block, or the reason why it has none.
 
@@ -620,6 +741,63 @@ class Preconditioner(Joinable):
             Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes of what this rank hands over.
         """
         return self.backend.traffic()
+
+    def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
+        """Say what steps measure from the next one on; by default nothing, and it costs nothing.
+
+        Ranks may measure different things: nothing of this travels.
+
+        Args:
+            norms: Whether the norms of gradients, directions and weights are taken: a pass over
+                each of them, in every step, without a wait for the device. None to leave it so.
+            times: Whether phases are timed, on the host's clock and, where blocks are on a CUDA
+                device, between events of its stream. True begins at zero. None to leave it so.
+        """
+        if norms is not None:
+            require_flag("norms", norms)
+            self._measures = norms
+        if times is not None:
+            require_flag("times", times)
+            self._timed_from = self._steps
+            if times:
+                devices = {block.device.type for block in self._blocks}
+                self.backend.phases.start_clock(device="cuda" in devices)
+            else:
+                self.backend.phases.stop_clock()
+
+    def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
+        """Return what is in force and what became of the last step, by block and overall.
+
+        Alone, a rank tells what it knows itself, and calls nobody: None is what it does not know.
+        With ``all_ranks`` every rank must call, and then none lacks what another one knows. The
+        guide "Diagnostics" says what each entry is.
+
+        Args:
+            spectra: Whether factors are decomposed: their extreme eigenvalues, condition, effective
+                rank. It takes about as long as a solve of every factor, on the device, in float64,
+                each time. ``"full"`` for all eigenvalues besides.
+            all_ranks: Whether ranks tell each other what they know. Factors are then decomposed by
+                their owners.
+
+        Returns:
+            Numbers, strings, lists and dicts, as JSON has them. Norms are there for a step that was
+            to `measure` them, times for those since it was told so.
+
+        Raises:
+            ValueError: If ``spectra`` is nothing that is known, or ranks ask for different ones.
+            RuntimeError: If ``all_ranks``, and a rank does not come, or fails.
+        """
+        phases = self.backend.phases
+        steps = self._steps - self._timed_from if phases.timed else None
+        return metrics.collect(
+            self._placed,
+            steps=self._steps,
+            taken=self._taken,
+            counters=self.counters,
+            timing=Timing(steps, phases.seconds()),
+            spectra=spectra,
+            all_ranks=all_ranks,
+        )
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
@@ -685,7 +863,8 @@ class Preconditioner(Joinable):
             owed_statistics=self._refresh.owed,
             scaling=self._scaling,
         )
-        return checksums.seal({**saved, "initial_lrs": self._lrs.state()})
+        history = self._placed.history.state()
+        return checksums.seal({**saved, "initial_lrs": self._lrs.state(), "history": history})
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
@@ -714,6 +893,8 @@ class Preconditioner(Joinable):
         self._refresh.owe(saved["owed_statistics"])
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
+        self._placed.history.load(saved.get("history", {}), self._steps)
+        self._taken = None
         self._begin()
 
     def _begin(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block
+from soframe.blocks.history import History
 from soframe.comm.base import Backend
 from soframe.strategies.placement import BlockPlacement, Placement
 
@@ -20,11 +21,13 @@ class PlacedBlocks:
         blocks: The blocks, in the placement's order.
         placement: Who owns, preconditions and receives what.
         backend: How tensors travel.
+        history: At which steps factors took statistics and were solved.
     """
 
     blocks: Sequence[Block]
     placement: Placement
     backend: Backend
+    history: History = field(default_factory=History, repr=False)
     _places: dict[Block, BlockPlacement] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
-from soframe.layers.layout import GroupedLayout, Layout, PlainLayout, parameter_of
+from soframe.layers.layout import CutLayout, GroupedLayout, Layout, PlainLayout, parameter_of
 from soframe.layers.recurrent import without_helper
 from soframe.methods.base import Candidate, Method
 from soframe.registry import KINDS, first_match
@@ -49,6 +49,8 @@ class Choices:
         auxiliary: The method of every parameter that no other has; None to leave them alone.
         observed: Whether the Fisher is one that is observed, which only methods of calls need.
         ranks: The global ranks of the group in which blocks are placed.
+        cut: Into how many parts matrices are cut along their outputs, by patterns on module names;
+            for methods that read gradients alone.
     """
 
     method: Choice
@@ -63,6 +65,7 @@ class Choices:
     auxiliary: Choice = None
     observed: bool = False
     ranks: tuple[int, ...] = ()
+    cut: Mapping[str, int] = field(default_factory=dict)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -348,12 +351,24 @@ class Registration:
         asked = method.captures or self._solvers.find(name) is not None
         solver = self._solvers.choose(name) if asked else _eigen()
         one = helpers[0] if layout is None else layout
+        cut = first_match(self._choices.cut, *self._names[id(one.module)])
+        if layout is None and cut is not None:
+            raise ValueError(
+                f"{name}: cut[{cut!r}] is for methods that read gradients alone, and {method!r} "
+                f"reads calls: choose another method for this module by a pattern of method=, or "
+                f"leave it out of cut="
+            )
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
         if self._choices.scaling not in method.scalings:
             raise ValueError(
                 f"{name}: {method!r} is not defined under scaling={self._choices.scaling!r}: pass "
                 f"scaling='fisher', or skip the module"
+            )
+        if self._choices.observed and method.captures and method.empirical_only:
+            raise ValueError(
+                f"{name}: {method!r} takes means of output gradients, which are those of the loss "
+                f"alone: pass fisher='empirical', or skip the module"
             )
         block = Block(
             name=name or class_name(one.module),
@@ -372,6 +387,11 @@ class Registration:
                 raise ValueError(
                     f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"
                 )
+        if block.captured and not block.solved_here and damping is not None and damping.per_block:
+            raise ValueError(
+                f"{block.name}: {damping!r} is relative to factors that are solved, and "
+                f"{block.method!r} has none: pass a number for damping=, or skip the module"
+            )
         odd = [f for f in block.captured if f.kind == "diagonal" or f.mean_over == "group rows"]
         if odd and self._choices.scaling != "fisher":
             raise ValueError(
@@ -416,7 +436,7 @@ class Registration:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout = PlainLayout(module, full.rpartition(".")[2])
             self._notes[full] = self._reasons.get(id(parameter), reason)
-            self._append(full, self._auxiliary, (), layout, auxiliary=True)
+            self._append(full, self._auxiliary, (), self._cut(name, full, layout), auxiliary=True)
 
     def _add_parameter(
         self,
@@ -438,7 +458,7 @@ class Registration:
         self._require_trainable(full, parameter)
         if (reason := self._sparse(parameter)) is not None:
             return reason
-        layout = self._layout(name, module, full.rpartition(".")[2])
+        layout = self._cut(name, full, self._layout(name, module, full.rpartition(".")[2]))
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
         sharers = [n for n, _ in self._sharers[id(parameter)]]
@@ -470,12 +490,32 @@ class Registration:
             return GroupedLayout(module, key)
         plain = PlainLayout(module, key)
         helper = self._helper_class(name, module)
+        if helper is None:
+            known = KINDS["layer"].lookup(type(module), optional=True)
+            if known is not None and issubclass(known, LayerHelper) and known.transposed:
+                helper = known
         if helper is None or key not in helper.names(module) or helper.unsupported(module):
             return plain
         for one in helper.of(module, [key], joint=False):
-            if set(one.parameters) == {key} and tuple(one.shape) != tuple(plain.shape):
+            if set(one.parameters) != {key}:
+                continue
+            if helper.transposed or tuple(one.shape) != tuple(plain.shape):
                 return one
         return plain
+
+    def _cut(self, name: str, full: str, layout: Layout) -> Layout:
+        """Return a layout in parts, where a pattern says so of its module; vectors stay whole."""
+        pattern = first_match(self._choices.cut, name)
+        if pattern is None or layout.shape.in_features == 1:
+            return layout
+        self._used.add(pattern)
+        parts = self._choices.cut[pattern]
+        try:
+            cut = CutLayout(layout, parts)
+        except ValueError as error:
+            raise ValueError(f"{full}: cut[{pattern!r}]={parts}: {error}") from None
+        self._notes[full] = f"cut into {parts}"
+        return cut
 
     def _last_linear(self) -> nn.Parameter | None:
         """Return the weight of the head: tied to an embedding, or else the last Linear's."""
@@ -526,7 +566,7 @@ class Registration:
         return Report(tuple(rows))
 
     def _warn_unused(self) -> None:
-        given = {*self._choices.skip, *self._choices.layers}
+        given = {*self._choices.skip, *self._choices.layers, *self._choices.cut}
         unused = sorted(given - self._used) + self._methods.unused() + self._solvers.unused()
         if unused:
             warnings.warn(

@@ -299,9 +299,10 @@ def add_up(backend: Backend, tensor: Tensor) -> Tensor:
     Returns:
         The sum, on the tensor's device.
     """
-    total = tensor.to(backend.wire_device(tensor.device))
-    backend.all_reduce(total, "agree").wait()
-    return total.to(tensor.device)
+    with backend.phases("agree"):
+        total = tensor.to(backend.wire_device(tensor.device))
+        backend.all_reduce(total, "agree").wait()
+        return total.to(tensor.device)
 
 
 def require_all_ranks(backend: Backend, changes: float) -> None:

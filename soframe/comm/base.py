@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soframe.tracing.phases import Phases
+
 
 class Handle:
     """A collective under way.
@@ -75,6 +77,7 @@ class Backend(ABC):
             reduce-scatter and one all-gather for all ranks together; otherwise in a reduction to
             and a broadcast from each of them. The bytes are the same; sums are, within rounding.
             The same on every rank.
+        phases: The phase that this rank is in.
     """
 
     rank: int = 0
@@ -85,6 +88,7 @@ class Backend(ABC):
 
     def __init__(self) -> None:
         self._traffic: dict[str, dict[str, int]] = {}
+        self.phases = Phases()
 
     @property
     def global_ranks(self) -> tuple[int, ...]:

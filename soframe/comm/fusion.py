@@ -154,22 +154,26 @@ def _delivery(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Task:
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     for parcel, part in zip(bucket, flat.split(sizes), strict=True):
         if backend.rank == parcel.source:
-            parcel.write(part)
-            # It takes what travels, like the others, so that all ranks go on with the same bits.
-            parcel.read(part)
-    wire = flat.to(backend.wire_device(first.device))
-    shares = [0] * backend.world_size
-    for parcel, size in zip(bucket, sizes, strict=True):
-        shares[parcel.source] += size
-    if shares[first.source] == len(flat):
-        handle = backend.broadcast(wire, first.source, first.group, phase)
-    else:
-        handle = backend.all_gather_shares(wire, shares, phase)
+            parcel.produce()  # in the phase of who makes it
+            with backend.phases(phase):
+                parcel.write(part)
+                # It takes what travels, like the others: all ranks go on with the same bits.
+                parcel.read(part)
+    with backend.phases(phase):
+        wire = flat.to(backend.wire_device(first.device))
+        shares = [0] * backend.world_size
+        for parcel, size in zip(bucket, sizes, strict=True):
+            shares[parcel.source] += size
+        if shares[first.source] == len(flat):
+            handle = backend.broadcast(wire, first.source, first.group, phase)
+        else:
+            handle = backend.all_gather_shares(wire, shares, phase)
     yield
-    handle.wait()
-    for parcel, part in zip(bucket, wire.split(sizes), strict=True):
-        if backend.rank != parcel.source:
-            parcel.read(part.to(parcel.device))
+    with backend.phases(phase):
+        handle.wait()
+        for parcel, part in zip(bucket, wire.split(sizes), strict=True):
+            if backend.rank != parcel.source:
+                parcel.read(part.to(parcel.device))
 
 
 @dataclass
@@ -278,16 +282,18 @@ def additions(
 
 def _addition(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
     way = parts[0].way
-    flat, sizes = _written(backend, parts)
-    if way.destination is None:
-        handle = backend.all_reduce(flat, phase)
-    else:
-        handle = backend.reduce(flat, way.destination, way.group, phase)
+    with backend.phases(phase):
+        flat, sizes = _written(backend, parts)
+        if way.destination is None:
+            handle = backend.all_reduce(flat, phase)
+        else:
+            handle = backend.reduce(flat, way.destination, way.group, phase)
     yield
-    handle.wait()
-    if way.destination in (None, backend.rank):
-        for part, own in zip(parts, flat.split(sizes), strict=True):
-            part.read(own)
+    with backend.phases(phase):
+        handle.wait()
+        if way.destination in (None, backend.rank):
+            for part, own in zip(parts, flat.split(sizes), strict=True):
+                part.read(own)
 
 
 def _spreads(backend: Backend, sums: Sequence[Sum], phase: str) -> Iterator[Task]:
@@ -300,12 +306,14 @@ def _spreads(backend: Backend, sums: Sequence[Sum], phase: str) -> Iterator[Task
 def _spread(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
     source, group = parts[0].way.destination, parts[0].way.spread
     assert source is not None
-    flat, sizes = _written(backend, parts)
-    handle = backend.broadcast(flat, source, group, phase)
+    with backend.phases(phase):
+        flat, sizes = _written(backend, parts)
+        handle = backend.broadcast(flat, source, group, phase)
     yield
-    handle.wait()
-    for part, own in zip(parts, flat.split(sizes), strict=True):
-        part.read(own)
+    with backend.phases(phase):
+        handle.wait()
+        for part, own in zip(parts, flat.split(sizes), strict=True):
+            part.read(own)
 
 
 def _written(backend: Backend, parts: Sequence[Sum]) -> tuple[Tensor, list[int]]:

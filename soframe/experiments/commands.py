@@ -15,6 +15,7 @@ from rich.table import Table
 
 import soframe
 from soframe.experiments import demo as demonstration
+from soframe.experiments import metrics as measured
 from soframe.experiments import plots, tables, tuning
 from soframe.experiments.compare import (
     STRATEGIES,
@@ -263,6 +264,32 @@ def inspect_command(
             solver=solver,
         )
     typer.echo(f"{report}\n\n{placement}")
+
+
+@app.command("metrics")
+def metrics_command(
+    file: Annotated[Path, typer.Argument(help="What metrics() returned, as JSON.")],
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw spectra, condition numbers and ages into an image.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the metrics of a preconditioner: by block, by factor and by phase.
+
+    With --json the numbers for loggers, by name.
+    """
+    with _user_errors():
+        found = measured.read(file)
+        if figure is not None:
+            plots.save(measured.figure(found), figure)
+    if as_json:
+        _print_json(measured.scalars(found))
+        return
+    screen = console()
+    for table in measured.tables(found):
+        screen.print(table)
+    if figure is not None:
+        screen.print(f"Plot: {figure}", soft_wrap=True)
 
 
 @app.command()

@@ -79,7 +79,8 @@ def precondition(
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
-    deliver(backend, order, "exchange", fused=backend.fused)
+    with backend.phases("direct"):
+        deliver(backend, order, "exchange", fused=backend.fused)
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
@@ -160,6 +161,15 @@ class Directions:
     matrices: dict[Block, Tensor | None]
     states: dict[Block, Mapping[str, Tensor]]
     parts: Mapping[Block, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> dict[Block, Tensor]:
+        """The directions that are written whole: clips scale no others but in parts."""
+        return {
+            block: matrix
+            for block, matrix in self.matrices.items()
+            if matrix is not None and block not in self.parts
+        }
 
     def tensors(self, block: Block) -> list[Tensor]:
         """Return what this rank writes of a block's direction.
@@ -261,9 +271,9 @@ class Batch:
         if one.states:
             # A tensor that the method has left alone is the state from the first update on.
             new = {**given.state, **direction.state}
+            parts = {name: tensor.chunk(len(blocks)) for name, tensor in new.items()}
             for number, block in enumerate(blocks):
-                rows = slice(number * groups, (number + 1) * groups)
-                self.states[block] = {name: tensor[rows] for name, tensor in new.items()}
+                self.states[block] = {name: part[number] for name, part in parts.items()}
 
 
 def _same_tensors(one: Block, other: Block) -> bool:

@@ -200,6 +200,11 @@ def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> Non
     """Replace tensors by their means over ranks, on one rank each or on all (None)."""
     if backend.world_size == 1:
         return
+    with backend.phases("average"):
+        _mean(backend, sums)
+
+
+def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
     everyone = tuple(range(backend.world_size))
     routes = []
     for to, tensor in sums:

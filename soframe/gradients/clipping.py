@@ -76,6 +76,21 @@ class Limits:
     careful: bool = False
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """What the clips have done to the directions of a step.
+
+    Attributes:
+        finite: Whether all directions are, on every rank alike: all of them have the same.
+        kl: The factor that the KL clip asks for, a scalar in (0, 1]; None where it is off.
+        norm: That of the norm clip, likewise. Directions are scaled by the lesser of the two.
+    """
+
+    finite: bool
+    kl: Tensor | None = None
+    norm: Tensor | None = None
+
+
 def clip(
     directions: Directions,
     raw: Mapping[Block, Tensor | None],
@@ -83,7 +98,7 @@ def clip(
     limits: Limits,
     rates: LearningRates,
     step: int,
-) -> bool:
+) -> Clipped:
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
     Args:
@@ -95,44 +110,43 @@ def clip(
         step: Completed steps.
 
     Returns:
-        False if some are not finite, on every rank alike.
+        Whether they are finite, and the factors.
     """
     blocks = [block for block in directions.matrices if block.method.clipped]
     known = {b: m for b, m in directions.matrices.items() if m is not None}
     if limits.careful:
         # Those that this rank knows; together all ranks know all.
         if directions.matrices and not _finite(list(known.values()), gradients):
-            return False
+            return Clipped(finite=False)
         known = {block: known[block].double() for block in blocks if block in known}
         raw = {block: own if own is None else own.double() for block, own in raw.items()}
     if not blocks or (limits.kl is None and limits.norm is None):
-        return True
+        return Clipped(finite=True)
     every = [tensor for block in blocks for tensor in directions.tensors(block)]
     like = every[0].double() if limits.careful else every[0]  # of the same dtype on every rank
     factors: list[Tensor] = []
+    kl_factor = norm_factor = None
     if limits.kl is not None:
         told = gradients.spoken_for(blocks)
-        factors.append(
-            kl_clip_factor(
-                [known[block] for block in told],
-                [own for block in told if (own := raw[block]) is not None],
-                rates.of(told, step),
-                limits.kl,
-                gradients.total,
-                like,
-            )
+        kl_factor = kl_clip_factor(
+            [known[block] for block in told],
+            [own for block in told if (own := raw[block]) is not None],
+            rates.of(told, step),
+            limits.kl,
+            gradients.total,
+            like,
         )
+        factors.append(kl_factor)
     if limits.norm is not None:
         counted = set(gradients.counted(blocks))
-        factors.append(
-            norm_clip_factor(
-                [known[block] if block in counted else None for block in blocks],
-                rates.of(blocks, step),
-                limits.norm,
-                gradients.total_of_directions,
-                like,
-            )
+        norm_factor = norm_clip_factor(
+            [known[block] if block in counted else None for block in blocks],
+            rates.of(blocks, step),
+            limits.norm,
+            gradients.total_of_directions,
+            like,
         )
+        factors.append(norm_factor)
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     factor = factor.to(every[0].dtype)
     if all(tensor.device == factor.device for tensor in every):
@@ -140,7 +154,7 @@ def clip(
     else:
         for tensor in every:
             tensor.mul_(factor.to(tensor.device))
-    return True
+    return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
 
 
 def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.gradients.averaging import AveragedGradients
+from soframe.tracing.phases import Phases
 
 
 class Incoming:
@@ -19,10 +20,11 @@ class Incoming:
     Args:
         blocks: The blocks, in the placement's order.
         source: Averages them.
+        phases: The phase that this rank is in.
     """
 
-    def __init__(self, blocks: Sequence[Block], source: AveragedGradients) -> None:
-        self._blocks, self._source = blocks, source
+    def __init__(self, blocks: Sequence[Block], source: AveragedGradients, phases: Phases) -> None:
+        self._blocks, self._source, self._phases = blocks, source, phases
         self._averaged: Mapping[Block, Tensor | None] | None = None
         self._every: dict[Block, Tensor | None] | None = None
 
@@ -59,5 +61,6 @@ class Incoming:
 
     def _average(self) -> Mapping[Block, Tensor | None]:
         if self._averaged is None:
-            self._averaged = self._source.raw()
+            with self._phases("average"):
+                self._averaged = self._source.raw()
         return self._averaged

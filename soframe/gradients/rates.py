@@ -163,6 +163,19 @@ class LearningRates:
             read = torch.stack([rate.detach().reshape(()).to(near[0]) for rate in near]).tolist()
         return [float(rate) for rate in rates if not isinstance(rate, Tensor)] + read
 
+    def live(self, step: int) -> list[float]:
+        """Return the learning rates of a step, and take no note of them.
+
+        Args:
+            step: Completed steps.
+
+        Returns:
+            That of each param group of the optimizer, or the schedule's alone.
+        """
+        if self._optimizer is None:
+            return [self._schedule.at(step)]
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
     def state(self) -> list[float | Tensor]:
         """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
         return list(self._initial) if self.which == "initial" else []

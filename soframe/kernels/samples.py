@@ -1,8 +1,11 @@
-"""Squares of the gradients of single samples, which are never all there at once.
+"""Squares and moments of the gradients of single samples, which are never all there at once.
 
 Sample n has the gradient ``W_n = sum_t g_{n,t} a_{n,t}^T`` of a linear layer's weight, with inputs
 ``a`` and output gradients ``g`` at its positions t. Where there is one position the squares need
-no product of samples: ``sum_n W_n^2 = (g^2)^T (a^2)``.
+no product of samples: ``sum_n W_n^2 = (g^2)^T (a^2)``. The moments of its rows and columns,
+``sum_n W_n W_n^T`` and ``sum_n W_n^T W_n``, are then those of ``g`` and ``a``, weighted with
+``|a|^2`` and ``|g|^2``; with several positions, products of Gram matrices
+``[positions, positions]`` with ``g`` and ``a``, wherever that takes less than the gradients.
 """
 
 from __future__ import annotations
@@ -49,3 +52,63 @@ def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Ten
         own = torch.matmul(gradients.mT, inputs)
         total += own.square_().sum(1)
     return total
+
+
+def sample_moments(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over samples of ``W_n W_n^T`` and ``W_n^T W_n``.
+
+    Args:
+        rows: ``[groups, batch, shared, in]``, the inputs.
+        output_rows: ``[groups, batch, shared, out]``, the gradients of the outputs.
+
+    Returns:
+        ``[groups, out, out]`` and ``[groups, in, in]``.
+    """
+    shared, into, out = *rows.shape[2:], output_rows.shape[3]
+    grams = 2 * shared**2 * (into + out) + shared * (into**2 + out**2)
+    if grams <= out * into * (shared + into + out):
+        return moments_by_grams(rows, output_rows)
+    return moments_by_samples(rows, output_rows)
+
+
+def moments_by_grams(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Do the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows ``a`` and ``g``.
+
+    Args:
+        rows: See `sample_moments`.
+        output_rows: See `sample_moments`.
+
+    Returns:
+        See `sample_moments`.
+    """
+    inputs = torch.matmul(rows, rows.mT)  # [groups, batch, shared, shared]
+    outputs = torch.matmul(output_rows, output_rows.mT)
+    left = output_rows.flatten(1, 2).mT @ torch.matmul(inputs, output_rows).flatten(1, 2)
+    return left, rows.flatten(1, 2).mT @ torch.matmul(outputs, rows).flatten(1, 2)
+
+
+def moments_by_samples(
+    rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE
+) -> tuple[Tensor, Tensor]:
+    """Do the same by way of the gradients, some samples at a time: the plain twin.
+
+    Args:
+        rows: See `sample_moments`.
+        output_rows: See `sample_moments`.
+        at_once: See `by_samples`.
+
+    Returns:
+        See `sample_moments`.
+    """
+    groups, _, _, into = rows.shape
+    out = output_rows.shape[3]
+    left, right = rows.new_zeros(groups, out, out), rows.new_zeros(groups, into, into)
+    samples = max(1, at_once // (groups * out * into))
+    for inputs, gradients in zip(
+        rows.split(samples, 1), output_rows.split(samples, 1), strict=True
+    ):
+        own = torch.matmul(gradients.mT, inputs)  # [groups, samples, out, in]
+        wide, tall = own.transpose(1, 2).flatten(2), own.flatten(1, 2)
+        left += wide @ wide.mT
+        right += tall.mT @ tall
+    return left, right

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels.gram import add_bias, add_moment, zeros
-from soframe.kernels.samples import squared_gradients
+from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.specs import FactorSpec
 
@@ -73,9 +73,12 @@ class LayerHelper(ABC):
         bias: The bias, if it is part of the block.
         unit: What ``take_inputs`` and ``take_rows`` can take of a call: single rows, or whole
             samples; None, the default, if nothing but all of it.
+        transposed: Whether the weight is stored with its inputs first. The matrix of a method that
+            reads gradients alone has its outputs first all the same.
     """
 
     unit: ClassVar[Unit | None] = None
+    transposed: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
@@ -416,6 +419,33 @@ class LayerHelper(ABC):
             ``[groups, out, in]``. By default made of all rows, written out.
         """
         return squared_gradients(self.block_rows(inputs, output_rows), output_rows)
+
+    def sample_moments(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums over samples of ``W W^T`` and ``W^T W``, with the sample's gradient W.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups, out, out]`` and ``[groups, in, in]``; of the second the diagonal
+            ``[groups, in]`` where `factor` makes a matrix of the inputs' side diagonal.
+        """
+        return sample_moments(self.block_rows(inputs, output_rows), output_rows)
+
+    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """Return the sum of the input rows of the block over batch and positions.
+
+        Args:
+            inputs: The tensors of the call.
+            output_rows: The rows of the same call's output gradient.
+
+        Returns:
+            ``[groups, in]`` in the dtype of ``output_rows``.
+        """
+        return self.block_rows(inputs, output_rows).sum((1, 2))
 
     def input_key(self) -> Hashable | None:
         """Return what ``input_moment`` depends on besides the tensors of the call.

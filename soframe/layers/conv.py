@@ -128,6 +128,16 @@ class Conv2dHelper(LayerHelper):
         PATHS[path](weights, x, geometry, scale)
         return total
 
+    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.input_sum`: without patches."""
+        if self.weight is None:
+            return super().input_sum(inputs, output_rows)
+        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
+        sums = patch_sums(x, geometry)
+        if self.bias is None:
+            return sums
+        return torch.cat([sums, sums.new_full((len(sums), 1), geometry.positions)], dim=1)
+
     def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
 

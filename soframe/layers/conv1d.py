@@ -6,6 +6,8 @@ be installed.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from soframe.layers.base import BlockShape
@@ -21,6 +23,8 @@ class TransposedLinearHelper(LinearHelper):
 
     For any module with a matrix ``weight`` ``[in, out]`` and perhaps a ``bias`` ``[out]``.
     """
+
+    transposed: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

@@ -67,8 +67,8 @@ class EmbeddingHelper(LayerHelper):
         return matrix[0].T, None
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """See `LayerHelper.factor`: that of the inputs is diagonal."""
-        if spec.reads == "inputs" and spec.side == "right" and spec.kind == "psd":
+        """See `LayerHelper.factor`: that of the inputs' side is diagonal."""
+        if spec.captured and spec.side == "right" and spec.kind == "psd":
             return replace(spec, kind="diagonal")
         if spec.mean_over == "rows" and self.module.padding_idx is not None:
             return replace(spec, mean_over="group rows")
@@ -142,15 +142,38 @@ class EmbeddingHelper(LayerHelper):
 
     def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """See `LayerHelper.squared_gradients`: of the indices that occur, sample by sample."""
+        indices, sums = self._columns(inputs, output_rows)
+        squares = sums.new_zeros(self.module.num_embeddings, sums.shape[1])
+        squares.index_add_(0, indices, sums.square())
+        return squares.T.unsqueeze(0)
+
+    def sample_moments(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `LayerHelper.sample_moments`: of the indices' side the diagonal."""
+        indices, sums = self._columns(inputs, output_rows)
+        lengths = sums.square().sum(1)
+        right = lengths.new_zeros(self.module.num_embeddings).index_add_(0, indices, lengths)
+        return (sums.T @ sums).unsqueeze(0), right.unsqueeze(0)
+
+    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.input_sum`: counts."""
+        return self.input_moment(inputs, output_rows)
+
+    def _columns(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of samples' gradients that are not zero, without those of padding.
+
+        Returns:
+            The index of each, and the column, ``[columns, out]``.
+        """
         sample, indices, gradients = self._entries(inputs, output_rows)
         size = self.module.num_embeddings
         both, place = (indices + sample * size).unique(return_inverse=True)
         sums = gradients.new_zeros(len(both), gradients.shape[1]).index_add_(0, place, gradients)
-        squares = gradients.new_zeros(size, gradients.shape[1])
-        squares.index_add_(0, both % size, sums.square())
+        indices = both % size
         if self.module.padding_idx is not None:
-            squares[self.module.padding_idx] = 0
-        return squares.T.unsqueeze(0)
+            sums = sums * (indices != self.module.padding_idx).unsqueeze(1)
+        return indices, sums
 
     def _entries(
         self, inputs: tuple[Tensor, ...], output_rows: Tensor
@@ -260,6 +283,11 @@ class EmbeddingBagHelper(EmbeddingHelper):
         values = output_rows.new_zeros(len(both))
         values.index_add_(0, place, weights.to(output_rows.dtype))
         return self._added(both % size, values.square(), total, scale)
+
+    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+        """See `LayerHelper.input_sum`: the weights of each index."""
+        indices, weights, _ = inputs
+        return self._added(indices, weights.to(output_rows.dtype), None, 1.0)
 
     def mean_moment(
         self,

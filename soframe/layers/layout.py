@@ -91,6 +91,47 @@ class GroupedLayout(PlainLayout):
         self.shape = BlockShape(groups, out, prod(others))
 
 
+class CutLayout:
+    """A layout whose matrices are cut along the outputs into parts of one size, side by side.
+
+    Packed projections are such matrices: of queries, keys and values in thirds, or each of their
+    heads by itself. A method then has them as ``[parts, out / parts, in]``.
+
+    Args:
+        layout: The layout that is cut.
+        parts: Into how many parts, those of all its groups together.
+
+    Raises:
+        ValueError: If the outputs do not divide into so many.
+    """
+
+    def __init__(self, layout: Layout, parts: int) -> None:
+        groups, out, into = layout.shape
+        if parts % groups or out % (parts // groups):
+            rows = f"{groups} groups of {out}" if groups > 1 else str(out)
+            raise ValueError(f"{rows} outputs do not divide into {parts} equal parts")
+        self._layout = layout
+        self.shape = BlockShape(parts, groups * out // parts, into)
+
+    @property
+    def module(self) -> nn.Module:
+        """See `Layout.module`."""
+        return self._layout.module
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """See `Layout.parameters`."""
+        return self._layout.parameters
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See `Layout.pack`."""
+        return self._layout.pack(tensors).reshape(tuple(self.shape))
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """See `Layout.unpack`."""
+        return self._layout.unpack(matrix.reshape(tuple(self._layout.shape)))
+
+
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return what a module has under a name now, which may be dotted.
 

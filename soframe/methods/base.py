@@ -25,6 +25,9 @@ from soframe.layers.sharing import SharedInputs
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
+SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
+"""Of these a method tells the names that it uses, unless it says them itself."""
+
 Addend = Callable[[Tensor | None, float], Tensor]
 """Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
 
@@ -173,6 +176,9 @@ class Method(ABC):
         observes_with_data: Whether statistics of the averaged gradient are made with the block's
             second-order data. Before the first solve there are none; where data are lost later,
             such as those of a state that another solver has made, `observe` waits for the next.
+        empirical_only: Whether its statistics of calls are defined for the loss's own output
+            gradients alone, and not for those of targets that the model draws, nor for columns of a
+            type-2 Fisher.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
     """
 
@@ -182,6 +188,7 @@ class Method(ABC):
     starts_at_once: bool = False
     refreshes_after: bool = False
     observes_with_data: bool = False
+    empirical_only: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
 
     @abstractmethod
@@ -330,6 +337,14 @@ class Method(ABC):
     def captures(self) -> bool:
         """Whether it has factors that are made of calls."""
         return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
+
+    def factor_names(self) -> frozenset[str]:
+        """Return the names of its factors, of blocks of any shape."""
+        return frozenset(factor.name for shape in SMALL for factor in self.factors(shape))
+
+    def state_names(self) -> frozenset[str]:
+        """Return the names of what it keeps, for blocks of any shape."""
+        return frozenset(name for shape in SMALL for name in self.state(shape))
 
     def forward_only(self) -> Method:
         """Return this method without the factor of the outputs, which is the identity then.

@@ -22,9 +22,6 @@ from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 T = TypeVar("T")
 
-_SHAPES = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
-"""Of these a stage tells the names that it uses."""
-
 
 class _Names:
     """Names of the stages and names in the chain, which differ where two stages use the same.
@@ -73,6 +70,11 @@ class _Names:
         """
         return {name: self.outer(stage, name) for name in self._by_stage[stage]}
 
+    def every(self) -> frozenset[str]:
+        """Return all names in the chain."""
+        stages = range(len(self._by_stage))
+        return frozenset(name for stage in stages for name in self.of(stage).values())
+
 
 @dataclass(frozen=True)
 class Chain(Method):
@@ -107,8 +109,8 @@ class Chain(Method):
             scalings = tuple(name for name in scalings if name in stage.scalings)
         if not scalings:
             raise ValueError(f"Chain: no scaling= is common to {stages}: leave a stage out")
-        factors = [_factor_names(stage) for stage in stages]
-        states = [frozenset(k for s in _SHAPES for k in stage.state(s)) for stage in stages]
+        factors = [stage.factor_names() for stage in stages]
+        states = [stage.state_names() for stage in stages]
         derived = {
             "stages": tuple(stages),
             "scalings": scalings,
@@ -124,6 +126,7 @@ class Chain(Method):
                 "takes all positions of a sample as one row, and another one as rows",
             ),
             "observes_with_data": any(stage.observes_with_data for stage in stages),
+            "empirical_only": any(stage.empirical_only for stage in stages),
             "_factor_names": _Names(factors),
             "_state_names": _Names(states),
         }
@@ -220,6 +223,14 @@ class Chain(Method):
         """See `Method.effort`: of all stages."""
         return sum(stage.effort(shape) for stage in self.stages)
 
+    def factor_names(self) -> frozenset[str]:
+        """See `Method.factor_names`."""
+        return self._factor_names.every()
+
+    def state_names(self) -> frozenset[str]:
+        """See `Method.state_names`."""
+        return self._state_names.every()
+
     def forward_only(self) -> Method:
         """See `Method.forward_only`: of the stages that read calls.
 
@@ -230,10 +241,6 @@ class Chain(Method):
 
     def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
         return _chosen(data, self._factor_names.of(stage))
-
-
-def _factor_names(stage: Method) -> frozenset[str]:
-    return frozenset(factor.name for shape in _SHAPES for factor in stage.factors(shape))
 
 
 def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:

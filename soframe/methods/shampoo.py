@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from soframe.kernels.products import times
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.graft import at_length
 from soframe.methods.momentum import require_beta
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -93,8 +93,10 @@ class Shampoo(Method):
         sides: ``"both"``, or the one side that has a factor.
         power: The power of each factor; None for -1/4 with both sides and -1/2 with one.
         epsilon: What is added to eigenvalues, over the largest, see `soframe.solvers.Root`.
-        graft: Whether the direction has the length of what it is made of, in each group.
-        max_size: Matrices with a longer side that has a factor are left to others.
+        graft: Whether the direction has the length of what it is made of, in each group. For that
+            of another method, such as Adam's, see `Graft`.
+        max_size: Matrices with a longer side that has a factor are left to others; to cut them into
+            parts see `Blocked`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -143,10 +145,7 @@ class Shampoo(Method):
             matrix = times(given.data["L"]["root"], matrix)
         if self.sides != "left":
             matrix = times(matrix, given.data["R"]["root"])
-        if self.graft:
-            length, wanted = _length(matrix), _length(given.incoming)
-            matrix = matrix * (wanted / length.where(length > 0, 1.0))
-        return Direction(matrix)
+        return Direction(at_length(matrix, given.incoming) if self.graft else matrix)
 
     def unsuited(self, candidate: Candidate) -> str | None:
         """See `Method.unsuited`: matrices that are too large."""
@@ -165,8 +164,3 @@ class Shampoo(Method):
         if power is None:
             power = -1 / 4 if self.sides == "both" else -1 / 2
         return Root(power, self.epsilon)
-
-
-def _length(matrix: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return length

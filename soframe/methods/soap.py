@@ -56,7 +56,7 @@ class SOAP(Method):
         skip_first: Whether the first gradient makes the basis alone, as published: the direction is
             zero. Otherwise the stage passes its first input on, which for SOAP alone is a gradient
             of any length, and for stages that end with a length of their own is a step.
-        max_size: Longer sides have no factor.
+        max_size: Longer sides have no factor; to cut matrices into parts see `Blocked`.
         max_ratio: A side that is so many times as long as the other, or longer, has no factor. Its
             factor would have the rank of the short side in every step, and would cost most: four
             leaves out the wide side of a transformer's perceptrons.

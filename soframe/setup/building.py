@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import check_rows
+from soframe.checks.numbers import require_integer
 from soframe.comm.agreement import compare_ranks, describe_error, say_failed
 from soframe.comm.base import Backend
 from soframe.comm.board import Board
@@ -318,6 +319,25 @@ def check_home(home: object) -> None:
     if home is not None and not isinstance(home, GradientHome):
         hint = "; pass an instance of the class" if isinstance(home, type) else ""
         raise TypeError(f"home must be a soframe.GradientHome, not {home!r}{hint}")
+
+
+def check_cut(cut: object) -> None:
+    """Check what matrices are cut into.
+
+    Args:
+        cut: A mapping from patterns to numbers of parts.
+
+    Raises:
+        TypeError: If it is none.
+        ValueError: If a number is not positive.
+    """
+    if not isinstance(cut, Mapping):
+        raise TypeError(
+            f"cut is a mapping from patterns on module names to numbers of parts, such as "
+            f"{{'c_attn': 3}}, not {cut!r}"
+        )
+    for pattern, parts in cut.items():
+        require_integer(f"cut[{pattern!r}]", parts, 1)
 
 
 def check_count(terms: bool, samples: Samples, scaling: str) -> None:

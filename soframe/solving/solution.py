@@ -104,7 +104,8 @@ class Solution:
         damping: float,
         worker: Worker | None = None,
     ) -> None:
-        self._backend = placed.backend
+        self._backend, self._history = placed.backend, placed.history
+        self._since = placed.history.step
         self._jobs: dict[Block, list[_Job]] = {
             block: [
                 _Job(block, number, index, factor, solver, placed.place(block))
@@ -165,7 +166,8 @@ class Solution:
                     job_of[id(parcel)].task = task
                 yield task
 
-        self._end = start(tasks(), overlap=self._backend.overlap)
+        with self._backend.phases("solve"):
+            self._end = start(tasks(), overlap=self._backend.overlap)
         outcome = [[job.failed for job in self._every], [job.retried for job in self._every]]
         vector = torch.tensor(outcome, dtype=torch.float32).flatten()
         self._outcome = vector.to(self._backend.wire_device(vector.device))
@@ -199,10 +201,11 @@ class Solution:
         if not self._open:
             return
         self._open = False
-        self._end()
-        for block in self._jobs:
-            self.arrive(block)
-        self._agreement.wait()
+        with self._backend.phases("share"):
+            self._end()
+            for block in self._jobs:
+                self.arrive(block)
+            self._agreement.wait()
         numbers = [int(value) for value in self._outcome.tolist()]
         failed, retried = numbers[: len(self._every)], numbers[len(self._every) :]
         _raise_errors(self._every, failed)
@@ -215,6 +218,7 @@ class Solution:
                 block.second_order.fail(name)
             elif block not in bad_blocks:
                 block.second_order.succeed(name)
+                self._history.solved(block.name, name, self._since)
                 block.renew(name)  # on every rank, also where no data have arrived
 
 

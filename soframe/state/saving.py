@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soframe.blocks import history
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.window import Cost
@@ -272,6 +273,7 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
             raise ValueError(f"the state is damaged: there is a counter {key!r}")
         _check_count(f"counter {key!r}", count)
     lrs.check_state(state.get("initial_lrs", []))
+    history.check(state.get("history", {}))
     if state["scaling"] != scaling:
         raise ValueError(
             f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
@@ -420,6 +422,7 @@ def load(
 
     def common() -> str:
         numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
+        numbers["history"] = state.get("history")
         numbers["initial_lrs"] = [float(rate) for rate in state.get("initial_lrs", ())]
         known = {
             name: [

@@ -99,7 +99,7 @@ class Statistics:
     def listen(self) -> None:
         """Take the calls that the capture sees from now on."""
         names = {helper: block.name for helper, block in self._block_of.items()}
-        self._capture.listen(self.add, names, self._both)
+        self._capture.listen(self._take, names, self._both)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -125,6 +125,19 @@ class Statistics:
         found = {} if together is None else together.first
         of = self._block_of
         return {of[a].name: of[b].name for a, b in found.items() if a in of and b in of}
+
+    def _take(
+        self,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        number: int,
+        probe: Probe | None = None,
+        said: Batch | None = None,
+    ) -> None:
+        """Add one call, in the phase of accumulation."""
+        with self._backend.phases("accumulate"):
+            self.add(helper, inputs, gradient, number, probe, said)
 
     def add(
         self,
@@ -319,6 +332,11 @@ class Statistics:
             start_from_identity=self._scale.scaling == "kaisa",
             reached=reached,
         )
+        for block, _ in used:
+            names = (
+                factor.name for factor in block.captured if factor.name in block.window.gathered
+            )
+            self._placed.history.took_statistics(block.name, names)
 
     def _contribution(self, block: Block) -> Contribution:
         return self._scale.contribution(block.window.counts, self._passes.samples)

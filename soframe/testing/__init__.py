@@ -3,6 +3,13 @@
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
 from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio
 from soframe.testing.dense import dense_fisher, sample_gradients
+from soframe.testing.exactness import (
+    BlockError,
+    Cosines,
+    block_errors,
+    implied_curvature,
+    natural_gradient_cosines,
+)
 from soframe.testing.layer_blocks import (
     dense_blocks,
     layer_fisher,
@@ -12,6 +19,9 @@ from soframe.testing.layer_blocks import (
 from soframe.testing.methods import check_method
 
 __all__ = [
+    "BlockError",
+    "Cosines",
+    "block_errors",
     "check_layer_helper",
     "check_method",
     "check_solver",
@@ -20,11 +30,13 @@ __all__ = [
     "dense_blocks",
     "dense_fisher",
     "dense_preconditioned",
+    "implied_curvature",
     "kron",
     "kron_loops",
     "layer_fisher",
     "layer_matrix_basis",
     "layer_parameters",
+    "natural_gradient_cosines",
     "sample_gradients",
     "trace_ratio",
 ]

@@ -242,6 +242,13 @@ def _check_moments(
         before = torch.ones_like(plain)
         total = fast(before.clone(), 0.5)
         compare(_lower(total), _lower(before + plain / 2), f"{name}: fast {side}, added")
+    compare(helper.input_sum(inputs, rows), a.sum((1, 2)), f"{name}: fast input_sum")
+    left, right = helper.sample_moments(inputs, rows)
+    each = torch.einsum("gnto,gnti->gnoi", rows, a)
+    compare(left, (each @ each.mT).sum(1), f"{name}: fast sample_moments, left")
+    plain = (each.mT @ each).sum(1)
+    plain = plain.diagonal(dim1=1, dim2=2) if diagonal else plain
+    compare(right, plain, f"{name}: fast sample_moments, right")
 
 
 def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str) -> None:

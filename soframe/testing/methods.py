@@ -187,7 +187,8 @@ def check_method(
         method: The method, or its name.
         ranks: Numbers of ranks that divide 12; the default covers what differs.
         strategies: The strategies; all ranks must contribute to all statistics.
-        fishers: The Fishers, where the method reads calls.
+        fishers: The Fishers, where the method reads calls; the empirical one alone where it is
+            defined for no other.
         launch: Runs a function on ranks, see `Launch`; None for processes that are spawned here, to
             which the method must be picklable.
         rtol: The largest relative error of the weights after six steps.
@@ -198,7 +199,8 @@ def check_method(
     """
     chosen = KINDS["method"].build(method, Method) if isinstance(method, str) else method
     launch = spawn if launch is None else launch
-    for fisher in fishers if chosen.captures else ("empirical",):
+    one_fisher = not chosen.captures or chosen.empirical_only
+    for fisher in ("empirical",) if one_fisher else fishers:
         name = f"{chosen!r}, fisher={fisher!r}"
         one = Training(chosen, fisher=fisher, options=options)
         whole = train(0, 1, one)
@@ -211,7 +213,7 @@ def check_method(
         resumed = train(0, 1, replace(one, begin=3, state=first.state))
         _same(resumed, whole, f"{name}, resumed", 0.0)
         # Where statistics come from is the same under all strategies: two tell for other Fishers.
-        here = strategies if fisher == fishers[0] else strategies[1:3]
+        here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
         for number in ranks:
             runs = [replace(one, strategy=strategy) for strategy in here]
             runs.append(replace(one, passes=2 if number < 4 else 3))

@@ -142,6 +142,7 @@ class Proposer:
         else:  # nothing is chosen, and what was tried is not tried again at once
             taken, model = [False] * count, own
         self._damping.choose(taken, step)
+        self._damp(self._of_blocks(self._dampings(self._damping)))  # what is in force from now on
         for number, second in enumerate(self._of_blocks(taken)):
             block = self._preconditioner.blocks[number]
             block.second_order.replace((other if second else one).second_order[number])

@@ -1,5 +1,6 @@
 """Methods of single entries, against torch's optimizers and the dense Fisher's diagonal."""
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -198,3 +199,68 @@ def test_promises(method: Any) -> None:
     stages.check_resume(method)
     stages.check_shared_instance(lambda: method)
     stages.check_nonfinite(method)
+
+
+TWENTY: dict[str, tuple[Any, Any, float]] = {
+    "sgd": (SGD(), lambda p: torch.optim.SGD(p, lr=0.05), 0.0),
+    "momentum": (SGD(0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), 0.0),
+    "nesterov": (
+        SGD(0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+        0.0,
+    ),
+    "adamw": (AdamW(), lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.2), 0.2),
+    "adamw, other settings": (
+        AdamW((0.8, 0.95), 1e-4),
+        lambda p: torch.optim.AdamW(p, lr=0.05, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.2),
+        0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 1e-4)], ids=str
+)
+@pytest.mark.parametrize("name", TWENTY)
+def test_twenty_steps_of_torchs(name: str, dtype: torch.dtype, rtol: float) -> None:
+    """With a schedule; of parameters of every shape, which are all in param groups."""
+    method, peer_of, decay = TWENTY[name]
+    models = [Everything().to(dtype) for _ in range(2)]
+    own = soframe.Optimizer(models[0], method, lr=0.05, weight_decay=decay)
+    peer = peer_of(models[1].parameters())
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step / 10))
+        for one in (own, peer)
+    ]
+    for number in range(20):
+        for model, optimizer, schedule in zip(models, (own, peer), schedules, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.arange(12).view(3, 4).add(number).remainder(5)
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    own.close()
+    start = stages.weights(Everything().to(dtype))
+    pairs = zip(start, *map(stages.weights, models), strict=True)
+    for number, (before, mine, theirs) in enumerate(pairs):
+        compare(mine - before, theirs - before, f"parameter {number}", rtol=rtol, atol=rtol * 1e-2)
+        assert not torch.equal(mine, before)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
+)
+def test_decoupled_decay_is_pytorch_optimizers() -> None:
+    """Of SGD with momentum, where torch's decays the gradient."""
+    from pytorch_optimizer import SGDW
+
+    models = [Everything().double() for _ in range(2)]
+    own = soframe.Optimizer(models[0], SGD(0.9), lr=0.05, weight_decay=0.2)
+    peer = SGDW(models[1].parameters(), lr=0.05, momentum=0.9, weight_decay=0.2)
+    for number in range(5):
+        for model, optimizer in zip(models, (own, peer), strict=True):
+            optimizer.zero_grad()
+            model(torch.tensor([[number % 5, 1, 2]])).square().mean().backward()
+            optimizer.step()
+    own.close()
+    torch.testing.assert_close(*map(stages.weights, models), rtol=1e-10, atol=1e-12)

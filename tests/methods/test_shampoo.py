@@ -1,5 +1,6 @@
 """Shampoo against roots that scipy takes, in float64."""
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -127,3 +128,24 @@ def test_promises(method: Any) -> None:
     stages.check_resume(method, solve_every=2)
     stages.check_nonfinite(method)
     stages.check_shared_instance(lambda: method, solve_every=2)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
+)
+def test_shampoo_is_pytorch_optimizers() -> None:
+    """Its factors are sums: averages of t gradients alike, whose roots are ``sqrt(t)`` as large."""
+    from pytorch_optimizer import Shampoo as Peer
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+    other = nn.Parameter(model[0].weight.detach().clone())
+    peer = Peer([other], lr=1.0, matrix_eps=1e-12)
+    with closing(stages.preconditioner(model, Shampoo(1 - 1e-10, epsilon=1e-12))) as own:
+        for step in range(5):
+            gradient = randn(4, 4, seed=step)
+            before = other.detach().clone()
+            model[0].weight.grad, other.grad = gradient.clone(), gradient.clone()
+            own.step()
+            peer.step()
+            found = model[0].weight.grad / (step + 1) ** 0.5
+            compare(found, before - other.detach(), f"step {step}", rtol=1e-4)

@@ -533,7 +533,7 @@ def endless(rank: int, ranks: int) -> tuple[int, dict[str, Tensor]]:
 
 def test_a_direction_that_is_not_finite() -> None:
     """One rank makes it, and all leave the step out."""
-    results = run_ranks(endless, 2)
+    results = run_ranks(endless, 2, timeout=30)
     for skipped, found in results:
         assert skipped == 1
         assert all(torch.equal(found[name], results[0][1][name]) for name in found)
@@ -597,3 +597,24 @@ def test_preconditioning_again() -> None:
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def told(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Any]:
+    run = Run(Case(options={**MEM, "kl_clip": 1e-4}), rank, ranks, sharded=sharded)
+    run.preconditioner.measure(norms=True)
+    for step in range(2):
+        run.step(step)
+    return run.preconditioner.metrics(all_ranks=ranks > 1)
+
+
+def test_metrics() -> None:
+    """Clips and the norms of gradients are those of whole ones; norms of parts are not told."""
+    expected = told(0, 1, sharded=False)
+    for found in run_ranks(told, 2):
+        assert found["kl_clip_factor"] == pytest.approx(expected["kl_clip_factor"], rel=1e-9)
+        for name, block in expected["blocks"].items():
+            own = found["blocks"][name]
+            if block["gradient_norm"] is not None:
+                assert own["gradient_norm"] == pytest.approx(block["gradient_norm"], rel=1e-9)
+            assert own["direction_norm"] is None
+            assert own["weight_norm"] is None

@@ -1,0 +1,140 @@
+"""Metrics for loggers: scalars every few steps, for TensorBoard or for a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from soframe.checks.numbers import require_integer
+from soframe.diagnostics.metrics import scalars
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """What `torch.utils.tensorboard.SummaryWriter` has, and others have alike."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number.
+
+        Args:
+            tag: Its name.
+            scalar_value: The number.
+            global_step: The step.
+        """
+
+
+class Measured(Protocol):
+    """What is logged: a `soframe.Preconditioner`."""
+
+    @property
+    def steps(self) -> int:
+        """Completed steps."""
+
+    @property
+    def backend(self) -> Any:
+        """How tensors travel."""
+
+    def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
+        """Say what the steps from the next one on measure."""
+
+    def metrics(self, *, spectra: bool = False, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the metrics."""
+
+
+class ScalarLogger:
+    """Writes the metrics of a preconditioner every few steps.
+
+    ::
+
+        logger = ScalarLogger(preconditioner, SummaryWriter("runs/one"), every=50)
+        for inputs, targets in batches:
+            ...
+            preconditioner.step()
+            optimizer.step()
+            logger.step()
+
+    It lets the preconditioner time its phases, and measure norms in the steps that are written.
+    Where ``every`` is a multiple of the interval of solves, all steps that are written are as long
+    after a solve: to see ages of all kinds choose one that is not, such as 49.
+
+    Args:
+        source: A `soframe.Preconditioner`, or an optimizer that has one (`soframe.Optimizer`,
+            `soframe.TrustRegion`).
+        writer: Has ``add_scalar(name, number, step)``; or is called with scalars by name and the
+            step, as ``lambda scalars, step: run.log(scalars, step=step)``.
+        every: Steps between two writings.
+        spectra: Whether factors are decomposed for every writing, see ``metrics``.
+        all_ranks: Whether ranks tell each other what they know; then `step` is to be called on
+            every rank. Otherwise what the writing rank does not know is left out.
+        rank: The rank that writes. On the others `step` does nothing, but for ``all_ranks``.
+        prefix: What names begin with.
+
+    Raises:
+        TypeError: If ``source`` has no metrics, or ``writer`` can neither be called nor has
+            ``add_scalar``.
+        ValueError: If ``every`` is not positive, or there is no such rank.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        writer: Writer | Callable[[Mapping[str, float], int], object],
+        *,
+        every: int = 50,
+        spectra: bool = False,
+        all_ranks: bool = False,
+        rank: int = 0,
+        prefix: str = "soframe/",
+    ) -> None:
+        measured = source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
+        if not hasattr(measured, "measure") or not hasattr(measured, "metrics"):
+            raise TypeError(
+                f"ScalarLogger takes a soframe.Preconditioner, or an optimizer that has one, not "
+                f"{type(source).__name__}"
+            )
+        if not isinstance(writer, Writer) and not callable(writer):
+            raise TypeError(
+                f"writer must have add_scalar(name, number, step), or be called with scalars by "
+                f"name and the step, not {writer!r}"
+            )
+        require_integer("ScalarLogger: every", every, 1)
+        require_integer("ScalarLogger: rank", rank, 0)
+        self._measured: Measured = measured  # type: ignore[assignment]  # looked at above
+        self._source: Any = source if hasattr(source, "metrics") else measured
+        self._writer, self._every, self._prefix = writer, every, prefix
+        self._spectra, self._all_ranks = spectra, all_ranks
+        backend = self._measured.backend
+        if rank >= backend.world_size:
+            raise ValueError(f"rank={rank}, of {backend.world_size} rank(s)")
+        self._writes = backend.rank == rank
+        self._takes_part = self._writes or all_ranks
+        if self._takes_part:
+            self._measured.measure(norms=self._is_due(1), times=True)
+
+    def _is_due(self, ahead: int) -> bool:
+        """Return whether a step ahead of the last one is written."""
+        return (self._measured.steps + ahead) % self._every == 0
+
+    def step(self) -> None:
+        """Write, if it is time; call it after every step, when parameters have moved.
+
+        Raises:
+            RuntimeError: See `soframe.Preconditioner.metrics`.
+        """
+        if not self._takes_part:
+            return
+        if self._is_due(0):
+            found = self._source.metrics(spectra=self._spectra, all_ranks=self._all_ranks)
+            if self._writes:
+                self._write(scalars(found), self._measured.steps)
+            # Times are those since the last writing.
+            self._measured.measure(times=True)
+        self._measured.measure(norms=self._is_due(1))
+
+    def _write(self, found: Mapping[str, float], step: int) -> None:
+        named = {f"{self._prefix}{name}": number for name, number in found.items()}
+        if isinstance(self._writer, Writer):
+            for name, number in named.items():
+                self._writer.add_scalar(name, number, step)
+        else:
+            self._writer(named, step)

@@ -1,0 +1,267 @@
+"""Matrices cut into parts of a largest size, each with factors of its own.
+
+A factor of a side of n costs ``n^2`` numbers and a solve of ``n^3``. Cut into k pieces, both are k
+and ``k^2`` times less (Anil et al., 2020, section 3.3, of Shampoo; so do Shi et al., 2023). Each
+side is cut into as few pieces as are no longer than the limit, whose lengths differ by one at most.
+Parts of one shape lie side by side in groups: of a side with pieces of two lengths, first the
+longer ones. So there are up to four shapes, and for the method each of these is one block
+``[groups * parts, out, in]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.registry import KINDS, register
+from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+
+T = TypeVar("T")
+_SHAPES = 4  # that parts may have
+
+
+class Span(NamedTuple):
+    """Pieces of one length that lie one after another.
+
+    Attributes:
+        start: Where the first begins.
+        pieces: How many they are.
+        length: How long each is.
+    """
+
+    start: int
+    pieces: int
+    length: int
+
+
+def spans(size: int, limit: int) -> list[Span]:
+    """Return how a side is cut.
+
+    Args:
+        size: Its length.
+        limit: That of the longest piece.
+
+    Returns:
+        One span, or two, the longer pieces first.
+    """
+    pieces = -(-size // limit)
+    length, longer = divmod(size, pieces)
+    first = Span(0, longer, length + 1)
+    rest = Span(longer * (length + 1), pieces - longer, length)
+    return [first, rest] if longer else [rest]
+
+
+class Region(NamedTuple):
+    """The parts of one shape."""
+
+    rows: Span
+    columns: Span
+
+    def shape(self, groups: int) -> BlockShape:
+        """Return the shape of these parts side by side.
+
+        Args:
+            groups: The groups of the matrix.
+        """
+        parts = self.rows.pieces * self.columns.pieces
+        return BlockShape(groups * parts, self.rows.length, self.columns.length)
+
+    def cut(self, matrix: Tensor) -> Tensor:
+        """Return the parts of a matrix.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+
+        Returns:
+            ``[groups * parts, rows, columns]``: all parts of a group one after another.
+        """
+        return self._view(matrix).reshape(self.shape(len(matrix)))
+
+    def put(self, matrix: Tensor, parts: Tensor) -> None:
+        """Write parts into a matrix, in place.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+            parts: See `cut`.
+        """
+        view = self._view(matrix)
+        view.copy_(parts.view(view.shape))
+
+    def _view(self, matrix: Tensor) -> Tensor:
+        """Return the view ``[groups, pieces of rows, pieces of columns, rows, columns]``."""
+        for dim, (start, pieces, length) in ((1, self.rows), (2, self.columns)):
+            matrix = matrix.narrow(dim, start, pieces * length)
+        matrix = matrix.unflatten(2, (self.columns.pieces, self.columns.length))
+        parts: Tensor = matrix.unflatten(1, (self.rows.pieces, self.rows.length))
+        return parts.transpose(2, 3)
+
+
+@register("method", "blocked")
+@dataclass(frozen=True)
+class Blocked(Method):
+    """A method of gradients alone, of each part of a matrix by itself.
+
+    ::
+
+        Blocked(SOAP(), 512)
+        Chain(("momentum", Blocked(Shampoo(), 256), "graft"))
+
+    The direction of a matrix is that of its parts, as if these were parameters: the length that a
+    method gives, such as with ``graft=True``, is that of each part. In a chain the other stages
+    have the matrix whole.
+
+    Attributes:
+        method: The method, as a name, class or instance: one whose factors are made of the averaged
+            gradient.
+        block_size: The longest side of a part.
+
+    Raises:
+        ValueError: If the size is not positive, or the method reads calls.
+    """
+
+    method: Any = "shampoo"
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        method: Method = KINDS["method"].build(self.method, Method)
+        if isinstance(self.block_size, bool) or self.block_size < 1:
+            raise ValueError(f"Blocked: block_size must be positive, not {self.block_size!r}")
+        if method.captures:
+            raise ValueError(
+                f"Blocked: {method!r} reads calls, whose rows belong to whole matrices: choose a "
+                f"method of gradients alone, such as 'shampoo' or 'soap'"
+            )
+        derived = {
+            "method": method,
+            "joint": method.joint,
+            "clipped": method.clipped,
+            "starts_at_once": method.starts_at_once,
+            "refreshes_after": method.refreshes_after,
+            "observes_with_data": method.observes_with_data,
+            "scalings": method.scalings,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: those of each shape of parts."""
+        found = []
+        for number, region in enumerate(self._regions(shape)):
+            for factor in self._method.factors(region.shape(shape.groups)):
+                needs = tuple(_outer(number, need) for need in factor.needs)
+                found.append(replace(factor, name=_outer(number, factor.name), needs=needs))
+        return tuple(found)
+
+    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
+        """See `Method.observe`."""
+        found: dict[str, Tensor] = {}
+        for number, region in enumerate(self._regions_of(gradient)):
+            own = self._method.observe(region.cut(gradient), self._data(number, data))
+            found |= {_outer(number, name): value for name, value in own.items()}
+        return found
+
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """See `Method.state`: that of each shape of parts."""
+        return {
+            _outer(number, name): spec
+            for number, region in enumerate(self._regions(shape))
+            for name, spec in self._method.state(region.shape(shape.groups)).items()
+        }
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`: the method's choice."""
+        needs = tuple(map(_inner, factor.needs))
+        return self._method.solver(replace(factor, name=_inner(factor.name), needs=needs), default)
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        matrix = torch.empty_like(given.incoming, memory_format=torch.contiguous_format)
+        state: dict[str, Tensor] = {}
+        for number, region in enumerate(self._regions_of(given.incoming)):
+            own = replace(
+                given,
+                gradient=region.cut(given.gradient),
+                incoming=region.cut(given.incoming),
+                data=self._data(number, given.data),
+                state=_own(number, self._method.state_names(), given.state),
+            )
+            made = self._method.direct(own)
+            region.put(matrix, made.matrix)
+            state |= {_outer(number, name): value for name, value in made.state.items()}
+        return Direction(matrix, state)
+
+    def rebase(
+        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+    ) -> Mapping[str, Tensor]:
+        """See `Method.rebase`."""
+        found: dict[str, Tensor] = {}
+        for number in range(_SHAPES):
+            own = _own(number, self._method.state_names(), state)
+            if own:
+                made = self._method.rebase(own, self._data(number, old), self._data(number, new))
+                found |= {_outer(number, name): value for name, value in made.items()}
+        return found
+
+    def unsuited(self, candidate: Candidate) -> str | None:
+        """See `Method.unsuited`: the first reason for a part."""
+        for region in self._regions(candidate.shape):
+            part = replace(candidate, shape=region.shape(candidate.shape.groups))
+            if (reason := self._method.unsuited(part)) is not None:
+                return reason
+        return None
+
+    def effort(self, shape: BlockShape) -> float:
+        """See `Method.effort`: of all parts."""
+        regions = self._regions(shape)
+        return sum(self._method.effort(region.shape(shape.groups)) for region in regions)
+
+    def factor_names(self) -> frozenset[str]:
+        """See `Method.factor_names`."""
+        names = self._method.factor_names()
+        return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
+
+    def state_names(self) -> frozenset[str]:
+        """See `Method.state_names`."""
+        names = self._method.state_names()
+        return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
+
+    @property
+    def _method(self) -> Method:
+        method: Method = self.method
+        return method
+
+    def _regions(self, shape: BlockShape) -> list[Region]:
+        _, out, into = shape
+        pairs = product(spans(out, self.block_size), spans(into, self.block_size))
+        return [Region(rows, columns) for rows, columns in pairs]
+
+    def _regions_of(self, matrix: Tensor) -> list[Region]:
+        groups, out, into = matrix.shape
+        return self._regions(BlockShape(groups, out, into))
+
+    def _data(self, number: int, data: SecondOrder) -> SecondOrder:
+        return _own(number, self._method.factor_names(), data)
+
+
+def _outer(number: int, name: str) -> str:
+    """Return the name of what belongs to the parts of one shape; those of the first keep theirs."""
+    return f"{name}@{number}" if number else name
+
+
+def _inner(outer: str) -> str:
+    """Undo `_outer`."""
+    return outer.rpartition("@")[0] or outer
+
+
+def _own(number: int, names: frozenset[str], every: Mapping[str, T]) -> dict[str, T]:
+    """Return what belongs to the parts of one shape, under the method's names."""
+    outer = {name: _outer(number, name) for name in sorted(names)}
+    return {name: every[key] for name, key in outer.items() if key in every}

@@ -1,0 +1,81 @@
+"""Eva: the curvature of mean inputs and mean output gradients (Zhang et al., 2023).
+
+Where K-FAC has the second moments of inputs and output gradients, Eva has the outer products of
+their means ("Eva: Practical Second-order Optimization with Kronecker-vectorized Approximation",
+equation 10): with the averages of samples n and positions t
+
+    a = (1/N) sum_{n,t} a_{n,t}        g = (1/(N T)) sum_{n,t} g_{n,t}
+
+the block is ``(g g^T) ⊗ (a a^T)``, and by Sherman and Morrison's formula the direction of X is
+
+    (X - (g^T X a) / (damping + |g|^2 |a|^2) g a^T) / damping
+
+so that there are two vectors to keep and to send, and nothing to solve. With several positions the
+means are those for which a sample with the same input at all of its positions has its own
+``W W^T`` exactly, ``W = sum_t g_t a^T``.
+
+Under targets that the model itself draws, output gradients have the mean zero, and the columns of
+a type-2 Fisher have arbitrary signs: the means are for the loss's own gradients alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Call, Direction, Given, Method
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.specs import VALUE, FactorSpec
+
+
+@register("method", "eva")
+@dataclass(frozen=True)
+class Eva(Method):
+    """A curvature of rank one for each group, of the empirical Fisher."""
+
+    scalings = ("fisher",)
+    empirical_only = True
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: two vectors."""
+        groups, out, into = shape
+        return (
+            FactorSpec("a", "right", groups, into, kind="vector"),
+            FactorSpec("g", "left", groups, out, kind="vector", degree=1),
+        )
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        """See `Method.statistics`."""
+        sums = {"g": call.output_rows.sum((1, 2))}
+        if call.inputs is not None:
+            sums["a"] = call.helper.input_sum(call.inputs, call.output_rows)
+        return sums
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
+        """See `Method.solver`: nobody."""
+        del factor, default
+        return None
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`; the input as it is while there are no statistics."""
+        if not {"a", "g"} <= given.data.keys():
+            return Direction(given.incoming.clone())
+        row = given.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]
+        column = given.data["g"][VALUE].unsqueeze(2)  # [groups, out, 1]
+        # Of unit vectors: the product of two small lengths, squared, would vanish.
+        across, down = torch.linalg.vector_norm(row, dim=2), torch.linalg.vector_norm(column, dim=1)
+        row = row / across.where(across > 0, 1.0).unsqueeze(2)
+        column = column / down.where(down > 0, 1.0).unsqueeze(2)
+        inner = column.mT @ given.incoming @ row.mT  # [groups, 1, 1]
+        along = inner * column * row
+        curvature = (across * down).square().unsqueeze(2)
+        if given.damping == 0:
+            # Where there is neither curvature nor damping, no step is the least one.
+            return Direction((along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0))
+        share = curvature / (given.damping + curvature)
+        return Direction((given.incoming - share * along) / given.damping)

@@ -1,0 +1,109 @@
+"""TNT: the covariance of samples' gradients as a Kronecker product (Ren and Goldfarb, 2021).
+
+Tensor-normal training takes the gradient of a sample n, ``W_n = sum_t g_{n,t} a_{n,t}^T`` of shape
+``[out, in]``, for a draw from a matrix normal distribution (algorithm 1, with two modes).
+With the second moments of its rows and of its columns, over the samples of whichever Fisher,
+
+    L = (1/N) sum_n W_n W_n^T        R = (1/N) sum_n W_n^T W_n        tau = tr L = tr R
+
+the block is ``L ⊗ R / tau``. All three traces are that of the Fisher's block, ``tau`` is, and L and
+R are its partial traces: so they are right for any sharing of weights, where K-FAC treats
+positions as independent. The direction of X is ``(L ⊗ R / tau + damping I)^-1 X``, in the
+eigenbases of both. Statistics of one position take weighted moments of rows, see
+`soframe.kernels.samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Call, Direction, Given, Method
+from soframe.registry import register
+from soframe.solvers.base import Solver
+from soframe.solvers.eigen import turned
+from soframe.specs import FactorSpec
+
+
+@register("method", "tnt")
+@dataclass(frozen=True)
+class TNT(Method):
+    """Row and column covariances of the gradients of samples.
+
+    It needs a solver that makes eigenvectors, such as ``"eigen"`` or ``"orthogonal-iteration"``:
+    the damping is added to the block, whose eigenvalues are products over a trace. Of an embedding
+    R is the diagonal, which is all of it where no sample has two different indices.
+    """
+
+    scalings = ("fisher",)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        """See `Method.factors`: L and R, of inputs and output gradients together."""
+        groups, out, into = shape
+        return (
+            FactorSpec("L", "left", groups, out, reads="both"),
+            FactorSpec("R", "right", groups, into, reads="both"),
+        )
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        """See `Method.statistics`."""
+        if call.inputs is None:
+            return {}
+        left, right = call.helper.sample_moments(call.inputs, call.output_rows)
+        return {"L": left, "R": right}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        """See `Method.solver`.
+
+        Args:
+            factor: The factor.
+            default: The solver that the user chose.
+
+        Returns:
+            That solver.
+
+        Raises:
+            ValueError: If it makes no eigenvectors.
+        """
+        needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
+        if not needed <= default.tensors(factor).keys():
+            raise ValueError(
+                f"TNT divides the product of its factors by their trace before it is damped, in "
+                f"their eigenbases, and {default!r} makes none: pass solver='eigen', or "
+                f"method='kfac'"
+            )
+        return default
+
+    def direct(self, given: Given) -> Direction:
+        """See `Method.direct`."""
+        left, right = given.data["L"], given.data["R"]
+        # Roots first: products of what is tiny, as of squares of small gradients, would vanish.
+        rows, columns = _unit(left), _unit(right)
+        trace = (_trace(left) * _trace(right)).unsqueeze(-1)  # tau, as a product of its roots
+        curvature = rows.unsqueeze(-1) * columns.unsqueeze(-2) * trace
+        damping: Tensor | float = given.damping
+        if "mean_trace" in left:  # a multiple of the block's mean eigenvalue
+            damping = damping * trace / (rows.shape[-1] * columns.shape[-1])
+        curvature = curvature + damping
+        rotated = turned(given.incoming, left, right, back=False)
+        # Where there is neither curvature nor damping, no step is the least one.
+        rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
+        return Direction(turned(rotated, left, right, back=True))
+
+
+def _unit(data: Mapping[str, Tensor]) -> Tensor:
+    """Return a factor's eigenvalues over its trace, ``[groups, n]``; zeros where that is zero."""
+    total = data["values"].sum(-1, keepdim=True)
+    return data["values"] / total.where(total > 0, 1.0)
+
+
+def _trace(data: Mapping[str, Tensor]) -> Tensor:
+    """Return the root of a factor's trace, ``[groups, 1]``."""
+    total = data["values"].sum(-1, keepdim=True)
+    if "mean_trace" in data:  # the values are over it
+        total = total * data["mean_trace"].unsqueeze(-1)
+    return torch.sqrt(total)

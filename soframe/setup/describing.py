@@ -1,0 +1,92 @@
+"""What is in force, as text: every setting by its name, and the values of this step."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from soframe.blocks.block import Block
+from soframe.registry import describe
+from soframe.settings import Cadence, Clips, Curvature
+
+
+def in_force(
+    constructor: Callable[..., Any],
+    given: Mapping[str, Any],
+    groups: Iterable[Cadence | Clips | Curvature],
+) -> dict[str, Any]:
+    """Return the settings of a preconditioner, each by its own name.
+
+    Args:
+        constructor: Names them.
+        given: What the user gave, or the defaults.
+        groups: Settings that belong together, merged: they have the last word.
+
+    Returns:
+        All settings, in the constructor's order, without the model and without groups.
+    """
+    left_out = {"self", "model", "cadence", "clips", "curvature"}
+    names = [name for name in inspect.signature(constructor).parameters if name not in left_out]
+    settings = {name: given[name] for name in names}
+    for group in groups:
+        settings.update({own: getattr(group, field) for field, own in group.names.items()})
+    return settings
+
+
+def text(
+    owner: str,
+    *,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    settings: Mapping[str, Any],
+    now: Mapping[str, object],
+) -> str:
+    """Return settings as text, one on each line.
+
+    Args:
+        owner: The name of the class that has them.
+        model: The model.
+        blocks: Its blocks.
+        settings: The settings.
+        now: Those that change from step to step, as they are now; and what else there is to say.
+
+    Returns:
+        Of schedules and policies their values; of methods and solvers what the blocks have.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held = sum(len(block.parameters) for block in blocks)
+    covered = f"{held} of {len(trained)} trainable parameters in {len(blocks)} block(s)"
+    lines = [f"model: {type(model).__name__}, {covered}"]
+    shown = {name: _show(value) for name, value in settings.items()}
+    shown["method"] = _each(block.method for block in blocks if not block.auxiliary)
+    shown["auxiliary"] = _each(block.method for block in blocks if block.auxiliary)
+    shown["solver"] = _each(block.solver for block in blocks if block.solved_here)
+    for name, value in now.items():
+        scheduled = settings.get(name)
+        if scheduled is not None and not isinstance(scheduled, int | float):
+            shown[name] = f"{_show(value)} (now, of {_show(scheduled)})"
+        else:
+            shown[name] = _show(value)
+    lines += [f"{name}: {value}" for name, value in shown.items()]
+    return f"{owner}(\n" + "".join(f"  {line}\n" for line in lines) + ")"
+
+
+def _each(components: Iterable[object]) -> str:
+    """Return the components of blocks, with how many have each."""
+    counts = Counter(map(describe, components))
+    return ", ".join(f"{name} in {count} block(s)" for name, count in counts.items()) or "None"
+
+
+def _show(value: object) -> str:
+    if isinstance(value, torch.optim.Optimizer | nn.Module | torch.amp.GradScaler):
+        return type(value).__name__  # their own text is longer than all the rest
+    if inspect.isfunction(value) or inspect.ismethod(value):
+        return value.__qualname__
+    if type(value).__repr__ is object.__repr__:
+        return f"{type(value).__name__}()"
+    return describe(value)

@@ -1,0 +1,294 @@
+"""How exact the curvature of a preconditioner is, measured on small networks against the dense one.
+
+Two questions, for each block with the exact curvature ``F`` of the same data (`dense_fisher`):
+
+- How far is the matrix ``C`` that the method stands for? ``|C - F|_F / |F|_F``, where
+  ``(C + damping I)^-1`` is what it does to gradients.
+- Does its direction point where the exact natural gradient ``(F + damping I)^-1 g`` does? The
+  cosine between the two, for each block with its own ``F``, and over all with the whole ``F``.
+
+Sources: the measures of Martens and Grosse (2015, section 6.3) and of George et al. (2018), whose
+theorem says that EKFAC's matrix is at least as near to ``F`` as K-FAC's of the same basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.methods.base import Given
+from soframe.preconditioner import Preconditioner
+from soframe.solvers.base import LinAlgError
+from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, sample_gradients
+
+_LINEAR = 1e-6
+"""How far from linear what a method does to gradients may be, relative to it."""
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """How far a block's matrix is from the exact one.
+
+    Attributes:
+        frobenius: ``|C - F|_F``.
+        relative: The same over ``|F|_F``; infinite where F is zero and C is not.
+        trace_ratio: ``tr(C) / tr(F)``, one where the scale is right.
+    """
+
+    frobenius: float
+    relative: float
+    trace_ratio: float
+
+
+@dataclass(frozen=True)
+class Cosines:
+    """Where directions point, compared with the exact natural gradient.
+
+    Attributes:
+        blocks: By the names of blocks: the cosine with the natural gradient of the block alone.
+        block_diagonal: The same over all blocks together: with the exact curvature of each block,
+            and nothing between blocks.
+        full: The cosine with the natural gradient of all their parameters together.
+    """
+
+    blocks: Mapping[str, float]
+    block_diagonal: float
+    full: float
+
+
+def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
+    """Return the matrix that a block's method stands for, without damping, from what it does.
+
+    ``P`` is what the method makes of the unit vectors, with the second-order data of the last solve
+    and the damping of the coming step, and the matrix is ``P^-1 - damping I``. For a solver that
+    splits the damping over factors (``inverse``) the terms that this adds are part of it.
+
+    Args:
+        preconditioner: On one process.
+        name: The name of the block.
+
+    Returns:
+        ``[P, P]``, float64, over the flattened parameters of the block in its order.
+
+    Raises:
+        ValueError: If there is no such block, it was not solved yet, the preconditioner has several
+            ranks, its damping is no number, or what the method does to gradients is not linear, or
+            singular.
+    """
+    block = _block(preconditioner, name)
+    sizes = [parameter.numel() for parameter in block.parameters.values()]
+    units = torch.eye(sum(sizes), dtype=block.dtype, device=block.device)
+    columns = torch.stack([_directed(preconditioner, block, unit) for unit in units], 1)
+    columns = columns.double()
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(len(units), generator=generator, dtype=torch.float64).to(columns)
+    wanted = columns @ probe
+    found = _directed(preconditioner, block, probe.to(block.dtype)).double()
+    tolerance = max(_LINEAR, 1e2 * torch.finfo(block.dtype).eps)
+    if not float((found - wanted).norm()) <= tolerance * float(wanted.norm()):
+        raise ValueError(
+            f"{name}: what {block.method!r} makes of gradients is not linear in them, so it stands "
+            f"for no matrix; natural_gradient_cosines takes any method"
+        )
+    damping = block.damped_with(preconditioner.damping)
+    try:
+        inverse: Tensor = torch.linalg.inv(columns)
+    except LinAlgError as error:
+        raise ValueError(
+            f"{name}: {block.method!r} maps some gradients to zero: no matrix is its inverse"
+        ) from error
+    identity = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
+    return inverse - damping * identity
+
+
+def block_errors(
+    preconditioner: Preconditioner,
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss,
+    targets: Any = None,
+    *,
+    kind: Kind = "empirical",
+    reduction: Reduction = "mean",
+) -> dict[str, BlockError]:
+    """Return how far each block's matrix is from the exact curvature of some data.
+
+    It takes ``O(P^3)`` and the memory of ``[P, P]`` for a block of P parameters.
+
+    Args:
+        preconditioner: On one process, whose factors were made of the same data, or are to
+            generalise from others.
+        model: Its model.
+        inputs: See `dense_fisher`.
+        loss: See `dense_fisher`.
+        targets: See `dense_fisher`.
+        kind: See `dense_fisher`: ``"type-2"`` for the generalised Gauss-Newton matrix, the Fisher
+            of losses that are log-likelihoods.
+        reduction: See `dense_fisher`.
+
+    Returns:
+        Name of the block -> its error.
+
+    Raises:
+        ValueError: See `implied_curvature` and `dense_fisher`.
+    """
+    found: dict[str, BlockError] = {}
+    for block in preconditioner.blocks:
+        curvature = implied_curvature(preconditioner, block.name)
+        fisher = dense_fisher(
+            model,
+            inputs,
+            loss,
+            targets,
+            parameters=_names(model, [block]),
+            kind=kind,
+            reduction=reduction,
+        )
+        error, size = float((curvature - fisher).norm()), float(fisher.norm())
+        none = 0.0 if error == 0 else float("inf")
+        traces = float(curvature.trace()), float(fisher.trace())
+        found[block.name] = BlockError(
+            frobenius=error,
+            relative=error / size if size > 0 else none,
+            trace_ratio=traces[0] / traces[1] if traces[1] != 0 else float("nan"),
+        )
+    return found
+
+
+def natural_gradient_cosines(
+    preconditioner: Preconditioner,
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss,
+    targets: Any = None,
+    *,
+    damping: float | None = None,
+    kind: Kind = "empirical",
+    reduction: Reduction = "mean",
+) -> Cosines:
+    """Return the cosines of the directions of the last step with the exact natural gradient.
+
+    Call it between ``preconditioner.step()`` and whatever moves the parameters or clears their
+    gradients, which hold the directions then. It takes ``O(P^3)`` and the memory of ``[P, P]`` for
+    P parameters in all.
+
+    Args:
+        preconditioner: On one process.
+        model: Its model.
+        inputs: Of the batch whose gradient the step has preconditioned, see `dense_fisher`.
+        loss: See `dense_fisher`.
+        targets: See `dense_fisher`.
+        damping: Of the exact solve; None for that of each block in the last step.
+        kind: See `dense_fisher`.
+        reduction: See `dense_fisher`.
+
+    Returns:
+        The cosines; 0 where a direction or a natural gradient is zero.
+
+    Raises:
+        ValueError: If no step was taken, the preconditioner has several ranks, its damping is no
+            number, or see `dense_fisher`.
+    """
+    blocks = list(preconditioner.blocks)
+    of_last = preconditioner.metrics()["blocks"]
+    names = [_names(model, [block]) for block in blocks]
+    every = [name for own in names for name in own]
+    data = {"parameters": every, "kind": kind, "reduction": reduction}
+    fisher = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
+    each = sample_gradients(model, inputs, loss, targets, parameters=every)
+    gradient = each.mean(0) if reduction == "mean" else each.sum(0)
+    directions: list[Tensor] = []
+    for block in blocks:
+        _require_alone(preconditioner, block)
+        if of_last[block.name]["damping"] is None:
+            raise ValueError("there is no direction yet: call step() before")
+        directions += [_gradient(block, p) for p in block.parameters.values()]
+    direction = torch.cat(directions).to(fisher)
+    sizes = [sum(p.numel() for p in block.parameters.values()) for block in blocks]
+    dampings = [of_last[block.name]["damping"] if damping is None else damping for block in blocks]
+    added = torch.cat([fisher.new_full((n,), d) for n, d in zip(sizes, dampings, strict=True)])
+    damped = fisher + added.diag()
+    found: dict[str, float] = {}
+    naturals, start = [], 0
+    for block, size in zip(blocks, sizes, strict=True):
+        part = slice(start, start + size)
+        naturals.append(torch.linalg.solve(damped[part, part], gradient[part]))
+        found[block.name] = _cosine(direction[part], naturals[-1])
+        start += size
+    return Cosines(
+        blocks=found,
+        block_diagonal=_cosine(direction, torch.cat(naturals)),
+        full=_cosine(direction, torch.linalg.solve(damped, gradient)),
+    )
+
+
+def _block(preconditioner: Preconditioner, name: str) -> Block:
+    blocks = {block.name: block for block in preconditioner.blocks}
+    if name not in blocks:
+        raise ValueError(f"there is no block {name!r}; there are {', '.join(blocks)}")
+    block = blocks[name]
+    _require_alone(preconditioner, block)
+    if not block.solved:
+        raise ValueError(f"{name} has no second-order data yet: take a step before")
+    return block
+
+
+def _require_alone(preconditioner: Preconditioner, block: Block) -> None:
+    if preconditioner.world_size > 1:
+        raise ValueError(
+            "the dense curvature is that of all data, which one of several ranks does not have: "
+            "measure on one process, with the state of the run"
+        )
+    if any("mean_trace" in specs for specs in block.tensors.values()):
+        raise ValueError(
+            f"{block.name}: its damping is relative, no number that a dense matrix could have: "
+            f"pass damping= a number to the Preconditioner"
+        )
+
+
+def _names(model: nn.Module, blocks: Sequence[Block]) -> list[str]:
+    """Return the names of blocks' parameters in a model, in the blocks' order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = [parameter for block in blocks for parameter in block.parameters.values()]
+    if not all(id(parameter) in names for parameter in own):
+        raise ValueError("the preconditioner is of another model: pass the model that it was given")
+    return [names[id(parameter)] for parameter in own]
+
+
+def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> Tensor:
+    """Return what a block's method makes of a gradient, both flattened over its parameters."""
+    sizes = [parameter.numel() for parameter in block.parameters.values()]
+    parts = zip(block.parameters.items(), vector.split(sizes), strict=True)
+    matrix = block.layout.pack({name: part.view_as(p) for (name, p), part in parts})
+    given = Given(
+        gradient=matrix,
+        incoming=matrix,
+        data=block.data,
+        state=dict(block.state),
+        updates=block.state.updates,
+        solver=block.solver,
+        damping=block.damped_with(preconditioner.damping),
+    )
+    direction = block.layout.unpack(block.method.direct(given).matrix)
+    return torch.cat([direction[name].flatten() for name in block.parameters])
+
+
+def _gradient(block: Block, parameter: nn.Parameter) -> Tensor:
+    gradient = block.home.read(parameter)
+    if gradient is None:
+        return torch.zeros_like(parameter).flatten().detach()
+    return (
+        gradient.detach().to_dense().flatten()
+        if gradient.is_sparse
+        else gradient.detach().flatten()
+    )
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    lengths = float(one.norm()) * float(other.norm())
+    return float(one @ other) / lengths if lengths > 0 else 0.0

@@ -1,0 +1,33 @@
+"""The page of combinations is what trying them gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import soframe
+from tests.methods.table import FISHERS, PAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_method_and_strategy_is_in_every_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(3 * list(soframe.available("method")))
+    for names in (FISHERS, sorted(soframe.available("strategy"))):
+        assert f"| method | {' | '.join(names)} |" in text
+
+
+@pytest.mark.slow
+def test_the_page_is_what_comes_out() -> None:
+    """In a process of its own, where nothing else is registered."""
+    command = [sys.executable, "-m", "tests.methods.table"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = PAGE.read_text(encoding="utf-8")
+    assert done.stdout == page, "run python -m tests.methods.table --write"

@@ -1,0 +1,265 @@
+"""TNT is the Kronecker product of the dense Fisher's partial traces, over its trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import soframe
+from soframe.blocks.block import Block
+from soframe.damping.policies import RelativeDamping
+from soframe.kernels.samples import moments_by_grams, moments_by_samples, sample_moments
+from soframe.methods import TNT, Chain
+from soframe.solvers import OrthogonalIteration
+from soframe.testing import compare, kron, layer_fisher
+from tests.curvature import (
+    Kind,
+    LossAverage,
+    blocks,
+    closing,
+    fill,
+    gather,
+    gradient_matrix,
+    half_square,
+    log_cosh,
+    preconditioner,
+    put_gradients,
+    randn,
+)
+from tests.methods import stages
+
+
+def partial_traces(fisher: Tensor, out: int, into: int) -> tuple[Tensor, Tensor]:
+    """L and R of a Fisher over ``(o, i)``, entry by entry."""
+    entries = fisher.reshape(out, into, out, into)
+    left, right = fisher.new_zeros(out, out), fisher.new_zeros(into, into)
+    for i in range(into):
+        left += entries[:, i, :, i]
+    for o in range(out):
+        right += entries[o, :, o, :]
+    return left, right
+
+
+def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1) -> None:
+    """Hold factors and direction to the Fisher ``[P, P]`` of every group."""
+    _, out, into = block.shape
+    for group, fisher in enumerate(fishers):
+        left, right = partial_traces(fisher, out, into)
+        where, trace = f"group {group}", fisher.trace()
+        compare(block.running["L"][group], left, f"L of {where}")
+        compare(block.running["R"][group], right, f"R of {where}")
+        matrix = kron(left, right) / trace
+        compare(matrix.trace(), trace, f"trace of {where}")
+        damped = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype)
+        expected = torch.linalg.solve(damped, raw[group].flatten())
+        compare(gradient_matrix(block)[group].flatten(), expected, f"direction of {where}")
+
+
+@pytest.mark.parametrize("average", ["local", "global", "sum"])
+@pytest.mark.parametrize("kind", ["empirical", "type-2"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 2),
+        nn.Linear(2, 3, bias=False),
+        nn.Conv2d(2, 4, 2, groups=2),
+        nn.Conv2d(2, 3, 2, padding=1, bias=False),
+    ],
+    ids=repr,
+)
+def test_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
+    """Micro-batches of one, two and three samples, of one and of several positions."""
+    model = fill(nn.Sequential(layer))
+    shape = (layer.in_features,) if isinstance(layer, nn.Linear) else (2, 3, 3)
+    batches = []
+    for size in (1, 2, 3):
+        inputs = randn(size, *shape, seed=size)
+        with torch.no_grad():
+            batches.append((inputs, torch.zeros_like(model(inputs))))
+    with closing(preconditioner(model, method="tnt", loss_average=average)) as own:
+        gather(model, batches, log_cosh, kind, average)
+        put_gradients(model)
+        (block,) = own.blocks
+        raw = gradient_matrix(block)
+        own.step()
+        if average != "local":
+            batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
+        exact = [layer_fisher(model, "0", x, log_cosh, y, kind=kind) for x, y in batches]
+        check(block, list(torch.stack([torch.stack(each) for each in exact]).mean(0)), raw)
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("positions", [(), (4,)], ids=str)
+@pytest.mark.parametrize("solver", ["eigen", OrthogonalIteration()], ids=str)
+def test_of_a_net(fisher: Any, positions: tuple[int, ...], solver: Any) -> None:
+    """Each Fisher as the preconditioner takes it, with all columns of the loss's Hessian."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    fill(model)
+    inputs, targets = randn(5, *positions, 3), randn(5, *positions, 3, seed=1)
+    observed = {"fisher": fisher, "loss": "squared-error"} if fisher == "type-2" else {}
+    with closing(preconditioner(model, method="tnt", solver=solver, **observed)) as own:
+        outputs = model(inputs)
+        if fisher == "type-2":
+            own.observe(outputs)
+        half_square(outputs, targets).backward()
+        raw = {name: gradient_matrix(block) for name, block in blocks(own).items()}
+        own.step()
+        for name, block in blocks(own).items():
+            exact = layer_fisher(model, name, inputs, half_square, targets, kind=fisher)
+            check(block, exact, raw[name])
+
+
+def test_with_relative_damping() -> None:
+    """A multiple of the mean eigenvalue of the block, which is its trace over its size."""
+    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    with closing(preconditioner(model, method="tnt", damping=RelativeDamping(0.3))) as own:
+        (block,) = own.blocks
+        inputs, targets = randn(6, 3), randn(6, 2, seed=1)
+        half_square(model(inputs), targets).backward()
+        raw = gradient_matrix(block)
+        own.step()
+        (fisher,) = layer_fisher(model, "0", inputs, half_square, targets)
+        check(block, [fisher], raw, damping=0.3 * float(fisher.trace()) / len(fisher))
+
+
+def test_it_is_exact_for_one_sample_of_one_position() -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    with closing(preconditioner(model, method="tnt")) as own:
+        (block,) = own.blocks
+        inputs, targets = randn(1, 3), randn(1, 2, seed=1)
+        half_square(model(inputs), targets).backward()
+        raw = gradient_matrix(block)
+        own.step()
+        (fisher,) = layer_fisher(model, "0", inputs, half_square, targets)
+        damped = fisher + 0.1 * torch.eye(len(fisher)).double()
+        expected = torch.linalg.solve(damped, raw[0].flatten())
+        compare(gradient_matrix(block)[0].flatten(), expected, "direction")
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_of_an_embedding_there_is_a_diagonal(padding: int | None) -> None:
+    """And the same direction as of one-hot rows, where a sample has one index."""
+    model = fill(nn.Sequential(nn.Embedding(5, 3, padding_idx=padding), nn.Linear(3, 2)))
+    indices, targets = torch.tensor([[0], [3], [3], [2]]), randn(4, 1, 2)
+    twin = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        twin[0].weight.copy_(model[0].weight.T)
+        twin[1].load_state_dict(model[1].state_dict())
+    rows = nn.functional.one_hot(indices, 5).double()
+    if padding is not None:
+        rows[..., padding] = 0
+        model[0].weight.data[padding] = 0
+    with closing(preconditioner(model, method="tnt", layers="all")) as own:
+        half_square(model(indices), targets).backward()
+        own.step()
+        assert blocks(own)["0"].running["R"].shape == (1, 5)
+    with closing(preconditioner(twin, method="tnt")) as own:
+        half_square(twin(rows), targets).backward()
+        own.step()
+    compare(model[0].weight.grad.T, twin[0].weight.grad, "direction")
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 4, 5), (1, 3, 2, 9, 7), (1, 2, 40, 3, 2)], ids=str)
+def test_moments_of_samples(shape: tuple[int, ...]) -> None:
+    groups, batch, shared, into, out = shape
+    rows = randn(groups, batch, shared, into)
+    gradients = randn(groups, batch, shared, out, seed=1)
+    left = torch.zeros(groups, out, out, dtype=torch.float64)
+    right = torch.zeros(groups, into, into, dtype=torch.float64)
+    for group in range(groups):
+        for n in range(batch):
+            own = sum(torch.outer(gradients[group, n, t], rows[group, n, t]) for t in range(shared))
+            left[group] += own @ own.T
+            right[group] += own.T @ own
+    ways = [sample_moments, moments_by_grams, moments_by_samples]
+    found = [way(rows, gradients) for way in ways]
+    found.append(moments_by_samples(rows, gradients, at_once=1))
+    for one, other in found:
+        compare(one, left, "left")
+        compare(other, right, "right")
+
+
+def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("moments_by_grams", "moments_by_samples"):
+        monkeypatch.setattr(
+            f"soframe.kernels.samples.{name}", lambda *_, name=name: seen.append(name)
+        )
+    sample_moments(randn(1, 2, 1, 9), randn(1, 2, 1, 7))
+    sample_moments(randn(1, 2, 90, 9), randn(1, 2, 90, 7))
+    assert seen == ["moments_by_grams", "moments_by_samples"]
+
+
+@given(scale=st.floats(1e-9, 1e3), seed=st.integers(0, 9))
+def test_of_any_scale(scale: float, seed: int) -> None:
+    """In float32 too: (loss, damping) -> (c loss, c^2 damping) divides the step by c."""
+    found = []
+    for factor in (1.0, scale):
+        model = fill(nn.Sequential(nn.Linear(3, 2)), seed).float()
+        with closing(preconditioner(model, method="tnt", damping=0.1 * factor**2)) as own:
+            loss = factor * half_square(model(randn(6, 3).float()), randn(6, 2, seed=1).float())
+            loss.backward()
+            own.step()
+            (block,) = own.blocks
+            found.append(gradient_matrix(block) * factor)
+    compare(found[1].double(), found[0].double(), "direction", rtol=1e-3)
+
+
+def test_what_it_refuses() -> None:
+    model = stages.network()
+    for solver in ("inverse", "newton-schulz"):
+        with pytest.raises(ValueError, match="solver='eigen'"):
+            stages.preconditioner(model, "tnt", solver=solver)
+    with pytest.raises(ValueError, match="kaisa"):
+        stages.preconditioner(model, "tnt", scaling="kaisa")
+    with pytest.raises(ValueError, match="forward-only"):
+        stages.preconditioner(model, "tnt", fisher="forward-only")
+
+
+def test_without_curvature_and_damping_there_is_no_step() -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    with closing(preconditioner(model, method="tnt", damping=0.0)) as own:
+        (0.0 * model(randn(4, 3))).sum().backward()
+        put_gradients(model)
+        own.step()
+        assert not gradient_matrix(own.blocks[0]).any()
+
+
+@pytest.mark.parametrize("method", [TNT(), Chain((TNT(), "momentum"))], ids=repr)
+def test_promises(method: Any) -> None:
+    stages.check_resume(method, solve_every=3)
+    stages.check_shared_instance(lambda: method)
+    stages.check_nonfinite(method)
+
+
+def test_some_rows_have_the_scale_of_all() -> None:
+    """The mean over many draws of half of the samples is the factor of all, over positions too."""
+    found = []
+    for rows, steps in ((0.5, 300), (1.0, 1)):
+        model = fill(nn.Sequential(nn.Linear(3, 2)))
+        with closing(preconditioner(model, method="tnt", rows=rows, decay=0.999)) as own:
+            for _ in range(steps):
+                model.zero_grad()
+                half_square(model(randn(8, 3, 3)), randn(8, 3, 2, seed=1)).backward()
+                own.step()
+            found.append({n: f.clone() for n, f in own.blocks[0].running.items()})
+    for name, factor in found[1].items():
+        close = torch.allclose(found[0][name], factor, rtol=0.1, atol=0.05 * float(factor.max()))
+        assert close, (name, found[0][name] / factor)
+
+
+def test_it_is_a_method_of_the_optimizer() -> None:
+    model = stages.network()
+    with torch.no_grad():
+        before = float(stages.loss_of(model, 0))
+    optimizer = soframe.Optimizer(model, "tnt", lr=0.1, kl_clip=None, damping=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        stages.loss_of(model, 0).backward()
+        optimizer.step()
+    optimizer.close()
+    with torch.no_grad():
+        assert float(stages.loss_of(model, 0)) < 0.5 * before

@@ -1,0 +1,154 @@
+"""What is in force can be read: every setting in the text, and the values of the coming step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import soframe
+from soframe.setup.describing import in_force
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def lines(text: str) -> dict[str, str]:
+    """The settings of a text by name."""
+    found = (line.strip().partition(": ") for line in text.splitlines()[1:-1])
+    return {name: value for name, _, value in found}
+
+
+def settings() -> set[str]:
+    names = set(inspect.signature(soframe.Preconditioner).parameters)
+    return names - {"cadence", "clips", "curvature"}
+
+
+def test_every_setting_is_in_the_text() -> None:
+    own = soframe.Preconditioner(network(), kl_clip=None)
+    found = lines(repr(own))
+    assert found.keys() >= settings() | {"steps", "rank", "world_size"}
+    assert found["model"] == "Sequential, 4 of 4 trainable parameters in 2 block(s)"
+    assert found["method"] == "KFAC() in 2 block(s)"
+    assert found["kl_clip"] == found["auxiliary"] == "None"
+    assert found["world_size"] == "1"
+    assert " at 0x" not in repr(own)
+
+
+CHOSEN: dict[str, Any] = {
+    "damping": 0.25,
+    "decay": 0.75,
+    "kl_clip": 0.125,
+    "norm_clip": 8.0,
+    "clip_lr": "initial",
+    "lr": 0.5,
+    "statistics_every": 3,
+    "solve_every": 6,
+    "stagger": "solves",
+    "background": 2,
+    "skip": ("^0$",),
+    "scaling": "fisher",
+    "loss_average": "sum",
+    "samples": "positions",
+    "rows": 0.5,
+    "layers": "all",
+    "dtype": torch.float64,
+    "fisher": "monte-carlo",
+    "loss": "cross-entropy",
+    "gradients": "local",
+}
+
+
+def test_settings_are_those_that_were_chosen() -> None:
+    own = soframe.Preconditioner(network(), "ekfac", "eigen", "mem-opt", **CHOSEN)
+    found = lines(repr(own))
+    for name, value in CHOSEN.items():
+        assert found[name] == (f"[{value}]" if name == "lr" else repr(value)), name
+    assert found["method"].startswith("EKFAC(")
+    assert found["strategy"].startswith("MemOpt(")
+    own.close()
+
+
+def test_groups_of_settings_have_the_last_word() -> None:
+    own = soframe.Preconditioner(
+        network(),
+        cadence=soframe.Cadence(statistics=2, solves=4, background=1),
+        clips=soframe.Clips(kl=None, norm=0.5),
+        curvature=soframe.Curvature(decay=0.5, rows=2),
+        lr=0.1,
+    )
+    found = lines(repr(own))
+    assert (found["statistics_every"], found["solve_every"], found["background"]) == ("2", "4", "1")
+    assert (found["kl_clip"], found["norm_clip"]) == ("None", "0.5")
+    assert (found["decay"], found["rows"]) == ("0.5", "2")
+    own.close()
+
+
+def test_values_are_those_of_the_coming_step() -> None:
+    def falling(step: int) -> float:
+        return 0.5 / (step + 1)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    own = soframe.Preconditioner(
+        model,
+        optimizer=optimizer,
+        damping=falling,
+        decay=falling,
+        kl_clip=falling,
+        norm_clip=falling,
+        statistics_every=lambda step: step + 1,
+        solve_every=lambda step: 2 * (step + 1),
+    )
+    for step in range(2):
+        for value in (own.damping, own.decay, own.kl_clip, own.norm_clip):
+            assert value == 0.5 / (step + 1)
+        assert (own.steps, own.statistics_every, own.solve_every) == (step, step + 1, 2 * step + 2)
+        assert own.lr == [0.2 / (step + 1)]
+        assert lines(repr(own))["damping"].startswith(f"{0.5 / (step + 1)} (now, of test_values")
+        model.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        own.step()
+        optimizer.param_groups[0]["lr"] = 0.2 / (step + 2)
+    with pytest.raises(AttributeError):
+        own.damping = 3.0  # type: ignore[misc]
+    policy = soframe.Preconditioner(network(), damping="relative", kl_clip=None)
+    assert lines(repr(policy))["damping"] == "0.1 (now, of 'relative')"
+    assert (policy.kl_clip, policy.norm_clip, policy.world_size) == (None, None, 1)
+
+
+def test_reading_a_rate_takes_no_note_of_it() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    own = soframe.Preconditioner(model, optimizer=optimizer, clip_lr="initial")
+    optimizer.param_groups[0]["lr"] = 100.0
+    assert own.lr == [100.0]
+    optimizer.param_groups[0]["lr"] = 0.1
+    assert own._lrs.state() == [0.2]
+
+
+def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:
+    optimizer = soframe.Optimizer(
+        network(), "muon", lr=0.02, weight_decay=0.5, auxiliary_lr=0.003, damping=0.7
+    )
+    text = repr(optimizer)
+    muon, auxiliary = text.splitlines()[1:3]
+    assert muon.strip().startswith("Muon(")
+    assert "lr=0.02, weight_decay=0.5, weight_decay_kind='decoupled', constraint=None" in muon
+    assert auxiliary.strip().startswith("auxiliary: AdamW(")
+    assert "lr=0.003" in auxiliary
+    assert "  preconditioner: Preconditioner(\n" in text
+    assert "    damping: 0.7\n" in text
+
+
+def test_settings_are_named_by_the_constructor() -> None:
+    def constructor(self: object, model: object, one: int = 1, two: int = 2) -> None:
+        del self, model, one, two
+
+    given = {"self": 0, "model": 0, "one": 3, "two": 2, "other": 4}
+    assert in_force(constructor, given, ()) == {"one": 3, "two": 2}
