@@ -273,9 +273,10 @@ class Preconditioner(Joinable):
                 scaling=scaling,
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
+                ranks=self.backend.global_ranks,
                 cut=dict(cut),
             )
-            self._capture = Capture(probing=self._fisher.probed)
+            self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._closed = False
             self._blocks: list[Block] = []
         self._build()
@@ -366,16 +367,17 @@ class Preconditioner(Joinable):
 
     def _write(self, incoming: Incoming, directions: Directions, now: Now, *, finite: bool) -> None:
         """Clip the directions and write them, if all is finite; then solve what is due after."""
-        results, clipped = directions.matrices, Clipped(finite=False)
+        clipped = Clipped(finite=False)
         if finite:
-            clipped = clip(results, incoming.raw(), self._raw, now.limits, self._lrs, self._steps)
+            clipped = clip(
+                directions, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
+            )
         self.updated = clipped.finite
         self._taken = self._note(incoming, directions, now, clipped)
         if self.updated:
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
-            for block, result in results.items():
-                block.write(result)
+            directions.write()
             directions.commit()
             self._solve_after(now)
         else:
@@ -388,7 +390,7 @@ class Preconditioner(Joinable):
         """Return what `metrics` has to know of this step, before gradients are overwritten."""
         norms = None
         if self._measures and clipped.finite:
-            norms = measure(self._blocks, incoming.gradients, directions.matrices)
+            norms = measure(self._blocks, incoming.gradients, directions.whole)
         return Taken(
             step=self._steps,
             damping=now.damping,
@@ -462,8 +464,7 @@ class Preconditioner(Joinable):
             counters=self.counters,
             gradients=self._raw.now,
         )
-        for block, result in directions.matrices.items():
-            block.write(result)
+        directions.write()
         if self._taken is not None:
             self._taken = replace(self._taken, damping=damping, norms=None)
 
@@ -590,6 +591,7 @@ class Preconditioner(Joinable):
             refresh=self._refresh,
             settings=settings,
             owner=self._capture,
+            gradients=self._gradients,
             first=not self._blocks,
         )
         if self._blocks:
@@ -631,8 +633,7 @@ class Preconditioner(Joinable):
         if old:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        kind = averaging.GRADIENTS[self._gradients]
-        self._raw = kind(self._model, placed, self.home)
+        self._raw = averaging.source_of(self._gradients, self._model, placed, self.home)
         statistics.listen()
         if not old:
             self._begin()

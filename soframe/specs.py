@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -172,3 +172,163 @@ class TensorSpec:
             return prod(self.shape)
         *leading, size, _ = self.shape
         return prod(leading) * size * (size + 1) // 2
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a parameter, and its gradient with it, is cut up: along one dimension, over ranks.
+
+    Several ranks may hold the same range: they are copies of each other (hybrid sharding). Each
+    copy, which is all ranks of one number in ``copies``, holds the whole tensor.
+
+    Attributes:
+        shape: The shape in which the tensor is cut: the parameter's own, or a flat one.
+        dim: Along which dimension.
+        ranges: For each rank the first index along ``dim`` that it holds, and the one after the
+            last; equal for a rank that holds nothing.
+        copies: For each rank the number of the copy that it belongs to.
+        dtype: The dtype of the gradient, by its name.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+    dtype: str
+
+    @property
+    def whole(self) -> int:
+        """The elements of the whole tensor."""
+        return prod(self.shape)
+
+    def numel(self, rank: int) -> int:
+        """Return how many elements a rank holds.
+
+        Args:
+            rank: The rank.
+        """
+        start, stop = self.ranges[rank]
+        return self.whole // max(self.shape[self.dim], 1) * (stop - start) if self.shape else 1
+
+    def holds_all(self, rank: int) -> bool:
+        """Return whether a rank holds the whole tensor.
+
+        Args:
+            rank: The rank.
+        """
+        return self.numel(rank) == self.whole
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the other ranks from which a rank gets what it lacks of the whole, in order.
+
+        Args:
+            rank: The rank.
+        """
+        if self.holds_all(rank):
+            return []
+        own = self.copies[rank]
+        return [
+            other
+            for other, copy in enumerate(self.copies)
+            if copy == own and other != rank and self.numel(other) > 0
+        ]
+
+    def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
+        """Return the ranks that a rank sends to.
+
+        Parts go to the workers, who are to have the whole; or back to all ranks.
+
+        Args:
+            rank: The rank.
+            workers: The workers.
+            back: For each rank the worker that it has its part from; empty for the way there.
+
+        Returns:
+            The ranks, sorted. On the way there each is sent the rank's part, on the way back its
+            own.
+        """
+        if back:
+            return [r for r, source in enumerate(back) if source == rank != r and self.numel(r)]
+        if not self.numel(rank):
+            return []
+        copy = self.copies[rank]
+        return [
+            worker
+            for worker in sorted(workers)
+            if worker != rank and self.copies[worker] == copy and not self.holds_all(worker)
+        ]
+
+    def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
+        """Return the ranks that a rank is sent something by.
+
+        Args:
+            rank: The rank.
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        if back:
+            return [back[rank]] if back[rank] != rank and self.numel(rank) else []
+        return self.sources(rank) if rank in workers else []
+
+    def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
+        """Return whether any rank sends anything.
+
+        Args:
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        if back:
+            return any(source != r and self.numel(r) for r, source in enumerate(back))
+        return any(self.sources(worker) for worker in workers)
+
+    def carried(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> int:
+        """Return how many elements a rank gives to others and takes from them.
+
+        Args:
+            rank: The rank.
+            workers: See `receivers`.
+            back: See `receivers`.
+        """
+        receivers, senders = self.receivers(rank, workers, back), self.senders(rank, workers, back)
+        own = self.numel(rank)
+        if back:
+            return sum(map(self.numel, receivers)) + own * len(senders)
+        return own * len(receivers) + sum(map(self.numel, senders))
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part that a rank holds.
+
+        Args:
+            rank: The rank.
+        """
+        if not self.shape:
+            return ()
+        start, stop = self.ranges[rank]
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the part of a whole tensor that a rank holds.
+
+        Args:
+            whole: A tensor of as many elements as ``shape``.
+            rank: The rank.
+
+        Returns:
+            A view of it, or of a copy where it is no view of ``shape``.
+        """
+        if not self.shape:
+            return whole.reshape(())
+        start, stop = self.ranges[rank]
+        return whole.reshape(self.shape).narrow(self.dim, start, stop - start)
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
+        """Return how a tensor is cut that every rank holds whole.
+
+        Args:
+            shape: Its shape.
+            ranks: The number of ranks.
+            dtype: Its dtype, by its name.
+        """
+        size = shape[0] if shape else 1
+        return cls(shape, 0, ((0, size),) * ranks, tuple(range(ranks)), dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,78 @@ def test_a_trust_region_reads_any_home(hooked_first: bool) -> None:
         optimizer.close()
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     assert torch.equal(*weights)
+
+
+class Ranges(MainGrad):
+    """A range of each parameter's averaged gradient, as stacks with flat buffers keep them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> soframe.Shards:
+        size, count = parameter.numel(), len(ranks)
+        cuts = [size * index // count for index in range(count + 1)]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        pairs = tuple(pairwise(cuts))
+        return soframe.Shards(shape=(size,), dim=0, ranges=pairs, copies=(0,) * count, dtype=dtype)
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        start, stop = self.shards(parameter, range(dist.get_world_size())).ranges[self.rank]
+        return parameter.detach().view(-1)[start:stop]
+
+
+def train_in_ranges(rank: int, ranks: int, owner: str) -> dict[str, Tensor]:
+    """The weights after some steps, of which each rank has made its ranges."""
+    model, home = net(), Ranges(rank)
+    optimizer = soframe.Optimizer(
+        model, owner, lr=0.02, weight_decay=0.1, home=home, strategy="mem-opt", solve_every=2
+    )
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        optimizer.zero_grad()
+        (model(tokens[mine]) - targets[mine]).square().sum(1).mean().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                start, stop = home.shards(parameter, range(ranks)).ranges[rank]
+                home.put(parameter, parameter.grad.view(-1)[start:stop] / ranks)
+                parameter.grad = None
+        optimizer.step()
+        for parameter in model.parameters():
+            for other, (start, stop) in enumerate(home.shards(parameter, range(ranks)).ranges):
+                part = parameter.detach().view(-1)[start:stop].clone()
+                dist.broadcast(part, other)
+                parameter.detach().view(-1)[start:stop] = part
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_whole(rank: int, ranks: int, owner: str) -> dict[str, Tensor]:
+    """The same with whole gradients."""
+    model = net()
+    optimizer = soframe.Optimizer(
+        model, owner, lr=0.02, weight_decay=0.1, strategy="mem-opt", solve_every=2
+    )
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        optimizer.zero_grad()
+        (model(tokens[mine]) - targets[mine]).square().sum(1).mean().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("owner", ["soap-muon", "adamw"])
+def test_a_home_may_have_a_part_of_each_gradient(owner: str) -> None:
+    """To the bit, where norms are not clipped: parts are moved, and nothing else is computed."""
+    expected = run_ranks(train_whole, 3, owner)
+    for found, wanted in zip(run_ranks(train_in_ranges, 3, owner), expected, strict=True):
+        assert_moved_alike(found, wanted)
 
 
 def test_a_step_says_where_it_looked_for_gradients() -> None:

@@ -24,7 +24,7 @@ from soframe.layers.base import BlockShape, LayerHelper
 from soframe.layers.layout import Layout
 from soframe.methods.base import Method
 from soframe.solvers.base import Solver
-from soframe.specs import VALUE, FactorSpec, TensorSpec
+from soframe.specs import VALUE, FactorSpec, Shards, TensorSpec
 from soframe.strategies.placement import BlockWork
 
 
@@ -41,6 +41,7 @@ class Block:
         dtype: The dtype of factors and second-order data.
         layout: How the parameters become the gradient matrix: the first helper, where there is one.
         home: Where the parameters' gradients live.
+        ranks: The global ranks of the group in which the block is placed.
         auxiliary: Whether its method is the auxiliary one.
     """
 
@@ -51,6 +52,7 @@ class Block:
     dtype: torch.dtype
     layout: Layout
     home: GradientHome
+    ranks: tuple[int, ...] = ()
     auxiliary: bool = False
 
     # -- what is asked of it at every step: computed once -----------------------------------------
@@ -119,6 +121,30 @@ class Block:
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``rows=`` rather than rows."""
         return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
+
+    @cached_property
+    def shards(self) -> dict[str, Shards]:
+        """How each parameter is shared out over ranks, by its name.
+
+        Returns:
+            Nothing, where every rank has all of them whole.
+
+        Raises:
+            ValueError: If one is shared out in a way that is not known.
+        """
+        found: dict[str, Shards | None] = {}
+        for name, parameter in self.parameters.items():
+            try:
+                found[name] = self.home.shards(parameter, self.ranks)
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{name}: {error}") from error
+        if not any(found.values()):
+            return {}
+        ranks = len(self.ranks)
+        return {
+            name: shards or Shards.none(tuple(p.shape), ranks, str(p.dtype).removeprefix("torch."))
+            for (name, shards), p in zip(found.items(), self.parameters.values(), strict=True)
+        }
 
     # -- what is remembered of it -----------------------------------------------------------------
 
@@ -269,6 +295,7 @@ class Block:
             resident=resident if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),
+            shards=tuple(self.shards.values()),
             effort=self.method.effort(self.shape),
             after=self.method.refreshes_after,
         )
@@ -285,6 +312,7 @@ class Block:
             ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
             none counts as zero.
         """
+        assert not self.shards, "the gradient is in parts, which have to be gathered first"
         parameters, read = self.parameters, self.home.read
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -306,6 +334,41 @@ class Block:
         parameters = self.parameters
         for name, value in self.layout.unpack(matrix).items():
             self.home.write(parameters[name], value)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter's gradient, by name; zeros where it has none.
+
+        Returns:
+            Tensors in the shapes of the home's `soframe.GradientHome.local`.
+        """
+        home = self.home
+        found = {}
+        for name, parameter in self.parameters.items():
+            gradient = home.read(parameter)
+            found[name] = torch.zeros_like(home.local(parameter)) if gradient is None else gradient
+        return found
+
+    def assemble(self, wholes: Mapping[str, Tensor]) -> Tensor:
+        """Return whole gradients as a matrix in the factors' dtype.
+
+        Args:
+            wholes: The gradient of each parameter, by name, of as many elements.
+
+        Returns:
+            ``[groups, out, in]``.
+        """
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        tensors = {name: whole.reshape(shapes[name]) for name, whole in wholes.items()}
+        return self.layout.pack(tensors).to(self.dtype)
+
+    def write_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Write this rank's parts into the parameters' gradients, in place.
+
+        Args:
+            parts: The part of each parameter, by name.
+        """
+        for name, part in parts.items():
+            self.home.write(self.parameters[name], part)
 
     def flat_specs(self) -> list[tuple[str, str, TensorSpec]]:
         """Return (factor, tensor, spec) of the second-order data, in the order of travel."""

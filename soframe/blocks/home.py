@@ -5,20 +5,23 @@ constructor of `soframe.Preconditioner` gives to all of its parts. Plain PyTorch
 ``.grad`` (`PlainGrad`, the default); Megatron, for example, in ``main_grad``.
 
 A home answers for this rank alone: what it returns has the parameter's shape, and is averaged over
-ranks or this rank's own, as ``gradients=`` of the preconditioner says. Reading is never a
-collective: gradients are read on some ranks and not on others.
+ranks or this rank's own, as ``gradients=`` of the preconditioner says. Where parameters are shared
+out over ranks it is this rank's part of the averaged gradient, and `GradientHome.shards` says which
+part that is. Reading is never a collective: gradients are read on some ranks and not on others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.stacks import require_whole
+from soframe.blocks import dtensors
+from soframe.blocks.stacks import require_served
+from soframe.specs import Shards
 
 
 class GradientHome(ABC):
@@ -40,7 +43,7 @@ class GradientHome(ABC):
             parameter: The parameter.
 
         Returns:
-            The very tensor in which it lies, of the parameter's shape. What is written into that
+            The very tensor in which it lies, of the shape of `local`. What is written into that
             tensor is written into the gradient. None where there is no gradient.
         """
 
@@ -50,8 +53,35 @@ class GradientHome(ABC):
 
         Args:
             parameter: The parameter.
-            gradient: The tensor, of the parameter's shape; None for no gradient.
+            gradient: The tensor, of the shape of `local`; None for no gradient.
         """
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """Return what this rank has of a parameter itself.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            A tensor that has its memory, which is the parameter itself by default, or its local
+            part where it is a DTensor.
+        """
+        return dtensors.local(parameter)
+
+    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
+        """Return how a parameter, and its gradient, is shared out over ranks.
+
+        The answer is the same on every rank.
+
+        Args:
+            parameter: The parameter.
+            ranks: The global ranks of the group that the preconditioner works in.
+
+        Returns:
+            Which part each of them has; None, the default for what is no DTensor, where every rank
+            has the whole.
+        """
+        return dtensors.shards(parameter, ranks)
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has a gradient.
@@ -74,7 +104,7 @@ class GradientHome(ABC):
 
         Args:
             parameter: The parameter.
-            values: A tensor of the parameter's shape, of any dtype.
+            values: A tensor of the shape of `local`, of any dtype.
         """
         gradient = self.read(parameter)
         if gradient is not None:
@@ -91,7 +121,7 @@ class GradientHome(ABC):
         """
         gradient = self.read(parameter)
         if gradient is None:
-            gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(self.local(parameter), requires_grad=False)
             self.put(parameter, gradient)
         return gradient
 
@@ -134,21 +164,25 @@ class GradientHome(ABC):
         Raises:
             ValueError: If the gradients of some live elsewhere.
         """
-        require_whole(parameters)
+        require_served(parameters)
 
 
 class PlainGrad(GradientHome):
-    """Gradients live in ``.grad``, where autograd leaves them."""
+    """Gradients live in ``.grad``, where autograd leaves them; in this rank's part of a DTensor."""
 
     filled_by_autograd = True
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """See `GradientHome.read`."""
-        return parameter.grad
+        gradient = parameter.grad
+        # The exact type: this is asked for every parameter, several times in a step.
+        if gradient is None or type(gradient) is Tensor:
+            return gradient
+        return dtensors.local(gradient)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """See `GradientHome.put`."""
-        parameter.grad = gradient
+        parameter.grad = None if gradient is None else dtensors.like(gradient, parameter)
 
     # What follows is the same as without these, with fewer calls in every step.
 
@@ -156,14 +190,10 @@ class PlainGrad(GradientHome):
         """See `GradientHome.has`."""
         return parameter.grad is not None
 
-    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """See `GradientHome.write`."""
-        if parameter.grad is not None:
-            parameter.grad.copy_(values)
-
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `GradientHome.of`."""
-        return [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return [g if type(g) is Tensor else dtensors.local(g) for g in gradients]
 
 
 def empty(home: GradientHome, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks.block import Block, factor_dtype
+from soframe.blocks.dtensors import class_name
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -47,6 +48,7 @@ class Choices:
         scaling: The convention of scale, for which not every method is defined.
         auxiliary: The method of every parameter that no other has; None to leave them alone.
         observed: Whether the Fisher is one that is observed, which only methods of calls need.
+        ranks: The global ranks of the group in which blocks are placed.
         cut: Into how many parts matrices are cut along their outputs, by patterns on module names;
             for methods that read gradients alone.
     """
@@ -62,6 +64,7 @@ class Choices:
     scaling: str = "fisher"
     auxiliary: Choice = None
     observed: bool = False
+    ranks: tuple[int, ...] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -368,13 +371,14 @@ class Registration:
                 f"alone: pass fisher='empirical', or skip the module"
             )
         block = Block(
-            name=name or type(one.module).__name__,
+            name=name or class_name(one.module),
             helpers=helpers,
             method=method,
             solver=solver if damping is None else damping.solver(solver),
             dtype=factor_dtype(list(one.parameters.values()), self._choices.dtype),
             layout=one,
             home=self._choices.home,
+            ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
         for chosen in {id(solver): solver for _, _, solver in block.solved_here}.values():

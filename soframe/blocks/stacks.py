@@ -1,6 +1,7 @@
 """Stacks that share parameters out, which a preconditioner cannot serve, and what gives them away.
 
-A preconditioner reads a layer's whole gradient from ``.grad`` and writes the result there. Where
+A preconditioner reads a layer's gradient from ``.grad`` and writes the result there: the whole, or
+this rank's part of a DTensor that ``fully_shard`` has made (`soframe.blocks.dtensors`). Where
 parameters are parts of others' buffers, neither means anything: what it wrote would have no effect.
 So it refuses to be built, and where the stack comes later, to step.
 """
@@ -12,8 +13,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from soframe.blocks import dtensors
+
 _INSTEAD = (
-    "use DistributedDataParallel, with strategy='sharded' to spread the curvature over ranks and "
+    "shard the model by torch.distributed.fsdp.fully_shard; or use DistributedDataParallel, with "
+    "strategy='sharded' to spread the curvature over ranks and "
     "torch.distributed.optim.ZeroRedundancyOptimizer to spread the optimizer's state; or train "
     "without the preconditioner"
 )
@@ -25,8 +29,8 @@ _MARKS = {
 }
 
 
-def require_whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that parameters are whole, and their gradients where they belong.
+def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Check that gradients are where they belong, whole or in parts that are known.
 
     Args:
         parameters: Parameters with their names.
@@ -38,8 +42,43 @@ def require_whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         owner = _owner(parameter)
         if owner is not None:
             raise ValueError(
-                f"the parameter {name} belongs to {owner}: a Preconditioner reads and writes whole "
+                f"the parameter {name} belongs to {owner}: a Preconditioner reads and writes "
                 f"gradients in .grad, so here it would have no effect. Instead {_INSTEAD}"
+            )
+
+
+def require_fully_sharded(model: nn.Module) -> None:
+    """Check that all DTensors of a model are fully_shard's.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: If some are not.
+    """
+    for name, _ in dtensors.foreign(model):
+        raise ValueError(
+            f"the parameter {name} belongs to a tensor-parallel plan, or another stack that makes "
+            f"DTensors: a Preconditioner reads and writes the gradients of DTensors where "
+            f"fully_shard has made them, and knows nothing of others. Instead {_INSTEAD}"
+        )
+
+
+def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
+    """Check that no parameter is sharded.
+
+    Args:
+        parameters: Parameters with their names.
+        what: What needs them whole.
+
+    Raises:
+        ValueError: If one is.
+    """
+    for name, parameter in parameters:
+        if dtensors.is_dtensor(parameter):
+            raise ValueError(
+                f"{what} needs whole parameters on every rank, and {name} is sharded by "
+                f"fully_shard: use DistributedDataParallel"
             )
 
 
@@ -49,22 +88,8 @@ def _owner(parameter: nn.Parameter) -> str | None:
     for mark, owner in _MARKS.items():
         if mark in own:
             return owner
-    if is_dtensor(parameter):
-        return (
-            "fully_shard or a tensor-parallel plan: it is a DTensor, of which each rank has a part"
-        )
-    return None
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Return whether a tensor is distributed.
-
-    Args:
-        tensor: The tensor, or None.
-    """
-    # Not imported: who has none of them need not wait for that.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    why = dtensors.unserved(parameter)
+    return None if why is None else f"a tensor-parallel plan, or several at once ({why})"
 
 
 def require_materialised(names: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from soframe.blocks.dtensors import stands_for
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -162,6 +163,7 @@ class Capture:
         names: The qualified name of each helper's module, for errors.
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
+        model: The model whose layers they are.
         counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
         rereading: The helpers whose inputs are handed on with every probe, not the first alone.
         together: Which layers have an input in common; None where nobody asks.
@@ -176,6 +178,7 @@ class Capture:
     names: dict[LayerHelper, str] = field(default_factory=dict)
     enabled: bool = True
     probing: bool = False
+    model: nn.Module | None = None
     counting: frozenset[LayerHelper] = frozenset()
     rereading: frozenset[LayerHelper] = frozenset()
     together: Together | None = None
@@ -346,7 +349,7 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or _is_functional(helper):
+        if self.sink is None or (pairs := self._own(helper)) is None:
             return
         again = self._begin_call()
         inner = helper.observe(args, kwargs, output)
@@ -359,10 +362,11 @@ class Capture:
         if not (output.requires_grad if inner is None else inner):
             return
         # One that was frozen since is no reason to lose what the others need.
-        trained = [p for p in helper.parameters.values() if p.requires_grad]
+        registered = [p for p, now in pairs if now.requires_grad]
+        trained = [now for _, now in pairs if now.requires_grad]
         if not trained:
             return
-        self.called[helper] = trained[0]._version
+        self.called[helper] = registered[0]._version
         keeps = helper not in self.counting and (helper.multiplies or helper in self.rereading)
         if inner is not None:
             if self.together is not None:
@@ -378,6 +382,28 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append((get_gradient_edge(where), None))
         where.register_hook(self._hook(helper, trained, inputs if keeps else (), view))
+
+    def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
+        """Return the parameters of a helper, each with what its module computes with.
+
+        That is the parameter itself, or what fully_shard has gathered of it for this pass.
+
+        Args:
+            helper: The helper.
+
+        Returns:
+            None where the module runs within ``torch.func``: transformed, or with other tensors.
+        """
+        if torch._C._are_functorch_transforms_active():
+            return None
+        pairs = []
+        for name, registered in helper.parameters.items():
+            now = parameter_of(helper.module, name)
+            if now is not registered and not stands_for(now, registered, self.model):
+                return None
+            assert now is not None
+            pairs.append((registered, now))
+        return pairs
 
     def _begin_call(self) -> bool:
         """Return whether a checkpoint calls a module again, for the backward pass under way."""
@@ -640,14 +666,6 @@ def _accumulates(edge: Any) -> bool:
     except RuntimeError:
         # How torch answers for a parameter that autograd.grad was asked for.
         return False
-
-
-def _is_functional(helper: LayerHelper) -> bool:
-    """Return whether a module runs within ``torch.func``: transformed, or with other tensors."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    module = helper.module
-    return any(parameter_of(module, name) is not p for name, p in helper.parameters.items())
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

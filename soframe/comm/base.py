@@ -91,6 +91,11 @@ class Backend(ABC):
         self.phases = Phases()
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of this group, as torch.distributed's default group numbers them."""
+        return tuple(range(self.world_size))
+
+    @property
     def process_group(self) -> Any:
         """The process group of torch.distributed; None if there is none."""
         return None
@@ -175,6 +180,31 @@ class Backend(ABC):
         everyone = tuple(range(self.world_size))
         shares = [(rank, own) for rank, own in enumerate(flat.split(list(sizes))) if len(own)]
         return together([self._broadcast(own, rank, everyone) for rank, own in shares])
+
+    def _all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        """Send a share of a flat tensor to every rank, and get one from every rank.
+
+        Here every rank sends everything to all: what an engine has for this must equal it.
+
+        Args:
+            flat: ``[sum(gives)]``, contiguous.
+            gives: The elements for each rank, in the order of ranks; none for this one.
+            takes: The elements from each rank, likewise.
+
+        Returns:
+            ``[sum(takes)]``, in the order of ranks, once the handle is complete.
+        """
+        plans = self._all_gather(torch.tensor(gives, device=flat.device))
+        sizes = [plan.tolist() for plan in plans]
+        padded = flat.new_zeros(max(map(sum, sizes)))
+        padded[: len(flat)] = flat
+        shares = [
+            every[: sum(plan)].split(plan)[self.rank]
+            for every, plan in zip(self._all_gather(padded), sizes, strict=True)
+        ]
+        return torch.cat(shares), Handle()
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
         """Wait until every rank is here, where the engine can name those that are missing.
@@ -280,6 +310,27 @@ class Backend(ABC):
         self._count(phase, flat)
         return self._all_gather_shares(flat, sizes)
 
+    def all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int], phase: str
+    ) -> tuple[Tensor, Handle]:
+        """Send a share of a flat tensor to every rank, and get one from every rank.
+
+        What is counted is what this rank gives to others and what it takes from them.
+
+        Args:
+            flat: ``[sum(gives)]``, contiguous.
+            gives: The elements for each rank, in the order of ranks; none for this one.
+            takes: The elements from each rank, likewise.
+            phase: The phase that it is counted under.
+
+        Returns:
+            ``[sum(takes)]``, in the order of ranks, once the handle is complete.
+        """
+        if self.world_size == 1:
+            return flat, Handle()
+        self._count(phase, flat, len(flat) + sum(takes))
+        return self._all_to_all(flat, gives, takes)
+
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Return every rank's contiguous tensor of one common shape.
 
@@ -321,7 +372,7 @@ class Backend(ABC):
         total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
         return {**phases, "total": total}
 
-    def _count(self, phase: str, tensor: Tensor) -> None:
+    def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
-        count["bytes"] += tensor.numel() * tensor.element_size()
+        count["bytes"] += (tensor.numel() if numel is None else numel) * tensor.element_size()
         count["calls"] += 1

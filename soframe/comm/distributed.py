@@ -91,6 +91,11 @@ class TorchDistributed(Backend):
                 self._groups[ranks] = weakref.ref(made)
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """See `Backend.global_ranks`."""
+        return tuple(self._global_ranks)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """See `Backend.process_group`."""
         return self._group
@@ -315,6 +320,15 @@ class TorchDistributed(Backend):
                 flat, copies, list(sizes), gives, group=self._group, async_op=True
             )
         )
+
+    def _all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        taken = flat.new_empty(sum(takes))
+        work = dist.all_to_all_single(
+            taken, flat, list(takes), list(gives), group=self._group, async_op=True
+        )
+        return taken, _handle(work)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self._everyone]

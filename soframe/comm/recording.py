@@ -19,8 +19,8 @@ class Event:
 
     Attributes:
         operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``,
-            ``"reduce_scatter"`` or ``"all_gather_shares"``.
-        numel: Elements of the tensor.
+            ``"reduce_scatter"``, ``"all_gather_shares"`` or ``"all_to_all"``.
+        numel: Elements of the tensor; of an ``"all_to_all"`` those that this rank gives.
         dtype: Its dtype.
         source: The source of a broadcast, the destination of a reduction.
         group: The ranks that took part.
@@ -66,6 +66,11 @@ class Recording(Backend):
         self.fused = fused if inner is None else inner.fused
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """See `Backend.global_ranks`."""
+        return super().global_ranks if self._inner is None else self._inner.global_ranks
 
     @property
     def process_group(self) -> Any:
@@ -115,6 +120,14 @@ class Recording(Backend):
             if rank != self.rank:
                 share.zero_()
         return Handle()
+
+    def _all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        self._record("all_to_all", flat)
+        if self._inner is not None:
+            return self._inner._all_to_all(flat, gives, takes)
+        return flat.new_zeros(sum(takes)), Handle()
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._record("all_gather", tensor)

@@ -17,10 +17,11 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.shards import Split, scatter
 from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.specs import TensorSpec
-from soframe.strategies.placement import exchange_group
+from soframe.strategies.placement import BlockPlacement, exchange_group
 
 SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six
@@ -55,23 +56,26 @@ def precondition(
     backend = placed.backend
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
-    batches: list[Batch] = []
-    made: list[Batch] = []
+    sharded: dict[Block, _Whole] = {}
+    batches = _Batches(damping, arrive)
+
+    def mine(block: Block, place: BlockPlacement) -> Tensor | None:
+        return gradients.get(block) if backend.rank in place.gradient_workers else None
+
     for block, place in placed:
         if not block.active:
             continue
+        if block.shards:
+            if block in gradients:  # else on no rank
+                sharded[block] = _Whole(block, batches.join(block, place, mine(block, place)))
+            continue
         spec = (TensorSpec(tuple(block.shape)),)
+        own = batches.join(block, place, mine(block, place))
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
             parcel = Parcel(worker, group, spec, block.dtype, block.device)
-            gradient = gradients.get(block)
-            if worker == backend.rank and gradient is not None:
-                joins = _joins(block, gradient)
-                batch = _batch_of(block, place.gradient_workers, batches, damping, arrive, joins)
-                if not batch.gradients:
-                    made.append(batch)
-                batch.gradients[block] = gradient
-                parcel.made_by(functools.partial(batch.result, block))
+            if worker == backend.rank and own is not None:
+                parcel.made_by(functools.partial(own.result, block))
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
@@ -80,10 +84,65 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
+    parts = _scattered(placed, sharded)
     states: dict[Block, Mapping[str, Tensor]] = {}
-    for batch in made:
+    for batch in batches.made:
         states.update(batch.states)
-    return Directions({block: results[block] for block in gradients}, states)
+    known = {block: results.get(block) for block in gradients}
+    known.update({block: whole.matrix for block, whole in sharded.items()})
+    return Directions(known, states, parts)
+
+
+class _Whole:
+    """The direction of a block whose parameters are shared out, made when it is first asked for.
+
+    Attributes:
+        matrix: ``[groups, out, in]``, on gradient workers once it is made.
+
+    Args:
+        block: The block.
+        batch: What makes it, on gradient workers.
+    """
+
+    def __init__(self, block: Block, batch: Batch | None) -> None:
+        self._block, self._batch = block, batch
+        self.matrix: Tensor | None = None
+
+    def of(self, name: str) -> Tensor:
+        """Return the direction of one parameter.
+
+        Args:
+            name: Its name in the block.
+        """
+        if self.matrix is None:
+            assert self._batch is not None
+            (self.matrix,) = self._batch.result(self._block)
+        return self._block.layout.unpack(self.matrix)[name]
+
+
+def _scattered(
+    placed: PlacedBlocks, sharded: Mapping[Block, _Whole]
+) -> dict[Block, dict[str, Tensor]]:
+    """Return this rank's parts of the directions of blocks whose parameters are shared out."""
+    splits: dict[Block, dict[str, Split]] = {}
+    for block, whole in sharded.items():
+        place = placed.place(block)
+        splits[block] = {
+            name: Split(
+                shards=shards,
+                dtype=block.dtype,
+                device=block.device,
+                workers=place.gradient_workers,
+                sources=place.sources,
+                make=functools.partial(whole.of, name),
+            )
+            for name, shards in block.shards.items()
+        }
+    scatter(placed.backend, [s for own in splits.values() for s in own.values()], "exchange")
+    return {
+        block: {name: split.part for name, split in own.items() if split.part is not None}
+        for block, own in splits.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -92,13 +151,46 @@ class Directions:
 
     Attributes:
         matrices: The direction of each block that has a gradient, ``[groups, out, in]``, on its
-            receivers.
+            receivers; of blocks whose parameters are shared out on gradient workers, and None
+            elsewhere.
         states: The new state of each block that this rank has made a direction of, where its method
             keeps one: to be put to use by `commit` if the step is taken.
+        parts: Of blocks whose parameters are shared out this rank's parts, by parameter.
     """
 
-    matrices: dict[Block, Tensor]
+    matrices: dict[Block, Tensor | None]
     states: dict[Block, Mapping[str, Tensor]]
+    parts: Mapping[Block, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> dict[Block, Tensor]:
+        """The directions that are written whole: clips scale no others but in parts."""
+        return {
+            block: matrix
+            for block, matrix in self.matrices.items()
+            if matrix is not None and block not in self.parts
+        }
+
+    def tensors(self, block: Block) -> list[Tensor]:
+        """Return what this rank writes of a block's direction.
+
+        Args:
+            block: The block.
+        """
+        if block in self.parts:
+            return list(self.parts[block].values())
+        matrix = self.matrices[block]
+        assert matrix is not None
+        return [matrix]
+
+    def write(self) -> None:
+        """Write the directions into the gradients, in place."""
+        for block, matrix in self.matrices.items():
+            if block in self.parts:
+                block.write_parts(self.parts[block])
+            else:
+                assert matrix is not None
+                block.write(matrix)
 
     def commit(self) -> None:
         """Let blocks have their new states, and count the update; every rank must call."""
@@ -223,23 +315,42 @@ def _state_of(blocks: Sequence[Block]) -> dict[str, Tensor]:
     return states
 
 
-def _batch_of(
-    block: Block,
-    workers: tuple[int, ...],
-    batches: list[Batch],
-    damping: float,
-    arrive: Callable[[Block], None],
-    joins: bool,
-) -> Batch:
-    """Return the batch that a block joins, perhaps a new one; those that may be joined are kept."""
-    new = Batch(workers, damping, arrive)
-    if not joins:
-        return new
-    for batch in batches:
-        if batch.takes(block, workers):
-            return batch
-    batches.append(new)
-    return new
+class _Batches:
+    """The batches of a step.
+
+    Attributes:
+        made: All of them.
+
+    Args:
+        damping: The damping of this step.
+        arrive: Called for a block before its second-order data is used.
+    """
+
+    def __init__(self, damping: float, arrive: Callable[[Block], None]) -> None:
+        self._damping, self._arrive = damping, arrive
+        self._open: list[Batch] = []
+        self.made: list[Batch] = []
+
+    def join(self, block: Block, place: BlockPlacement, gradient: Tensor | None) -> Batch | None:
+        """Return the batch that a block joins, perhaps a new one; None without a gradient.
+
+        Args:
+            block: The block.
+            place: Its place.
+            gradient: Its raw gradient, where this rank is to make its direction.
+        """
+        if gradient is None:
+            return None
+        workers = place.gradient_workers
+        joins = _joins(block, gradient)
+        batch = next((one for one in self._open if joins and one.takes(block, workers)), None)
+        if batch is None:
+            batch = Batch(workers, self._damping, self._arrive)
+            self.made.append(batch)
+            if joins:
+                self._open.append(batch)
+        batch.gradients[block] = gradient
+        return batch
 
 
 def _joins(block: Block, gradient: Tensor) -> bool:

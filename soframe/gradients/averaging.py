@@ -7,6 +7,9 @@ those of its own samples. Those of a block with one gradient worker are added up
 all-gather) is all that the others get. The two carry what DDP's all-reduce carries. All other
 gradients, of parameters without a block, of blocks with several gradient workers and of blocks that
 are not solved yet, are averaged on all ranks, in fused buffers.
+
+Where parameters are shared out (`soframe.GradientHome.shards`), every rank has a part of each
+averaged gradient. The parts of a block's go to its gradient workers, and to nobody else.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
+from soframe.comm.shards import Split, gather
 from soframe.strategies.buckets import fill
 
 
@@ -77,6 +81,17 @@ class AveragedGradients:
         """
         return self.now()
 
+    def later(self, block: Block) -> Tensor | None:
+        """Return the gradient of a block that was not active when `raw` was called.
+
+        Args:
+            block: The block.
+
+        Returns:
+            ``[groups, out, in]``; None where there is none.
+        """
+        return block.gradient()
+
     def now(self) -> dict[Block, Tensor | None]:
         """Return what their home holds for the blocks that are solved and have any gradient."""
         own = {block: block.gradient() for block in self._placed if block.active}
@@ -90,11 +105,31 @@ class AveragedGradients:
         """
         return list(blocks)
 
+    def _led(self, blocks: Collection[Block]) -> list[Block]:
+        rank = self._backend.rank
+        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a scalar over ranks, each of which speaks for its blocks.
 
         Args:
             tensor: This rank's.
+        """
+        return tensor
+
+    def counted(self, blocks: Collection[Block]) -> list[Block]:
+        """Return the blocks whose directions this rank counts in what `total_of_directions` adds.
+
+        Args:
+            blocks: Blocks with a direction.
+        """
+        return list(blocks)
+
+    def total_of_directions(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a scalar over ranks, each of which counts its blocks' directions.
+
+        Args:
+            tensor: This rank's: of all directions, where every rank has them all.
         """
         return tensor
 
@@ -154,8 +189,7 @@ class LocalGradients(AveragedGradients):
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
         """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
-        rank = self._backend.rank
-        return [block for block in blocks if self._placed[block].gradient_workers[0] == rank]
+        return self._led(blocks)
 
     def total(self, tensor: Tensor) -> Tensor:
         """See `AveragedGradients.total`."""
@@ -198,6 +232,92 @@ def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
         for (to, tensor), mean in zip(parts, means, strict=True):
             if to in (None, backend.rank):
                 tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+
+
+class ShardedGradients(AveragedGradients):
+    """Averaged gradients of which every rank has a part, and the gradient workers are to have all.
+
+    A direction, too, is known whole to gradient workers alone.
+    """
+
+    def alike(self) -> tuple[str, ...]:
+        """See `AveragedGradients.alike`: all blocks, since ranks exchange what they have of each.
+
+        Returns:
+            The names of the blocks that have gradients.
+        """
+        return tuple(block.name for block in self._placed if block.has_gradient)
+
+    def raw(self) -> dict[Block, Tensor | None]:
+        """Bring the parts of every gradient to its gradient workers.
+
+        Returns:
+            See `AveragedGradients.raw`; of blocks that are not solved yet, too.
+        """
+        found: dict[Block, Tensor | None] = {}
+        splits: dict[Block, dict[str, Split]] = {}
+        for block, place in self._placed.items():
+            if not block.has_gradient:
+                continue
+            found[block] = None if block.shards else block.gradient()
+            if block.shards:
+                parts = block.parts()
+                splits[block] = {
+                    name: Split(
+                        shards=shards,
+                        dtype=getattr(torch, shards.dtype),
+                        device=block.device,
+                        workers=place.gradient_workers,
+                        part=parts[name],
+                    )
+                    for name, shards in block.shards.items()
+                }
+        gather(self._backend, [s for own in splits.values() for s in own.values()], "gradients")
+        for block, own in splits.items():
+            wholes = {name: split.whole for name, split in own.items()}
+            if self._backend.rank in self._placed[block].gradient_workers:
+                found[block] = block.assemble({n: w for n, w in wholes.items() if w is not None})
+        return found
+
+    def now(self) -> dict[Block, Tensor | None]:
+        """See `AveragedGradients.now`: brought together as by `raw`; every rank must call."""
+        return {block: gradient for block, gradient in self.raw().items() if block.active}
+
+    def later(self, block: Block) -> Tensor | None:
+        """See `AveragedGradients.later`: None, since `raw` has all."""
+        return None
+
+    def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
+        """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
+        return self._led(blocks)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total`."""
+        return add_up(self._backend, tensor)
+
+    def counted(self, blocks: Collection[Block]) -> list[Block]:
+        """See `AveragedGradients.counted`: likewise."""
+        return self._led(blocks)
+
+    def total_of_directions(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total_of_directions`."""
+        return add_up(self._backend, tensor)
+
+
+def source_of(
+    gradients: str, model: nn.Module, placed: PlacedBlocks, home: GradientHome
+) -> AveragedGradients:
+    """Return where the raw gradients of a step come from.
+
+    Args:
+        gradients: What they are when it begins, one of `GRADIENTS`.
+        model: The model.
+        placed: Its blocks, with their places.
+        home: Where gradients live.
+    """
+    if any(block.shards for block in placed.blocks):
+        return ShardedGradients(model, placed, home)
+    return GRADIENTS[gradients](model, placed, home)
 
 
 GRADIENTS = {"averaged": AveragedGradients, "local": LocalGradients}

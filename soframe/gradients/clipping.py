@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.gradients.applying import Directions
 from soframe.gradients.averaging import AveragedGradients
 from soframe.gradients.kl_clip import kl_clip_factor
 from soframe.gradients.norm_clip import norm_clip_factor
@@ -91,7 +92,7 @@ class Clipped:
 
 
 def clip(
-    results: Mapping[Block, Tensor],
+    directions: Directions,
     raw: Mapping[Block, Tensor | None],
     gradients: AveragedGradients,
     limits: Limits,
@@ -101,7 +102,7 @@ def clip(
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
     Args:
-        results: The preconditioned gradient of each block.
+        directions: The preconditioned gradient of each block.
         raw: The raw one, on the ranks that know it.
         gradients: Who knows which.
         limits: The bounds.
@@ -111,41 +112,56 @@ def clip(
     Returns:
         Whether they are finite, and the factors.
     """
-    every = list(results.values())
-    clipped = {block: result for block, result in results.items() if block.method.clipped}
+    blocks = [block for block in directions.matrices if block.method.clipped]
+    known = {b: m for b, m in directions.matrices.items() if m is not None}
     if limits.careful:
-        bad = [result.isfinite().all().logical_not() for result in every]
-        if every and bool(torch.stack([one.to(bad[0].device) for one in bad]).any()):
+        # Those that this rank knows; together all ranks know all.
+        if directions.matrices and not _finite(list(known.values()), gradients):
             return Clipped(finite=False)
-        results = {block: result.double() for block, result in clipped.items()}
+        known = {block: known[block].double() for block in blocks if block in known}
         raw = {block: own if own is None else own.double() for block, own in raw.items()}
-    else:
-        results = clipped
-    if not results or (limits.kl is None and limits.norm is None):
+    if not blocks or (limits.kl is None and limits.norm is None):
         return Clipped(finite=True)
-    wide = list(results.values())
+    every = [tensor for block in blocks for tensor in directions.tensors(block)]
+    like = every[0].double() if limits.careful else every[0]  # of the same dtype on every rank
     factors: list[Tensor] = []
     kl_factor = norm_factor = None
     if limits.kl is not None:
-        known = gradients.spoken_for(results)
+        told = gradients.spoken_for(blocks)
         kl_factor = kl_clip_factor(
-            [results[block] for block in known],
-            [own for block in known if (own := raw[block]) is not None],
-            rates.of(known, step),
+            [known[block] for block in told],
+            [own for block in told if (own := raw[block]) is not None],
+            rates.of(told, step),
             limits.kl,
             gradients.total,
-            wide[0],
+            like,
         )
         factors.append(kl_factor)
     if limits.norm is not None:
-        norm_factor = norm_clip_factor(wide, rates.of(list(results), step), limits.norm)
+        counted = set(gradients.counted(blocks))
+        norm_factor = norm_clip_factor(
+            [known[block] if block in counted else None for block in blocks],
+            rates.of(blocks, step),
+            limits.norm,
+            gradients.total_of_directions,
+            like,
+        )
         factors.append(norm_factor)
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    every = list(clipped.values())
     factor = factor.to(every[0].dtype)
-    if all(result.device == factor.device for result in every):
+    if all(tensor.device == factor.device for tensor in every):
         torch._foreach_mul_(every, factor)
     else:
-        for result in every:
-            result.mul_(factor.to(result.device))
+        for tensor in every:
+            tensor.mul_(factor.to(tensor.device))
     return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
+
+
+def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:
+    """Return whether all directions are finite, of all ranks where each knows some."""
+    bad = [matrix.isfinite().all().logical_not() for matrix in matrices]
+    device = bad[0].device if bad else torch.device("cpu")
+    count = torch.tensor(0.0, device=device)
+    for one in bad:
+        count += one.to(device)
+    return not bool(gradients.total_of_directions(count))

@@ -187,7 +187,7 @@ class Effect:
                 if (gradient := self._home.read(p)) is not None
             ]
             if present and not all(self._is_left(p, gradient) for p, gradient in present):
-                fresh[block] = [_beside(p, gradient) for p, gradient in present]
+                fresh[block] = [_beside(self._home.local(p), g) for p, g in present]
         return _not_zero(fresh)
 
     def _is_left(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
@@ -263,8 +263,14 @@ def _names(blocks: Sequence[Block]) -> str:
     return f"block(s) {names}" + (f" and {more} more" if more > 0 else "")
 
 
-def _beside(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return what a gradient has beside a multiple of its parameter, up to rounding; or zero."""
+def _beside(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return what a gradient has beside a multiple of its parameter, up to rounding; or zero.
+
+    Of parts of both it tells that much: what is a multiple on every rank may be none as a whole,
+    where parts are single numbers.
+    """
+    if gradient.numel() == 0:
+        return gradient.new_zeros((), dtype=torch.bool)
     g = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     p = parameter.flatten()
     wide = torch.promote_types(g.dtype, torch.float32)

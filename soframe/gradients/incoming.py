@@ -40,7 +40,7 @@ class Incoming:
             for block in self._blocks:
                 if block in averaged:
                     self._every[block] = averaged[block]
-                elif (gradient := block.gradient()) is not None:
+                elif (gradient := self._source.later(block)) is not None:
                     self._every[block] = gradient
         return self._every
 
@@ -55,7 +55,7 @@ class Incoming:
                 found[block] = averaged[block]
             elif self._every is not None and block in self._every:
                 found[block] = self._every[block]
-            elif (gradient := block.gradient()) is not None:
+            elif (gradient := self._source.later(block)) is not None:
                 found[block] = gradient
         return found
 

@@ -132,7 +132,7 @@ def descend(
         direction = home.read(parameter)
         if direction is not None:
             same = alike.setdefault((parameter.device, parameter.dtype), ([], []))
-            same[0].append(parameter)
+            same[0].append(home.local(parameter))
             same[1].append(direction)
     for weights, directions in alike.values():
         if decays and move.weight_decay:
@@ -189,8 +189,10 @@ class Ball:
         """Return the Frobenius norms of the weights now, ``[groups]``, at least float32.
 
         Raises:
-            ValueError: If one is zero or not finite: no direction leads along such a sphere.
+            ValueError: If one is zero or not finite: no direction leads along such a sphere. If the
+                matrix is shared out over ranks.
         """
+        self._require_whole()
         norms = self._lengths(self._wide(self.matrices))
         if not bool(((norms > 0) & norms.isfinite()).all()):
             raise ValueError(
@@ -218,6 +220,7 @@ class Ball:
             radii: The norms that are kept, ``[groups]``.
             lr: The learning rate.
         """
+        self._require_whole()
         given = {name: home.read(parameter) for name, parameter in self.matrices.items()}
         if all(direction is None for direction in given.values()):
             return
@@ -237,6 +240,14 @@ class Ball:
         stays = self._each((lengths == 0).to(lengths.dtype))
         for name, parameter in self.matrices.items():
             parameter.copy_(moved[name] * scales[name] + weights[name] * stays[name])
+
+    def _require_whole(self) -> None:
+        if self._block.shards:
+            raise ValueError(
+                f"constraint='hyperball' keeps the norm of {self.key}, of which each rank has a "
+                f"part since fully_shard was called: norms of parts are not added up yet. Pass "
+                f"constraint=None, or use DistributedDataParallel"
+            )
 
     def _wide(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dense = {n: t.to_dense() if t.is_sparse else t for n, t in tensors.items()}

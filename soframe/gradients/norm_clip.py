@@ -9,32 +9,42 @@ instead of before. The momentum of an optimizer behind it is not seen. What kfac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
 def norm_clip_factor(
-    preconditioned: Sequence[Tensor], lrs: Sequence[float | Tensor], bound: float
+    preconditioned: Sequence[Tensor | None],
+    lrs: Sequence[float | Tensor],
+    bound: float,
+    add: Callable[[Tensor], Tensor] | None = None,
+    like: Tensor | None = None,
 ) -> Tensor:
     """Return the factor for all preconditioned gradients, without a host sync.
 
     Args:
-        preconditioned: One matrix per block.
+        preconditioned: One matrix per block; None for those that another rank counts.
         lrs: The learning rate of each block, or a row of rates that fits its matrix.
         bound: The largest length of the step.
+        add: Adds up the squares of several ranks, where each counts some of the blocks.
+        like: A tensor of the dtype and device to add up in; by default the first block's.
 
     Returns:
-        A scalar in (0, 1], in the dtype and on the device of the first block.
+        A scalar in (0, 1], in the dtype and on the device of ``like``.
     """
-    first = preconditioned[0]
+    first = preconditioned[0] if like is None else like
+    assert first is not None
     # Relative to the largest rate, so that squares are in range where rates are large.
     largest = max((lr for lr in lrs if not isinstance(lr, Tensor)), default=0.0) or 1.0
     terms = [
         (p * (lr / largest)).square().sum().to(first)
         for p, lr in zip(preconditioned, lrs, strict=True)
+        if p is not None
     ]
-    length = torch.stack(terms).sum().sqrt().double()  # float32 may not hold the bound over a rate
+    squares = torch.stack(terms).sum() if terms else first.new_zeros(())
+    squares = squares if add is None else add(squares)
+    length = squares.sqrt().double()  # float32 may not hold the bound over a rate
     # bound / 0 is infinite, and clamped like everything above one.
     return (bound / largest / length).clamp(max=1.0).to(first)

@@ -242,7 +242,7 @@ class LearningRates:
             return rates[groups[0]]
         # The rate of every entry of the matrix; a weight and its bias may be in two groups.
         filled = {
-            name: torch.zeros_like(p, dtype=block.dtype) + rates[group]
+            name: torch.zeros(p.shape, dtype=block.dtype, device=p.device) + rates[group]
             for (name, p), group in zip(block.parameters.items(), groups, strict=True)
         }
         return block.layout.pack(filled)

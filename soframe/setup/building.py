@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
-from soframe.blocks import claims, stacks
+from soframe.blocks import claims, dtensors, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
@@ -130,6 +130,8 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         ValueError: If there is nothing to precondition, or parameters are shared out or without
             values.
     """
+    dtensors.reshard(dtensors.units(model))
+    stacks.require_fully_sharded(model)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks:
@@ -183,6 +185,7 @@ def build(
     settings: Sequence[object],
     *,
     owner: object,
+    gradients: str,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -199,19 +202,21 @@ def build(
         refresh: When blocks are solved, another one.
         settings: The others that all ranks must have in common.
         owner: Whose the modules are to be; they may be nobody else's.
+        gradients: What a step is given, one of the settings.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_able`, `require_served`,
+        ValueError: See `register`, `place`, `require_averaged`, `require_able`, `require_served`,
             `require_followable`, `require_eager`, `compare_ranks` and
             `soframe.blocks.claims.require_free`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
+        require_averaged(registration.blocks, gradients)
         require_able(registration.blocks, background)
         require_served(registration.blocks, refresh.solve_every)
         placement = place(strategy, registration.blocks, backend.world_size)
@@ -369,6 +374,24 @@ def check_turns(stagger: object, fisher: str) -> None:
             f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
             f"vectors backward at each of them; pass stagger='solves'"
         )
+
+
+def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
+    """Check that gradients of which ranks have parts are averaged.
+
+    Args:
+        blocks: The blocks.
+        gradients: What they are said to be.
+
+    Raises:
+        ValueError: If they are said to be each rank's own.
+    """
+    for block in blocks if gradients == "local" else ():
+        if block.shards:
+            raise ValueError(
+                f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
+                f"each rank's own: fully_shard averages them, so pass gradients='averaged'"
+            )
 
 
 def check_gradients(gradients: str, *, scaled: bool) -> None:

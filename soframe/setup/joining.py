@@ -58,6 +58,11 @@ def check(
         ValueError: If they may not; it is the same on every rank.
     """
     everyone = tuple(range(placement.world_size))
+    if any(work.shards for work in placement.work):
+        raise ValueError(
+            "Join does not go with fully_shard, which needs every rank in every pass: let ranks "
+            "have equally many batches"
+        )
     apart = [b.block for b in placement.blocks if tuple(sorted(b.gradient_workers)) != everyone]
     if backend.process_group is None:
         raise ValueError(f"Join needs backend='torch', and this one is {type(backend).__name__}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from soframe.blocks import dtensors
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
@@ -30,6 +31,7 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._slots = [(m._parameters, name) for m in model.modules() for name in m._parameters]
         self._children = [m._modules for m in model.modules() if m._modules]
+        self._sharded = dtensors.units(model)
         self._seen = self._look()
 
     def _look(self) -> tuple[list[tuple[int, bool]], list[int]]:
@@ -38,6 +40,7 @@ class Watch:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the known places hold now: a walk through the modules takes longer."""
+        dtensors.reshard(self._sharded)  # what was gathered for a pass has nothing to say
         return [p for slots, name in self._slots if (p := slots.get(name)) is not None]
 
     def changed(self) -> bool:

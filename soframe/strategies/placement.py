@@ -20,7 +20,7 @@ from functools import cached_property
 from math import prod
 
 from soframe.layers.base import BlockShape
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.local import LocalPlan
 from soframe.text import format_table
 
@@ -52,6 +52,7 @@ class BlockWork:
             make one of the gradient alone.
         after: Whether statistics of the averaged gradient, and the solves of the block, come after
             its direction; for plans.
+        shards: How each of its parameters is shared out over ranks; empty where none is.
     """
 
     name: str
@@ -66,6 +67,7 @@ class BlockWork:
     state: tuple[TensorSpec, ...] = field(default=(), compare=False)
     effort: float = 0.0
     after: bool = field(default=False, compare=False)
+    shards: tuple[Shards, ...] = ()
 
     @property
     def elements(self) -> float:
@@ -369,6 +371,7 @@ class Placement:
         local: LocalPlan | None = None,
         fused: bool = False,
         first: bool = False,
+        clips: Collection[str] = (),
     ) -> Traffic:
         """Return what a rank's collectives carry in one step, from shapes alone.
 
@@ -387,6 +390,8 @@ class Placement:
             first: Whether nothing has been solved before this step, so that no factor is sent whose
                 statistics are made with second-order data. A block has such statistics in the step
                 after each solve too, if that is none of its statistics steps.
+            clips: Which clips are on, of ``"kl"`` and ``"norm"``: where parameters are sharded
+                ranks add up what they know of these.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
@@ -402,6 +407,7 @@ class Placement:
             local=local,
             fused=fused,
             first=first,
+            clips=clips,
         )
 
     def __str__(self) -> str:

@@ -89,6 +89,7 @@ def traffic(
     local: LocalPlan | None = None,
     fused: bool = False,
     first: bool = False,
+    clips: Collection[str] = (),
 ) -> Traffic:
     """See `Placement.traffic`.
 
@@ -101,6 +102,7 @@ def traffic(
         local: What else there is with local gradients.
         fused: Whether gradients travel fused.
         first: Whether nothing has been solved before this step.
+        clips: Which clips are on.
 
     Returns:
         Phase -> bytes and calls.
@@ -127,6 +129,12 @@ def traffic(
         for after in (False, True):
             _count(phases, "share", _shares([(w, p) for w, p in due if w.after == after], rank))
         _count(phases, "exchange", _exchanges(active, rank, fused))
+        _count(phases, "gradients", _parts(active, rank, back=False))
+        _count(phases, "exchange", _parts(active, rank, back=True))
+        if any(work.shards for work, _ in active):
+            # An inner product in float64, and squares in the dtype of the first block.
+            _count(phases, "agree", [_AGREED_BYTES] * ("kl" in clips))
+            _count(phases, "agree", [ITEM_BYTES[active[0][0].dtype]] * ("norm" in clips))
         if local is not None:
             _count(phases, "gradients", _averages(active, local, fused))
             # One inner product, in the dtype of the first block that is preconditioned.
@@ -209,13 +217,29 @@ def _exchanges(
 ) -> list[int]:
     parcels: list[tuple[Hashable, int]] = []
     for work, place in pairs:
-        for worker in place.gradient_workers:
+        for worker in place.gradient_workers if not work.shards else ():
             group = exchange_group(worker, place.sources)
             if rank in group and len(group) > 1:
                 size = ITEM_BYTES[work.dtype] * prod(work.shape)
                 source = None if fused and group == place.everyone else worker
                 parcels.append(((source, group, work.dtype, work.device), size))
     return _calls(parcels)
+
+
+def _parts(
+    pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int, *, back: bool
+) -> list[int]:
+    """Parts of sharded tensors, on their way to gradient workers or back to all ranks."""
+    items: list[tuple[Hashable, int]] = []
+    carried: list[int] = []
+    for work, place in pairs:
+        way = (place.gradient_workers, place.sources if back else ())
+        for shards in work.shards:
+            if shards.travels(*way):
+                dtype = work.dtype if back else shards.dtype
+                items.append(((dtype, work.device), ITEM_BYTES[dtype] * shards.whole))
+                carried.append(ITEM_BYTES[dtype] * shards.carried(rank, *way))
+    return [sum(carried[index] for index in bucket) for bucket in fill(items)]
 
 
 def _present(pairs: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan) -> int:

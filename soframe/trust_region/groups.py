@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import stacks
 from soframe.blocks.home import GradientHome
 from soframe.checks.numbers import is_number
 from soframe.derivatives.twice import Direction
@@ -62,8 +63,9 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
 
     Raises:
         ValueError: If a parameter that needs a gradient is in no group, or none needs one; or one
-            in a group is not the model's, which may have exchanged a layer.
+            in a group is not the model's, which may have exchanged a layer; or one is sharded.
     """
+    stacks.require_whole(model.named_parameters(), "TrustRegion")
     grouped = {p for group in groups for p in group["params"]}
     _require_own(model, grouped)
     for name, parameter in model.named_parameters():

@@ -68,6 +68,7 @@ def planned(
     used: Iterable[str],
     local: LocalPlan | None = None,
     fused: bool = False,
+    clips: Iterable[str] = (),
 ) -> Traffic:
     """All of a run; before the first step the ranks compare two digests."""
     start = {"start": {"bytes": 64, "calls": 1}} if placement.world_size > 1 else {}
@@ -87,6 +88,7 @@ def planned(
             local=local,
             fused=fused,
             first=step == 0,
+            clips=list(clips),
         )
         start = add(start, one)
     return start

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.gradients import clipping
+from soframe.gradients.applying import Directions
 from soframe.gradients.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
@@ -173,7 +174,7 @@ def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     known: Any = SimpleNamespace(spoken_for=list, total=None)
     rates: Any = SimpleNamespace(of=lambda blocks, step: [1.0 for _ in blocks])
     limits = clipping.Bounds.of(kl=1e-3, norm=None).at(0)
-    clipping.clip(results, results, known, limits, rates, 0)
+    clipping.clip(Directions(results, {}), results, known, limits, rates, 0)
     assert torch.equal(here, torch.full((1, 2, 3), 0.5))
 
 

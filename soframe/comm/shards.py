@@ -1,0 +1,156 @@
+"""Parts of tensors that ranks hold, on their way to whoever needs the whole, and back.
+
+A *gather* brings the parts of a gradient to the gradient workers, and to nobody else; a *scatter*
+brings each rank its part of what its gradient worker has made. Both are one all-to-all for each
+buffer, whoever the workers are: a rank sends what others lack, and nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.comm.base import Backend
+from soframe.comm.tasks import Task, run
+from soframe.specs import Shards
+from soframe.strategies.buckets import fill
+
+
+@dataclass
+class Split:
+    """One tensor of which ranks have parts.
+
+    Attributes:
+        shards: Which parts.
+        dtype: The dtype in which it travels.
+        device: Where it lives.
+        workers: The ranks that have the whole, or are to have it.
+        sources: For each rank the worker that it has its part from; empty for a gather.
+        part: This rank's part, in whatever dtype.
+        whole: The whole tensor, in the shape of ``shards``, on workers.
+        make: Called once on a worker for the whole, when its turn has come; None where it is there.
+    """
+
+    shards: Shards
+    dtype: torch.dtype
+    device: torch.device
+    workers: tuple[int, ...]
+    sources: tuple[int, ...] = ()
+    part: Tensor | None = None
+    whole: Tensor | None = None
+    make: Callable[[], Tensor] | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes of the whole."""
+        return self.shards.whole * self.dtype.itemsize
+
+    @property
+    def route(self) -> tuple[object, ...]:
+        """What it has in common with others in its buffer."""
+        return (self.dtype, self.device)
+
+    def produce(self) -> Tensor:
+        """Return the whole, on a worker."""
+        make, self.make = self.make, None
+        if make is not None:
+            self.whole = make()
+        assert self.whole is not None
+        return self.whole
+
+
+def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
+    """Bring the parts of tensors to the workers.
+
+    Every rank must pass the same tensors in the same order, each with its own part.
+
+    Args:
+        backend: The backend.
+        splits: The tensors; their ``whole`` is filled in on workers, in the dtype in which it
+            travels. Where a worker has the whole already it is that tensor.
+        phase: The phase that the traffic is counted under.
+    """
+    for split in splits:
+        if backend.rank in split.workers:
+            _begin(split, backend.rank)
+    run(_tasks(backend, splits, phase), overlap=backend.overlap)
+
+
+def _begin(split: Split, rank: int) -> None:
+    """Let a worker have its own part of the whole."""
+    part, shards = split.part, split.shards
+    assert part is not None
+    if shards.holds_all(rank):
+        split.whole = part.reshape(shards.shape).to(split.dtype)
+        return
+    split.whole = torch.empty(shards.shape, dtype=split.dtype, device=split.device)
+    shards.part(split.whole, rank).copy_(part)
+
+
+def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
+    """Bring each rank its part of tensors from its worker.
+
+    Every rank must pass the same tensors in the same order; workers make them in that order, while
+    what they have made before travels.
+
+    Args:
+        backend: The backend.
+        splits: The tensors; their ``part`` is filled in. On a worker it is a view of the whole.
+        phase: The phase that the traffic is counted under.
+    """
+    run(_tasks(backend, splits, phase), overlap=backend.overlap)
+    for split in splits:
+        if backend.rank in split.workers:
+            split.part = split.shards.part(split.produce(), backend.rank)
+        elif split.part is None:  # this rank has nothing of it
+            shape = split.shards.part_shape(backend.rank)
+            split.part = torch.empty(shape, dtype=split.dtype, device=split.device)
+
+
+def _tasks(backend: Backend, splits: Sequence[Split], phase: str) -> Iterator[Task]:
+    moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
+    for bucket in fill((split.route, split.size) for split in moving):
+        yield _exchange(backend, [moving[index] for index in bucket], phase)
+
+
+def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
+    rank, ranks = backend.rank, range(backend.world_size)
+    gives: list[list[Tensor]] = [[] for _ in ranks]
+    takes: list[list[tuple[Split, int]]] = [[] for _ in ranks]
+    for split in splits:
+        way = (split.workers, split.sources)
+        for other in split.shards.receivers(rank, *way):
+            gives[other].append(_given(split, rank, other).flatten())
+        for other in split.shards.senders(rank, *way):
+            takes[other].append((split, rank if split.sources else other))
+    given = [part for parts in gives for part in parts]
+    first = splits[0]
+    flat = torch.cat(given) if given else torch.empty(0, dtype=first.dtype, device=first.device)
+    taken, handle = backend.all_to_all(
+        flat.to(backend.wire_device(first.device)),
+        [sum(part.numel() for part in parts) for parts in gives],
+        [sum(split.shards.numel(owner) for split, owner in parts) for parts in takes],
+        phase,
+    )
+    yield
+    handle.wait()
+    every = [one for parts in takes for one in parts]
+    sizes = [split.shards.numel(owner) for split, owner in every]
+    for (split, owner), own in zip(every, taken.to(first.device).split(sizes), strict=True):
+        shape = split.shards.part_shape(owner)
+        if split.sources:
+            split.part = own.view(shape)
+        else:
+            assert split.whole is not None
+            split.shards.part(split.whole, owner).copy_(own.view(shape))
+
+
+def _given(split: Split, rank: int, other: int) -> Tensor:
+    """Return what a rank sends to another, in the dtype in which it travels."""
+    if split.sources:
+        return split.shards.part(split.produce(), other).to(split.dtype)
+    assert split.part is not None
+    return split.part.to(split.dtype)

@@ -1,0 +1,101 @@
+"""Parts of tensors come to the workers, and back, whatever the parts and the copies are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from soframe.comm import Handle, Recording, TorchDistributed
+from soframe.comm.base import Backend
+from soframe.comm.shards import Split, gather, scatter
+from soframe.specs import Shards
+from tests.distributed.harness import run_ranks
+
+ROWS = Shards((5, 2), 0, ((0, 2), (2, 4), (4, 5), (5, 5)), (0, 0, 0, 0), "float64")
+COLUMNS = Shards((2, 4), 1, ((0, 1), (1, 2), (2, 3), (3, 4)), (0, 0, 0, 0), "float64")
+COPIES = Shards((3,), 0, ((0, 2), (2, 3), (0, 2), (2, 3)), (0, 0, 1, 1), "float64")
+WHOLE = Shards.none((2,), 4, "float64")
+EVERY = (ROWS, COLUMNS, COPIES, WHOLE)
+
+
+class Plain(TorchDistributed):
+    """An engine without an all-to-all of its own."""
+
+    def _all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        return Backend._all_to_all(self, flat, gives, takes)
+
+
+def tensor(index: int) -> Tensor:
+    numbers = torch.arange(EVERY[index].whole, dtype=torch.float64) + 100 * index
+    return numbers.view(EVERY[index].shape)
+
+
+def there_and_back(
+    rank: int, ranks: int, plain: bool, workers: tuple[int, ...], sources: tuple[int, ...]
+) -> tuple[list[Any], list[Tensor], dict[str, dict[str, int]], list[Any]]:
+    backend = Recording((Plain if plain else TorchDistributed)())
+    cpu = torch.device("cpu")
+
+    def splits(**of: Any) -> list[Split]:
+        return [
+            Split(shards=s, dtype=torch.float64, device=cpu, workers=workers, **of) for s in EVERY
+        ]
+
+    there = splits()
+    for index, split in enumerate(there):
+        split.part = split.shards.part(tensor(index), rank).clone()
+    gather(backend, there, "there")
+    wholes = [split.whole for split in there]
+    back = splits(sources=sources)
+    for index, split in enumerate(back):
+        # Made on workers alone, and other than what was gathered.
+        split.make = lambda index=index: -tensor(index)  # type: ignore[misc]
+    scatter(backend, back, "back")
+    parts = [split.part for split in back if split.part is not None]
+    return wholes, parts, backend.traffic(), backend.events
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "sources"),
+    [((2,), (2, 2, 2, 2)), ((0, 3), (0, 0, 3, 3)), ((0, 1, 2, 3), (0, 1, 2, 3))],
+)
+def test_there_and_back(plain: bool, workers: tuple[int, ...], sources: tuple[int, ...]) -> None:
+    results = run_ranks(there_and_back, 4, plain, workers, sources)
+    given = taken = 0
+    for rank, (wholes, parts, traffic, _) in enumerate(results):
+        for index, whole in enumerate(wholes):
+            if rank in workers:
+                assert torch.equal(whole, tensor(index))
+            else:
+                assert whole is None
+        for index, part in enumerate(parts):
+            assert torch.equal(part, EVERY[index].part(-tensor(index), rank))
+        assert len(parts) == len(EVERY)
+        there = traffic.get("there", {"bytes": 0})["bytes"]
+        lacks = [s.whole - s.numel(rank) for s in EVERY] if rank in workers else []
+        taken += 8 * sum(lacks)
+        given += there - 8 * sum(lacks)
+    assert given == taken
+
+
+def test_who_sends_what() -> None:
+    assert ROWS.receivers(0, (2,)) == [2]
+    assert ROWS.receivers(2, (2,)) == []
+    assert ROWS.receivers(3, (2,)) == []  # it has nothing
+    assert ROWS.senders(2, (2,)) == [0, 1]
+    assert COPIES.senders(2, (2,)) == [3]  # of its own copy
+    assert COPIES.receivers(1, (2,)) == []
+    assert ROWS.receivers(2, (2,), (2,) * 4) == [0, 1]  # rank 3 has nothing to get
+    assert not WHOLE.travels((2,))
+    assert WHOLE.receivers(2, (2,), (2,) * 4) == [0, 1, 3]
+    assert ROWS.carried(2, (2,)) == 8
+    assert COLUMNS.carried(1, (2,)) == 2
+    assert COLUMNS.carried(2, (2,), (2,) * 4) == 6

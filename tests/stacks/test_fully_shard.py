@@ -1,0 +1,620 @@
+"""Under fully_shard (FSDP2) ranks train as one process does with the concatenated batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import soframe
+from soframe import available
+from soframe.blocks import dtensors
+from soframe.methods.base import Direction, Given
+from soframe.methods.kfac import KFAC
+from soframe.strategies import HybridOpt, Sharded
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.test_plans import planned
+from tests.stacks.fully_sharded import (
+    SAMPLES,
+    Case,
+    Net,
+    Run,
+    alone,
+    batch,
+    make_net,
+    shard,
+    train,
+    weights,
+    whole,
+)
+
+pytestmark = pytest.mark.distributed
+
+STRATEGIES: dict[str, Any] = {
+    "comm": "comm-opt",
+    "mem": "mem-opt",
+    "hybrid": HybridOpt(gradient_workers=2),
+    "sharded": Sharded(group=None),
+    "deferred": Sharded(group=None, deferred=True),
+}
+CLIPS = {"kl_clip": 1e-4, "norm_clip": 0.03}
+LARGE = {**CLIPS, "damping": 1e23}
+MEM = {"strategy": "mem-opt"}
+
+CASES: dict[str, Case] = {
+    # Strategies, clips and what they read.
+    **{f"kfac {name}": Case(options={"strategy": s}) for name, s in STRATEGIES.items()},
+    **{
+        f"kfac {name} clips": Case(options={"strategy": s, **CLIPS})
+        for name, s in STRATEGIES.items()
+    },
+    "kfac rates": Case(options={**MEM, **CLIPS, "clip_lr": "initial"}, groups=True),
+    "kfac large": Case(options={**MEM, **LARGE}, factor=1e12),
+    "kfac large comm": Case(options={"strategy": "comm-opt", **LARGE}, factor=1e12),
+    "kfac kl": Case(options={**MEM, "kl_clip": 1e-4}),
+    "kfac norm": Case(options={**MEM, "norm_clip": 0.03}),
+    "kfac background": Case(options={**MEM, "background": 1}),
+    "kfac observed": Case(options=MEM, observed=True),
+    # How fully_shard is called.
+    "stays": Case(options=MEM, shard={"reshard_after_forward": False}),
+    "root": Case(options=MEM, root_only=True),
+    "after": Case(options=MEM, when="after"),
+    "after, stays, in copies": Case(
+        options=MEM, when="after", shard={"reshard_after_forward": False}, hybrid=True
+    ),
+    "in copies": Case(options={**MEM, **CLIPS}, hybrid=True),
+    "in copies, comm": Case(options={**CLIPS}, hybrid=True),
+    "in copies, hybrid": Case(options={"strategy": HybridOpt(gradient_workers=2)}, hybrid=True),
+    # How steps are made.
+    "passes": Case(options=MEM, passes=2),
+    "passes, one reduction": Case(options=MEM, passes=2, syncs=False),
+    "checkpoints": Case(options=MEM, checkpoints=True),
+    "checkpoints, passes": Case(options=MEM, checkpoints=True, passes=2),
+    "spoilt": Case(options=MEM, spoilt=2),
+    "frozen": Case(options=MEM, frozen=(2, 4), end=6),
+    "frozen after": Case(options=MEM, when="after", frozen=(2, 4), end=6),
+    # soframe owns the step.
+    **{
+        f"own {method}": Case(owner="own", method=method, options=MEM)
+        for method in ("kfac", "muon", "soap-muon", "adamw", "shampoo", "ekfac")
+    },
+    "own comm": Case(owner="own", method="soap-muon"),
+    "own cautious": Case(
+        owner="own", method="soap-muon", options={**MEM, "weight_decay_kind": "cautious"}
+    ),
+    "own after": Case(owner="own", method="soap-muon", options=MEM, when="after"),
+    "own in copies": Case(owner="own", method="soap-muon", options=MEM, hybrid=True),
+    "own spoilt": Case(owner="own", method="soap-muon", options=MEM, spoilt=2),
+    "own frozen": Case(owner="own", method="soap-muon", options=MEM, frozen=(2, 4), end=6),
+}
+METHODS = {
+    f"method {name}": Case(owner="own", method=name, options={"strategy": strategy})
+    for strategy, name in (
+        ("mem-opt" if index % 2 else "comm-opt", name)
+        for index, name in enumerate(sorted(available("method")))
+    )
+}
+NULL = ("method soap", "method kl-soap")
+FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
+"""Cases that run on every number of ranks."""
+TOGETHER = 7
+"""Cases that run in one start of the processes."""
+
+
+def groups_on(ranks: int) -> list[tuple[str, ...]]:
+    """The names of the cases for so many ranks, in groups."""
+    names = list(FEW)
+    if ranks == 2:
+        names = [name for name, case in CASES.items() if not case.hybrid]
+    if ranks == 4:
+        names += [name for name, case in CASES.items() if case.hybrid]
+    return [tuple(names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
+
+
+Result = tuple[dict[str, Tensor], dict[str, int]]
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        run.preconditioner.close()
+        found.append((weights(run.model), run.preconditioner.counters))
+    return found
+
+
+def assert_same(results: list[Result], case: Case, what: str = "") -> None:
+    expected, start = alone(case), weights(make_net())
+    for found, counters in results:
+        for name, weight in found.items():
+            where = f"{what}, {name}"
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
+            assert torch.equal(weight, start[name]) == name.startswith("unused"), where
+        skipped = counters.pop("skipped_updates")
+        assert skipped == (case.spoilt is not None)
+        assert counters.pop("skipped_statistics") in (0, skipped)
+        assert not any(counters.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        pytest.param(ranks, names, marks=[pytest.mark.slow] if ranks in (1, 3) else [])
+        for ranks in (1, 2, 3, 4)
+        for names in groups_on(ranks)
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
+    results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
+    for index, name in enumerate(names):
+        assert_same([own[index] for own in results], CASES[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_method_is_one_process(ranks: int) -> None:
+    """But for those whose bases rounding picks: of the rows of tokens that no batch has."""
+    cases = {name: case for name, case in METHODS.items() if name not in NULL}
+    results = run_ranks(train_all, ranks, list(cases.values()), timeout=300)
+    for index, (name, case) in enumerate(cases.items()):
+        assert_same([own[index] for own in results], case, name)
+
+
+class Averaged(Run):
+    """Plain parameters on ranks, whose gradients are averaged as DistributedDataParallel does."""
+
+    def backward(self, step: int) -> None:
+        super().backward(step)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.ranks
+
+
+def with_and_without(rank: int, ranks: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    found = []
+    for case in METHODS.values():
+        plain = Averaged(case, rank, ranks, sharded=False)
+        for step in range(case.end):
+            plain.step(step)
+        found.append((weights(train(case, rank, ranks).model), weights(plain.model)))
+    return found
+
+
+def test_every_method_does_what_it_does_with_whole_gradients() -> None:
+    """To the bit: of two ranks a sum has one order."""
+    for own in run_ranks(with_and_without, 2, timeout=120):
+        for name, (found, expected) in zip(METHODS, own, strict=True):
+            for key, weight in found.items():
+                assert torch.equal(weight, expected[key]), (name, key)
+
+
+def test_the_cases_are_not_all_one() -> None:
+    """The reference tells clips, decay and frozen weights apart, so equality means something."""
+    pairs = [
+        ("kfac mem", "kfac mem clips"),
+        ("kfac mem", "kfac kl"),
+        ("kfac mem", "kfac norm"),
+        ("kfac mem clips", "kfac norm"),
+        ("kfac mem clips", "kfac rates"),
+        ("kfac mem", "kfac background"),
+        ("kfac mem", "kfac observed"),
+        ("kfac mem", "spoilt"),
+        ("own soap-muon", "own cautious"),
+        ("own soap-muon", "own muon"),
+    ]
+    for one, other in pairs:
+        first, second = alone(CASES[one]), alone(CASES[other])
+        assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        found.append(run.state())
+        run.preconditioner.close()
+    return found
+
+
+RESUMED = [
+    Case(options={"strategy": Sharded(group=None)}),
+    Case(owner="own", method="soap-muon", options=MEM),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
+    """In the middle of an interval; and from one process with plain parameters."""
+    saved, *_ = run_ranks(save_after, before, [replace(case, end=3) for case in RESUMED])
+    plain = [train(replace(case, end=3), sharded=False).state() for case in RESUMED]
+    for states in (saved, plain):
+        rest = [replace(c, begin=3, state=s) for c, s in zip(RESUMED, states, strict=True)]
+        results = run_ranks(train_all, after, rest)
+        for index, case in enumerate(RESUMED):
+            assert_same([own[index] for own in results], case)
+
+
+# -- less precision in a pass ----------------------------------------------------------------------
+
+
+def train_narrow(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    found = []
+    for when in ("before", "after"):
+        for owner, method in (("sgd", "kfac"), ("own", "muon")):
+            case = Case(
+                owner=owner, method=method, options=MEM, when=when, shard={"mp_policy": policy}
+            )
+            run = train(case, rank, ranks)
+            for block in run.preconditioner.blocks:
+                assert block.dtype == torch.float64  # the parameters', whatever a pass computes in
+            run.preconditioner.close()
+            found.append(weights(run.model))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_policy_of_precision(dtype: torch.dtype) -> None:
+    """Within the rounding of the passes, which is the only difference that there may be."""
+    kfac, muon = Case(options=MEM), Case(owner="own", method="muon", options=MEM)
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    for own in run_ranks(train_narrow, 2, dtype):
+        for found, case in zip(own, (kfac, muon, kfac, muon), strict=True):
+            expected, start = alone(case), weights(make_net())
+            moved = max(float((expected[n] - start[n]).norm()) for n in expected)
+            off = max(float((found[n] - expected[n]).norm()) for n in expected)
+            assert 0 < off < bound * moved
+
+
+# -- what is seen, and what is refused -------------------------------------------------------------
+
+
+def net(ranks: int) -> Net:
+    model = make_net()
+    shard(model, Case(), ranks)
+    return model
+
+
+def forward_only_first(rank: int, ranks: int) -> str:
+    """A validation pass leaves the whole parameters in the outermost module."""
+    model = net(ranks)
+    with torch.no_grad():
+        model(torch.tensor([0, 1, 2]))
+    own = soframe.Preconditioner(model, kl_clip=None)
+    kinds = {type(p).__name__ for p in own.covered()}
+    own.close()
+    return ", ".join(kinds)
+
+
+def test_after_a_validation_pass() -> None:
+    assert run_ranks(forward_only_first, 2) == ["DTensor", "DTensor"]
+
+
+def step_in_every_pass(rank: int, ranks: int) -> None:
+    run = Run(Case(), rank, ranks)
+    run.backward(0)
+    run.preconditioner.step()
+    run.backward(1)
+    run.preconditioner.step()
+
+
+def optimizer_in_backward(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def take(parameter: nn.Parameter) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    model(torch.tensor([0, 1, 2])).square().mean().backward()
+    own.step()
+
+
+def built_within_a_step(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    loss = model(torch.tensor([0, 1, 2])).square().mean()
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    loss.backward()
+    own.step()
+
+
+def half_of_the_ranks(rank: int, ranks: int) -> None:
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("other", "own"))
+    fully_shard(model, mesh=mesh["own"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def alone_among_many(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, backend="single")
+
+
+def local_gradients(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
+
+
+def hyperball(rank: int, ranks: int) -> None:
+    soframe.Optimizer(net(ranks), "muon", lr=0.1, constraint="hyperball")
+
+
+def hyperball_first(rank: int, ranks: int) -> None:
+    model = make_net()
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, constraint="hyperball")
+    shard(model, Case(), ranks)
+    model(torch.tensor([0, 1, 2])).square().mean().backward()
+    optimizer.step()
+
+
+def trust_region(rank: int, ranks: int) -> None:
+    soframe.TrustRegion(net(ranks), "mse")
+
+
+def uneven(rank: int, ranks: int) -> None:
+    model = net(ranks)
+    own = soframe.Preconditioner(model, kl_clip=None)
+    with Join([own]):
+        own.step()
+
+
+def gone_on_one_rank(rank: int, ranks: int) -> None:
+    run = Run(Case(), rank, ranks)
+    run.backward(0)
+    if rank == 0:
+        run.model.head.weight.grad = run.model.head.bias.grad = None
+    run.preconditioner.step()
+
+
+def plan_of_its_own(rank: int, ranks: int) -> None:
+    """A tensor-parallel layer within a model that is sharded besides."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    model = make_net()
+    parallelize_module(model.layers[0], mesh["tensor"], {"up": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "words"),
+    [
+        (step_in_every_pass, 2, "has added to the gradient that the last step"),
+        (optimizer_in_backward, 2, "Hooks on the parameters .* have taken them"),
+        (built_within_a_step, 2, "gradients without statistics"),
+        (half_of_the_ranks, 4, "is sharded over the ranks .* let fully_shard's mesh have all"),
+        (alone_among_many, 2, "is sharded over the ranks .* let fully_shard's mesh have all"),
+        (local_gradients, 2, "pass gradients='averaged'"),
+        (hyperball, 2, "of which each rank has a part"),
+        (hyperball_first, 2, "of which each rank has a part"),
+        (trust_region, 2, "TrustRegion needs whole parameters"),
+        (gone_on_one_rank, 2, "blocks with gradients"),
+        (uneven, 2, "Join does not go with fully_shard"),
+        (plan_of_its_own, 2, "tensor-parallel plan"),
+    ],
+)
+def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
+    for failure in run_ranks(function, ranks, check=False):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+def recorded(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Any, ...]]:
+    """What runs sent and hold, on this rank, with what their placements plan."""
+    found = []
+    for case in cases:
+        run = train(case, rank, ranks)
+        own = run.preconditioner
+        found.append((own.placement, own.traffic(), own.memory_usage()))
+        own.close()
+    return found
+
+
+PLANNED = ("kfac comm", "kfac mem clips", "kfac hybrid clips", "kfac sharded", "own soap-muon")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_plans_are_what_is_sent_and_held(ranks: int) -> None:
+    cases = {name: CASES[name] for name in PLANNED}
+    cases["copies"] = CASES["in copies"]
+    if ranks == 2:
+        del cases["copies"]
+    results = run_ranks(recorded, ranks, list(cases.values()))
+    for rank, own in enumerate(results):
+        for (name, case), (placement, traffic, memory) in zip(cases.items(), own, strict=True):
+            used = [work.name for work in placement.work if not work.name.startswith("unused")]
+            clips = [k.removesuffix("_clip") for k in ("kl_clip", "norm_clip") if k in case.options]
+            plan = planned(placement, rank, 5, (1, 2), used, clips=clips)
+            assert traffic == plan, (name, rank)
+            assert memory == placement.memory(rank, used=used), (name, rank)
+
+
+def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() -> None:
+    """By hand: of each gradient what its worker lacks, there and back, and nothing else."""
+    by_rank = run_ranks(recorded, 2, [CASES["kfac mem"]])
+    each = [traffic for ((_, traffic, _),) in by_rank]
+    placement = by_rank[0][0][0]
+    shapes = {work.name: work.shards for work in placement.work}
+    lacked = [0, 0]
+    for block in placement.blocks:
+        if not block.block.startswith("unused"):
+            (worker,) = block.gradient_workers
+            for shards in shapes[block.block]:
+                rows = shards.shape[0]
+                other = rows - -(-rows // 2) if worker == 0 else -(-rows // 2)
+                lacked[worker] += shards.whole // rows * other
+    for traffic in each:
+        for phase in ("gradients", "exchange"):
+            # A rank gives what the other worker lacks and takes what it lacks itself.
+            assert traffic[phase] == {"bytes": 5 * 8 * sum(lacked), "calls": 5}, phase
+
+
+# -- one at a time ---------------------------------------------------------------------------------
+
+
+def where_shards_are(rank: int, ranks: int, hybrid: bool) -> None:
+    model = nn.ParameterList([torch.zeros(n, 2) for n in range(1, 11)])
+    shape, names = ((2, ranks // 2), ("copies", "rows")) if hybrid else ((ranks,), None)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    for parameter in model:
+        found = dtensors.shards(parameter, tuple(range(ranks)))
+        assert found is not None
+        whole = torch.arange(float(parameter.numel())).view(parameter.shape)
+        expected = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        assert torch.equal(found.part(whole, rank), expected.to_local())
+        assert all(
+            sum(found.numel(r) for r in range(ranks) if found.copies[r] == copy) == found.whole
+            for copy in set(found.copies)
+        )
+
+
+@pytest.mark.parametrize(("ranks", "hybrid"), [(3, False), (4, False), (4, True)])
+def test_shards_are_torchs(ranks: int, hybrid: bool) -> None:
+    """For any number of rows, more than there are ranks and fewer."""
+    run_ranks(where_shards_are, ranks, hybrid)
+
+
+def first_window(rank: int, ranks: int) -> list[float]:
+    run = Run(Case(when="after", options=MEM), rank, ranks)
+    run.step(0)
+    return [block.mass for block in run.preconditioner.blocks]
+
+
+def test_the_first_window_of_a_model_that_is_sharded_later() -> None:
+    for masses in run_ranks(first_window, 2):
+        assert sum(mass > 0 for mass in masses) == len(masses) - 1  # one layer is not used
+
+
+def test_clips_of_what_ranks_know_together() -> None:
+    cases = [CASES["kfac norm"], CASES["kfac kl"]]
+    results = run_ranks(train_all, 2, cases)
+    for index, case in enumerate(cases):
+        assert_same([own[index] for own in results], case)
+
+
+class Endless(KFAC):
+    """Makes directions of the first layer that are not finite."""
+
+    def direct(self, given: Given) -> Direction:
+        direction = super().direct(given)
+        if given.updates == 1 and given.incoming.shape[1] == 3:
+            return Direction(direction.matrix * float("inf"), direction.state)
+        return direction
+
+
+def endless(rank: int, ranks: int) -> tuple[int, dict[str, Tensor]]:
+    options = {**MEM, **LARGE, "damping": 1e-13}  # so small that directions are looked at
+    run = Run(Case(method=Endless(), options=options), rank, ranks)
+    for step in range(2):
+        run.step(step)
+    assert not run.preconditioner.updated
+    return run.preconditioner.counters["skipped_updates"], weights(run.model)
+
+
+def test_a_direction_that_is_not_finite() -> None:
+    """One rank makes it, and all leave the step out."""
+    results = run_ranks(endless, 2, timeout=30)
+    for skipped, found in results:
+        assert skipped == 1
+        assert all(torch.equal(found[name], results[0][1][name]) for name in found)
+
+
+def train_scaled(rank: int, ranks: int, *, sharded: bool = True) -> tuple[Any, ...]:
+    """Under a GradScaler, with an overflow in one rank's part."""
+    model = make_net()
+    if sharded:
+        shard(model, Case(), ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {**MEM, "kl_clip": 1e-3, "damping": 0.1, "layers": "all"}
+    own = soframe.Preconditioner(
+        model,
+        optimizer=optimizer,
+        grad_scaler=scaler,
+        statistics_every=1,
+        solve_every=2,
+        **options,
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens, targets = batch(step)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        loss = 0.5 * (model(tokens[mine]) - targets[mine]).square().sum(1).mean()
+        scaler.scale(loss).backward()
+        if step == 2 and rank == 0:
+            gradient = own.home.read(model.head.weight)
+            assert gradient is not None
+            gradient.view(-1)[0] = float("inf")
+        scaler.unscale_(optimizer)
+        own.step()
+        scaler.step(optimizer)
+        scaler.update()
+    own.close()
+    return weights(model), scaler.get_scale(), own.counters
+
+
+def test_a_scaler_sees_an_overflow_in_any_part() -> None:
+    expected, scale, counters = train_scaled(0, 1, sharded=False)
+    assert scale == 512.0
+    assert counters["skipped_updates"] == 1
+    for found, *others in run_ranks(train_scaled, 2):
+        assert others == [scale, counters]
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def again(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Tensor]:
+    run = Run(Case(options=MEM), rank, ranks, sharded=sharded)
+    run.backward(0)
+    run.preconditioner.step()
+    run.preconditioner.precondition_again(0.5)
+    return {n: whole(p.grad) for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def test_preconditioning_again() -> None:
+    expected = again(0, 1, sharded=False)
+    for found in run_ranks(again, 2):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def told(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Any]:
+    run = Run(Case(options={**MEM, "kl_clip": 1e-4}), rank, ranks, sharded=sharded)
+    run.preconditioner.measure(norms=True)
+    for step in range(2):
+        run.step(step)
+    return run.preconditioner.metrics(all_ranks=ranks > 1)
+
+
+def test_metrics() -> None:
+    """Clips and the norms of gradients are those of whole ones; norms of parts are not told."""
+    expected = told(0, 1, sharded=False)
+    for found in run_ranks(told, 2):
+        assert found["kl_clip_factor"] == pytest.approx(expected["kl_clip_factor"], rel=1e-9)
+        for name, block in expected["blocks"].items():
+            own = found["blocks"][name]
+            if block["gradient_norm"] is not None:
+                assert own["gradient_norm"] == pytest.approx(block["gradient_norm"], rel=1e-9)
+            assert own["direction_norm"] is None
+            assert own["weight_norm"] is None
