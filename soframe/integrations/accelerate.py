@@ -1,0 +1,171 @@
+"""A preconditioner for loops that Accelerate runs: it knows when the optimizer steps.
+
+::
+
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    preconditioner = AcceleratedPreconditioner(accelerator, model, optimizer)
+    ...
+    with accelerator.accumulate(model):
+        accelerator.backward(loss(model(x), y))
+        preconditioner.step()  # between backward() and optimizer.step(), in each micro-batch
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import OptState
+
+from soframe import checkpoint
+from soframe.preconditioner import Preconditioner
+
+KEY = "preconditioner"
+FOLDER = "soframe"
+"""Where a checkpoint of a trainer has that of the preconditioner."""
+
+
+class AcceleratedPreconditioner:
+    """Steps where Accelerate's optimizer does, and is saved and loaded with Accelerate's state.
+
+    ``accelerator.save_state`` and ``load_state`` reach every rank, as the state of a preconditioner
+    needs; ``register_for_checkpointing`` would keep what rank 0 alone has.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        model: What ``accelerator.prepare`` made of the model.
+        optimizer: What it made of the optimizer.
+        **settings: Further settings of `soframe.Preconditioner`. The optimizer and the scaler of
+            gradients are known already.
+
+    Attributes:
+        preconditioner: The preconditioner: ``observe``, ``count`` and ``report`` are there.
+
+    Raises:
+        TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
+        ValueError: If a setting is out of range, or the stack is refused.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **settings: Any,
+    ) -> None:
+        require_plain(optimizer)
+        self._accelerator, self._optimizer = accelerator, optimizer
+        self.preconditioner = Preconditioner(
+            model, **{"optimizer": optimizer, "grad_scaler": accelerator.scaler, **settings}
+        )
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._load),
+        ]
+
+    def step(self) -> None:
+        """Precondition the gradients, if this micro-batch is the last before a step.
+
+        Where gradients are scaled they are unscaled first. To clip raw gradients call
+        ``accelerator.clip_grad_norm_`` before this, not after.
+
+        Raises:
+            RuntimeError: See `soframe.Preconditioner.step`.
+            ValueError: See `soframe.Preconditioner.step`.
+        """
+        if self._accelerator.sync_gradients:
+            unscale(self._optimizer, self._accelerator.scaler)
+            self.preconditioner.step()
+
+    def close(self) -> None:
+        """Remove every hook, Accelerate's too."""
+        for hook in self._hooks:
+            hook.remove()
+        self.preconditioner.close()
+
+    def _save(self, models: Any, weights: Any, output_dir: str) -> None:
+        save(self.preconditioner, output_dir)
+
+    def _load(self, models: Any, input_dir: str) -> None:
+        load(self.preconditioner, input_dir)
+
+
+def plain(optimizer: Any) -> Any:
+    """Return the optimizer that others wrap.
+
+    Args:
+        optimizer: An optimizer, perhaps Accelerate's around it.
+    """
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def require_plain(optimizer: Any) -> None:
+    """Check that an optimizer does not precondition itself.
+
+    Args:
+        optimizer: An optimizer, perhaps Accelerate's around it.
+
+    Raises:
+        TypeError: If it does.
+    """
+    own = getattr(plain(optimizer), "preconditioner", None)
+    if isinstance(own, Preconditioner):
+        raise TypeError(
+            "the optimizer is a soframe optimizer, which has a preconditioner of its own: give it "
+            "to the trainer as any other optimizer, and leave this one out"
+        )
+
+
+def unscale(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """Unscale gradients that a ``GradScaler`` has not unscaled since its last update.
+
+    Args:
+        optimizer: Their optimizer, perhaps Accelerate's around it.
+        scaler: The scaler, if there is one.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return
+    own = plain(optimizer)
+    # The scaler itself raises where gradients, clipped in between, would be unscaled twice.
+    if scaler._per_optimizer_states[id(own)]["stage"] is OptState.READY:
+        scaler.unscale_(own)
+
+
+def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
+    """Save a preconditioner beside what a trainer has saved; every rank must call.
+
+    Args:
+        preconditioner: The preconditioner.
+        folder: The folder of the trainer's checkpoint.
+
+    Raises:
+        RuntimeError: See `soframe.checkpoint.save`.
+    """
+    checkpoint.save(Path(folder) / FOLDER, {KEY: preconditioner.state_dict()}, keep=1)
+
+
+def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
+    """Load what `save` has saved; every rank must call.
+
+    Args:
+        preconditioner: The preconditioner.
+        folder: The folder of the trainer's checkpoint.
+
+    Raises:
+        FileNotFoundError: If it has no state of a preconditioner.
+        ValueError: If the state is damaged, or of another model.
+    """
+    last = checkpoint.latest(Path(folder) / FOLDER)
+    if last is None:
+        raise FileNotFoundError(
+            f"{folder} has no state of a preconditioner (a folder {FOLDER!r}), so that a resumed "
+            f"run would not be the one that was interrupted: it was saved without soframe"
+        )
+    preconditioner.load_state_dict(checkpoint.read(last)[KEY])

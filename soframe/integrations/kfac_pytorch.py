@@ -1,0 +1,304 @@
+"""Settings and checkpoints of kfac-pytorch 0.4, which need not be installed.
+
+::
+
+    arguments = {"factor_update_steps": 10, "inv_update_steps": 100, "skip_layers": ["head"]}
+    preconditioner = soframe.Preconditioner(model, **kfac_pytorch.settings(**arguments))
+    kfac_pytorch.load_state(preconditioner, torch.load("kfac.pt"))
+
+Both speak of ``scaling="kaisa"``, under which factors and steps are those of kfac-pytorch.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.checks.arguments import FACTOR_DTYPES
+from soframe.comm.packing import pack_triangle
+from soframe.methods.kfac import KFAC
+from soframe.preconditioner import Preconditioner
+from soframe.registry import describe
+from soframe.solvers import Eigen, Inverse, Solver
+from soframe.state import checksums
+from soframe.state.saving import agree
+from soframe.strategies import CommOpt, HybridOpt, MemOpt, Strategy, compute_cost, memory_cost
+
+_DEFAULTS: dict[str, Any] = {
+    "factor_update_steps": 1,
+    "inv_update_steps": 1,
+    "damping": 0.001,
+    "factor_decay": 0.95,
+    "kl_clip": 0.001,
+    "lr": 0.1,
+    "accumulation_steps": 1,
+    "allreduce_bucket_cap_mb": 25.0,
+    "assignment_strategy": "COMPUTE",
+    "colocate_factors": True,
+    "compute_method": "EIGEN",
+    "compute_eigenvalue_outer_product": True,
+    "grad_worker_fraction": 1.0,
+    "symmetry_aware": False,
+    "grad_scaler": None,
+    "factor_dtype": None,
+    "inv_dtype": torch.float32,
+    "skip_layers": None,
+    "update_factors_in_hook": True,
+    "loglevel": 10,  # logging.DEBUG
+}
+
+# What has no counterpart, though nothing is lost without it; and why.
+_WITHOUT = {
+    "accumulation_steps": "backward passes between two steps are counted, however many there are",
+    "allreduce_bucket_cap_mb": "what travels at the same time is always sent in common buffers",
+    "symmetry_aware": "symmetric matrices always travel as triangles",
+    "update_factors_in_hook": "when statistics travel is for the strategy to say (deferred=)",
+    "loglevel": "nothing is logged at construction: print preconditioner.report() and .placement",
+}
+
+_COSTS = {"COMPUTE": compute_cost, "MEMORY": memory_cost}
+_SOLVERS: dict[str, Solver] = {"EIGEN": Eigen(), "INVERSE": Inverse(split="full")}
+_FRACTIONS = {"COMM_OPT": 1.0, "HYBRID_OPT": 0.5, "MEM_OPT": 0.0}
+
+
+def settings(**arguments: Any) -> dict[str, Any]:
+    """Translate the keyword arguments of a ``KFACPreconditioner`` of kfac-pytorch 0.4.
+
+    What is not given has kfac-pytorch's default. What has no counterpart is warned of if it is
+    another value than the default. Pass ``optimizer=`` in place of the result's ``"lr"`` to have
+    learning rates read from the optimizer at every step.
+
+    Args:
+        **arguments: All arguments but the model; members of kfac-pytorch's enums, or the words
+            and numbers that it takes for them.
+
+    Returns:
+        Keyword arguments of `soframe.Preconditioner`, ``scaling="kaisa"`` among them.
+
+    Raises:
+        TypeError: If there is no such argument.
+        ValueError: If a value has no meaning.
+    """
+    unknown = sorted(set(arguments) - set(_DEFAULTS))
+    if unknown:
+        raise TypeError(
+            f"KFACPreconditioner of kfac-pytorch 0.4 has no argument {', '.join(unknown)}; it has "
+            f"{', '.join(_DEFAULTS)}"
+        )
+    given = {**_DEFAULTS, **arguments}
+    steps = given["accumulation_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"accumulation_steps must be a positive integer, not {steps!r}")
+    for name, why in _WITHOUT.items():
+        if given[name] != _DEFAULTS[name]:
+            _warn(f"{name}={given[name]!r} has no counterpart and is left out: {why}", 3)
+    method = _word("compute_method", given["compute_method"], _SOLVERS)
+    divided = method == "EIGEN" and given["compute_eigenvalue_outer_product"]
+    if divided and callable(given["damping"]):
+        _warn(
+            "compute_eigenvalue_outer_product=True used the damping of the last solve; here it is "
+            "that of the step at which gradients are preconditioned, as with False",
+            stacklevel=3,
+        )
+    return {
+        "method": "kfac",
+        "solver": _SOLVERS[method],
+        "strategy": _strategy(given),
+        "damping": given["damping"],
+        "decay": given["factor_decay"],
+        "kl_clip": given["kl_clip"],
+        "lr": given["lr"],
+        "statistics_every": given["factor_update_steps"],
+        "solve_every": given["inv_update_steps"],
+        "skip": tuple(given["skip_layers"] or ()),
+        "scaling": "kaisa",
+        "grad_scaler": given["grad_scaler"],
+        "dtype": _dtype(arguments),
+    }
+
+
+def _warn(text: str, stacklevel: int = 4) -> None:
+    """Warn whoever called the public function."""
+    warnings.warn(f"soframe: {text}", stacklevel=stacklevel)
+
+
+def _word(name: str, value: object, known: Mapping[str, object]) -> str:
+    """Return a word of a few, given as itself or as a member of an enum."""
+    word = value.name if isinstance(value, enum.Enum) else value
+    if not isinstance(word, str) or word.upper() not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    return word.upper()
+
+
+def _strategy(given: Mapping[str, Any]) -> Strategy:
+    """Return the grid that a fraction of gradient workers means."""
+    cost = _COSTS[_word("assignment_strategy", given["assignment_strategy"], _COSTS)]
+    fraction, together = given["grad_worker_fraction"], bool(given["colocate_factors"])
+    if isinstance(fraction, enum.Enum):
+        fraction = _FRACTIONS[_word("grad_worker_fraction", fraction, _FRACTIONS)]
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not number or not 0 <= fraction <= 1:
+        raise ValueError(
+            f"grad_worker_fraction must be in [0, 1], or a DistributedStrategy, not {fraction!r}"
+        )
+    if fraction == 1:
+        return CommOpt(colocate=together, cost=cost)
+    if not together and fraction == 0:
+        _warn(
+            "colocate_factors=False has no meaning where one rank preconditions a gradient "
+            "(MEM_OPT): it owns all factors of the layer"
+        )
+    if fraction == 0:
+        return MemOpt(cost=cost)
+    return HybridOpt(colocate=together, cost=cost, gradient_workers=float(fraction))
+
+
+def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype of factors and second-order data, which are of one."""
+    names = ("factor_dtype", "inv_dtype")
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    if not given:
+        return None
+    dtype = FACTOR_DTYPES[0]
+    for name, own in given.items():
+        if not isinstance(own, torch.dtype) or not own.is_floating_point:
+            raise ValueError(f"{name} must be a dtype of floating-point numbers, not {own!r}")
+        dtype = torch.promote_types(dtype, own)
+    for name, own in given.items():
+        if own != dtype:
+            _warn(
+                f"{name}={own} becomes {dtype}: factors and second-order data have one dtype, in "
+                f"which matrices are factorised"
+            )
+    return dtype
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+_CONSTANTS = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
+
+
+def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
+    """Continue, on every rank, from what ``KFACPreconditioner.state_dict()`` returned.
+
+    The steps and the running factors are taken. Second-order data are in no checkpoint of
+    kfac-pytorch: all layers are solved at the next step, so that a run goes on exactly where that
+    step is one of solves, as it is for kfac-pytorch. Settings are the constructor's (`settings`);
+    those of the checkpoint that are others are warned of. The learning rate is not compared.
+
+    Args:
+        preconditioner: One with ``scaling="kaisa"`` and the method ``"kfac"``, of the same layers.
+        state: The state, with its factors. A prefix ``module.`` of all names is left out.
+
+    Raises:
+        ValueError: If it is not of this form or not of these layers, or another rank's is not;
+            nothing has changed then, on any rank.
+    """
+    own = preconditioner
+    layers: dict[str, dict[str, Tensor]] = {}
+
+    def check() -> None:
+        layers.update(_layers(own, state))
+
+    agree(own.backend, check, lambda: checksums.text([state["steps"], checksums.seal(layers)]))
+    _compare_constants(own, state)
+    target = own.state_dict()
+    for name, factors in layers.items():
+        target["blocks"][name].update(
+            mass=1.0 if factors else 0.0,
+            masses={factor: [1.0] for factor in factors},
+            factors=factors,
+            second_order={},
+            state={},
+            updates=0,
+        )
+    target.update(step=state["steps"], owed_statistics=0)
+    own.load_state_dict(checksums.seal(target))
+
+
+def _layers(own: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
+    """Return, by block, its factors as they are packed; those without any have an empty dict."""
+    if own._scaling != "kaisa":
+        raise ValueError(
+            f"factors of kfac-pytorch differ by constants from those of scaling={own._scaling!r}: "
+            f"build the preconditioner with scaling='kaisa' (kfac_pytorch.settings says it)"
+        )
+    steps = state.get("steps") if isinstance(state, Mapping) else None
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError("this is not the state of a KFACPreconditioner: it has no 'steps'")
+    saved = state.get("layers")
+    if not isinstance(saved, Mapping):
+        raise ValueError("the state has no factors: save it with include_factors=True")
+    if saved and all(name.startswith("module.") for name in saved):
+        saved = {name.removeprefix("module."): layer for name, layer in saved.items()}
+    blocks = {block.name: block for block in own.blocks}
+    if set(saved) != set(blocks):
+        raise ValueError(
+            f"the state is of other layers: it lacks "
+            f"{sorted(set(blocks) - set(saved)) or 'nothing'} and has "
+            f"{sorted(set(saved) - set(blocks)) or 'nothing'} besides"
+        )
+    return {name: _factors(block, saved[name]) for name, block in blocks.items()}
+
+
+def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
+    """Return the factors of one block, packed, their features in soframe's order."""
+    if not isinstance(layer, Mapping) or set(layer) != {"A", "G"}:
+        raise ValueError(f"layer {block.name!r} of the state must have 'A' and 'G'")
+    specs = {factor.name: factor for factor in block.factors}
+    plain = describe(block.method) == describe(KFAC())
+    if not plain or any(f.kind != "psd" or f.groups > 1 for f in block.factors):
+        raise ValueError(
+            f"block {block.name!r} is by {describe(block.method)} and has other factors than "
+            f"kfac-pytorch's layers: use method='kfac' for it, and the default layers="
+        )
+    if layer["A"] is None and layer["G"] is None:
+        return {}
+    found = {}
+    for name, spec in specs.items():
+        matrix, shape = layer[name], (spec.size, spec.size)
+        if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
+            got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+            raise ValueError(f"{name} of layer {block.name!r} is {got}, not of shape {shape}")
+        if not bool(matrix.isfinite().all()):
+            raise ValueError(f"{name} of layer {block.name!r} is not finite")
+        matrix = matrix.detach().to(device=block.device, dtype=block.dtype)
+        if name == "A" and isinstance(block.layout.module, nn.Conv2d):
+            order = _patch_order(block.layout.module, spec.size).to(block.device)
+            matrix = matrix[order][:, order]
+        found[name] = pack_triangle(matrix[None])
+    return found
+
+
+def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
+    """Return where kfac-pytorch has each feature of soframe's patches.
+
+    There the channel comes first, then the row and the column of the kernel; here it comes last.
+    """
+    shape = (conv.in_channels, *conv.kernel_size)
+    order = torch.arange(conv.weight[0].numel()).view(shape).permute(1, 2, 0).flatten()
+    return torch.cat([order, torch.arange(len(order), size)])  # and the bias, where there is one
+
+
+def _compare_constants(own: Preconditioner, state: Mapping[str, Any]) -> None:
+    """Warn of settings that the checkpoint has otherwise."""
+    step = int(state["steps"])
+    now: Sequence[float | None] = (
+        own._damping.at(step),
+        own._decay.at(step),
+        own._bounds.at(step).kl,
+        own._refresh.statistics_every.at(step),
+        own._refresh.solve_every.at(step),
+    )
+    for name, value in zip(_CONSTANTS, now, strict=True):
+        if name in state and state[name] != value:
+            _warn(
+                f"the checkpoint has {name}={state[name]!r} and the preconditioner {value!r}, "
+                f"which stays: settings are those of the constructor"
+            )

@@ -1,0 +1,118 @@
+"""A callback for the ``Trainer`` of Lightning.
+
+::
+
+    trainer = lightning.Trainer(callbacks=[SoframeCallback(damping=1e-3)], ...)
+    trainer.fit(module, data)
+
+Lightning calls it once per step of the optimizer, when the gradients of all micro-batches
+(``accumulate_grad_batches``) have been added up and unscaled, and before it clips them
+(``gradient_clip_val``): what is clipped is the direction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from soframe.integrations.accelerate import require_plain
+from soframe.preconditioner import Preconditioner
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:  # its former name, which is still published
+    from pytorch_lightning.callbacks import Callback
+
+
+class SoframeCallback(Callback):
+    """Preconditions the gradients of a Lightning module with one optimizer.
+
+    The preconditioner is built when training starts. Its state is part of Lightning's checkpoints,
+    and a run that resumes (``ckpt_path``) loads it.
+
+    Args:
+        **settings: Settings of `soframe.Preconditioner`. The optimizer and the scaler of gradients
+            are known already.
+
+    Attributes:
+        preconditioner: The preconditioner; None until training starts.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.preconditioner: Preconditioner | None = None
+        self._settings = settings
+        self._saved: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Build the preconditioner, and load its state where a run resumes.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+
+        Raises:
+            TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
+            ValueError: If there is not one optimizer, a setting is out of range, the state is of
+                another model, or the checkpoint has none.
+        """
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"SoframeCallback is for modules with one optimizer, and this has "
+                f"{len(trainer.optimizers)}: build soframe.Preconditioner in configure_optimizers "
+                f"and call its step in on_before_optimizer_step, for the optimizer that it is of"
+            )
+        (optimizer,) = trainer.optimizers
+        require_plain(optimizer)
+        saved, self._saved = self._saved, {}
+        goes_on = trainer.global_step > 0
+        if self.preconditioner is not None:
+            if goes_on and not saved:  # a second call of fit
+                saved = self.preconditioner.state_dict()
+            self.preconditioner.close()
+        if goes_on and not saved:
+            raise ValueError(
+                f"training goes on from step {trainer.global_step} without the state of its "
+                f"preconditioner, so that it would not be the run that was interrupted: the "
+                f"checkpoint was saved without this callback"
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.preconditioner = Preconditioner(
+            pl_module, **{"optimizer": optimizer, "grad_scaler": scaler, **self._settings}
+        )
+        if saved:
+            self.preconditioner.load_state_dict(saved)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Precondition the gradients.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+            optimizer: Not used: there is one.
+
+        Raises:
+            RuntimeError: If training did not start with this callback.
+        """
+        if self.preconditioner is None:
+            raise RuntimeError("this callback was added after training had started")
+        self.preconditioner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the preconditioner's state; Lightning calls it on every rank.
+
+        Returns:
+            See `soframe.Preconditioner.state_dict`; nothing before training has started.
+        """
+        return {} if self.preconditioner is None else self.preconditioner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state until training starts.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        self._saved = state_dict

@@ -1,0 +1,115 @@
+"""A callback for the ``Trainer`` of Hugging Face transformers.
+
+::
+
+    trainer = Trainer(model, args, callbacks=[SoframeCallback(damping=1e-3)], ...)
+    trainer.train()
+
+The ``Trainer`` calls it once per step of the optimizer, after the gradients of all micro-batches
+have been added up and clipped (``max_grad_norm``), and before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from soframe.integrations.accelerate import load, require_plain, save, unscale
+from soframe.preconditioner import Preconditioner
+
+
+class SoframeCallback(TrainerCallback):
+    """Preconditions the gradients of a Hugging Face ``Trainer``.
+
+    The preconditioner is built when training begins, of the model and the optimizer that the
+    trainer then has. Its state is saved into the trainer's checkpoints, and a run that resumes
+    loads it from there.
+
+    Args:
+        resume_from: The checkpoint that a run resumes from, where it is not
+            ``checkpoint-{global_step}`` in the trainer's ``output_dir``.
+        **settings: Settings of `soframe.Preconditioner`. The optimizer and the scaler of gradients
+            are known already.
+
+    Attributes:
+        preconditioner: The preconditioner; None until training begins.
+    """
+
+    def __init__(
+        self, *, resume_from: str | os.PathLike[str] | None = None, **settings: Any
+    ) -> None:
+        self.preconditioner: Preconditioner | None = None
+        self._settings, self._resume_from = settings, resume_from
+        self._scaler: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Build the preconditioner, and load its state where a run resumes.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: Not used.
+            **kwargs: ``model`` and ``optimizer`` among them.
+
+        Raises:
+            TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
+            FileNotFoundError: If the checkpoint has no state of a preconditioner.
+            ValueError: If a setting is out of range, or the state is of another model.
+        """
+        optimizer = kwargs["optimizer"]
+        require_plain(optimizer)
+        if self.preconditioner is not None:
+            self.preconditioner.close()
+        self._scaler = getattr(optimizer, "scaler", None)
+        self.preconditioner = Preconditioner(
+            kwargs["model"],
+            **{"optimizer": optimizer, "grad_scaler": self._scaler, **self._settings},
+        )
+        if state.global_step > 0:
+            load(self.preconditioner, self._resume_from or _folder(args, state))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Precondition the gradients.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            **kwargs: ``optimizer`` among them.
+
+        Raises:
+            RuntimeError: If training did not begin with this callback.
+        """
+        if self.preconditioner is None:
+            raise RuntimeError("this callback was added after training had begun")
+        unscale(kwargs["optimizer"], self._scaler)
+        self.preconditioner.step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the preconditioner's state into the checkpoint that the trainer has written.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: Not used.
+            **kwargs: Not used.
+
+        Raises:
+            FileNotFoundError: If the checkpoint is not in ``output_dir``, as in a search for
+                hyper-parameters.
+        """
+        folder = _folder(args, state)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"the trainer has saved no {folder}: its checkpoint is elsewhere"
+            )
+        if self.preconditioner is not None:
+            save(self.preconditioner, folder)
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Return the folder of the trainer's checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

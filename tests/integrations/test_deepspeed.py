@@ -1,0 +1,103 @@
+"""DeepSpeed's engine itself, under ZeRO stage 0: equal to the plain loop, and resumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import soframe
+from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.integrations.kit import (
+    BATCH,
+    MICRO,
+    OPTIONS,
+    OWN,
+    SAVED,
+    Data,
+    as_launched,
+    assert_equal,
+    network,
+    plain,
+    sgd,
+    weights,
+)
+
+
+def engine_of(ranks: int, own: bool, settings: dict[str, Any]) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
+    model = network()
+    optimizer = soframe.Optimizer(model, **OWN) if own else sgd(model)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // ranks,
+        "gradient_accumulation_steps": MICRO,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        **settings,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train(
+    rank: int, ranks: int, folder: str, own: bool, resume: bool, settings: dict[str, Any]
+) -> dict[str, Tensor]:
+    engine = engine_of(ranks, own, settings)
+    hook = None if own else DeepSpeedPreconditioner(engine, strategy="mem-opt", **OPTIONS)
+    if resume:
+        _, kept = engine.load_checkpoint(folder)
+        if hook is not None:
+            hook.preconditioner.load_state_dict(kept["soframe"])
+    batches = Data(rank, ranks).batches()
+    for number in range(SAVED * MICRO if resume else 0, len(batches)):
+        engine.backward(engine(**batches[number])["loss"])
+        if hook is not None:
+            hook.step()
+        engine.step()
+        if not resume and number + 1 == SAVED * MICRO:
+            kept = {} if hook is None else {"soframe": hook.preconditioner.state_dict()}
+            engine.save_checkpoint(folder, client_state=kept)
+    return weights(engine.module)
+
+
+def on_ranks(rank: int, ranks: int, folder: str, own: bool, settings: dict[str, Any]) -> list[Any]:
+    as_launched(rank, ranks)
+    whole = train(rank, ranks, folder, own, False, settings)
+    return [whole, train(rank, ranks, folder, own, True, settings)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("own", [False, True])
+def test_two_ranks(tmp_path: Path, own: bool) -> None:
+    """With accumulation, and a state that is spread over the ranks."""
+    pytest.importorskip("deepspeed")
+    expected = plain(own=own)
+    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, {}):
+        assert_equal(whole, expected, 1e-8)
+        assert_equal(resumed, whole, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1"),
+        ({"bf16": {"enabled": True}}, "fp16 and bf16"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    pytest.importorskip("deepspeed")
+    (result,) = run_ranks(on_ranks, 1, str(tmp_path), False, settings, check=False)
+    assert isinstance(result, RankFailure)
+    assert isinstance(result.exception, ValueError), result
+    assert why in str(result.exception)
