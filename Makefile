@@ -33,6 +33,12 @@ test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few e
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -n $(WORKERS) -m "not slow and not distributed" \
 	    --ignore tests/docs $(PYTEST_ARGS)
 
+.PHONY: test-stacks
+test-stacks: ## run the tests of trainers and other stacks with their libraries, in $(VENV)-stacks
+	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-stacks $(VENV)-stacks/.stamp-stacks
+	OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
+	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.stamp-lint ## check style, docstrings and types
 	$(BIN)/ruff check .
@@ -74,7 +80,7 @@ fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), 
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api/generated
+	rm -rf $(VENV) $(VENV)-stacks build dist *.egg-info docs/_build docs/api/generated
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find soframe tests benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
 

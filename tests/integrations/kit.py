@@ -1,4 +1,4 @@
-"""A model, its data and the plain loop that trainers are held to, in float64."""
+"""A model, its data and the plain loop that trainers are held to, in float64 where they can."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)
-        self.double()
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         outputs = self.last(self.norm(self.first(x).tanh()))
@@ -35,10 +34,10 @@ class Network(nn.Module):
 class Data(Dataset[dict[str, Tensor]]):
     """The samples of one rank, in the order in which they are used."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(7)
         shape = (STEPS * MICRO, BATCH, 3)
-        self.x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         self.x = self.x[:, rank::ranks].reshape(-1, 3)
 
     def __len__(self) -> int:
@@ -54,9 +53,9 @@ class Data(Dataset[dict[str, Tensor]]):
         return [{k: torch.stack([r[k] for r in row]) for k in row[0]} for row in rows]
 
 
-def network() -> Network:
+def network(dtype: torch.dtype = torch.float64) -> Network:
     torch.manual_seed(3)
-    return Network()
+    return Network().to(dtype)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,10 +71,10 @@ def plain(
     clip: float | None = None,
     clip_directions: float | None = None,
     own: bool = False,
-    micro: int = MICRO,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """Train in a loop written out, and return the weights."""
-    model = network()
+    model = network(dtype)
     optimizer: torch.optim.Optimizer
     step: Callable[[], None] = lambda: None  # noqa: E731
     if own:
@@ -83,10 +82,10 @@ def plain(
     else:
         optimizer = sgd(model)
         step = soframe.Preconditioner(model, optimizer=optimizer, **OPTIONS).step
-    batches = Data().batches()
+    batches = Data(dtype=dtype).batches()
     for number, batch in enumerate(batches, 1):
-        (model(**batch)["loss"] / micro).backward()
-        if number % micro == 0:
+        (model(**batch)["loss"] / MICRO).backward()
+        if number % MICRO == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             step()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import soframe
@@ -34,7 +35,7 @@ def engine_of(ranks: int, own: bool, settings: dict[str, Any]) -> Any:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
-    model = network()
+    model = network(torch.float32)
     optimizer = soframe.Optimizer(model, **OWN) if own else sgd(model)
     config = {
         "train_micro_batch_size_per_gpu": BATCH // ranks,
@@ -56,7 +57,7 @@ def train(
         _, kept = engine.load_checkpoint(folder)
         if hook is not None:
             hook.preconditioner.load_state_dict(kept["soframe"])
-    batches = Data(rank, ranks).batches()
+    batches = Data(rank, ranks, torch.float32).batches()
     for number in range(SAVED * MICRO if resume else 0, len(batches)):
         engine.backward(engine(**batches[number])["loss"])
         if hook is not None:
@@ -78,11 +79,11 @@ def on_ranks(rank: int, ranks: int, folder: str, own: bool, settings: dict[str, 
 @pytest.mark.distributed
 @pytest.mark.parametrize("own", [False, True])
 def test_two_ranks(tmp_path: Path, own: bool) -> None:
-    """With accumulation, and a state that is spread over the ranks."""
+    """With accumulation, and a state that is spread over the ranks; it reduces no float64."""
     pytest.importorskip("deepspeed")
-    expected = plain(own=own)
+    expected = plain(own=own, dtype=torch.float32)
     for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, {}):
-        assert_equal(whole, expected, 1e-8)
+        assert_equal(whole, expected, 2e-5)
         assert_equal(resumed, whole, 0)
 
 
