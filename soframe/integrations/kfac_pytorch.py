@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -181,7 +181,13 @@ def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
 
 # -- checkpoints ----------------------------------------------------------------------------------
 
-_CONSTANTS = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
+_CONSTANTS = {
+    "damping": "damping",
+    "factor_decay": "decay",
+    "kl_clip": "kl_clip",
+    "factor_update_steps": "statistics_every",
+    "inv_update_steps": "solve_every",
+}
 
 
 def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
@@ -207,7 +213,6 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         layers.update(_layers(own, state))
 
     agree(own.backend, check, lambda: checksums.text([state["steps"], checksums.seal(layers)]))
-    _compare_constants(own, state)
     target = own.state_dict()
     for name, factors in layers.items():
         target["blocks"][name].update(
@@ -220,6 +225,7 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         )
     target.update(step=state["steps"], owed_statistics=0)
     own.load_state_dict(checksums.seal(target))
+    _compare_constants(own, state)
 
 
 def _layers(own: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
@@ -288,17 +294,10 @@ def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
 
 def _compare_constants(own: Preconditioner, state: Mapping[str, Any]) -> None:
     """Warn of settings that the checkpoint has otherwise."""
-    step = int(state["steps"])
-    now: Sequence[float | None] = (
-        own._damping.at(step),
-        own._decay.at(step),
-        own._bounds.at(step).kl,
-        own._refresh.statistics_every.at(step),
-        own._refresh.solve_every.at(step),
-    )
-    for name, value in zip(_CONSTANTS, now, strict=True):
-        if name in state and state[name] != value:
+    for theirs, name in _CONSTANTS.items():
+        value = getattr(own, name)
+        if theirs in state and state[theirs] != value:
             _warn(
-                f"the checkpoint has {name}={state[name]!r} and the preconditioner {value!r}, "
-                f"which stays: settings are those of the constructor"
+                f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "
+                f"{name}={value!r}, which stays: settings are those of the constructor"
             )

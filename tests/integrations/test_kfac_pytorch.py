@@ -294,7 +294,9 @@ def test_other_settings_are_warned_of() -> None:
     own = soframe.Preconditioner(
         model, **kfac_pytorch.settings(**{**arguments(CASE), "damping": 0.5})
     )
-    with pytest.warns(UserWarning, match="the checkpoint has damping=0.003 and .* 0.5") as caught:
+    with pytest.warns(
+        UserWarning, match="the checkpoint has damping=0.003 and .* damping=0.5"
+    ) as caught:
         kfac_pytorch.load_state(own, checkpoint(CASE))
     assert len(caught) == 1
 
