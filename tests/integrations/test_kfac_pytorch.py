@@ -234,17 +234,6 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(name: str, prefix
 CASE = CASES[0]
 
 
-def test_the_order_of_patches_is_turned_round() -> None:
-    case = next(case for case in CASES if case.name == "conv, eigen")
-    _, own = resumed(case)
-    conv = next(block for block in own.blocks if block.name == "0")
-    stored = torch.tensor(STORED[case.name]["0.A"], dtype=torch.float64)
-    loaded = own.state_dict()["blocks"]["0"]["factors"]["A"]
-    assert conv.factors[0].name == "A"
-    assert not torch.equal(loaded.flatten().sort().values, loaded.flatten())
-    assert float(stored.view(9, 9).trace()) == pytest.approx(float(conv.running["A"][0].trace()))
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
