@@ -4,7 +4,7 @@
     python benchmarks/track.py --tune --seeds 0,1,2   # tune all alike first
     python benchmarks/track.py --target 2.1           # a loss of your own
     python benchmarks/track.py --figures runs/methods.json   # rank what methods.py has found
-    python benchmarks/track.py --figures benchmarks/harness/tuned/byte-gpt-methods.json
+    python benchmarks/track.py --figures benchmarks/harness/methods/byte-gpt.json
 
 Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
 pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ DEFAULTS = {
 }
 
 
+def named(value: object) -> str:
+    """A name that is the same in every process: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -101,7 +107,7 @@ DEFAULTS = {
         ({"inv_dtype": torch.float32}, {"dtype": torch.float32}),
         ({"skip_layers": ["Conv2d"]}, {"skip": ("Conv2d",)}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_each_argument(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """What has a counterpart is translated, without a warning."""
@@ -131,7 +137,7 @@ def test_each_argument(given: dict[str, Any], expected: dict[str, Any]) -> None:
             {"strategy": MemOpt()},
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_has_no_counterpart_is_warned_of(
     given: dict[str, Any], why: str, expected: dict[str, Any]
