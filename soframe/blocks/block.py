@@ -176,6 +176,11 @@ class Block:
         return any(factor.needs for factor in self.factors)
 
     @cached_property
+    def _solvable(self) -> int:
+        """How many factors are solved."""
+        return len(self.tensors)
+
+    @cached_property
     def _all_captured(self) -> frozenset[str]:
         return frozenset(factor.name for factor in self.captured)
 
@@ -228,7 +233,7 @@ class Block:
     @property
     def solved(self) -> bool:
         """Whether the gradient workers have second-order data for every factor that is solved."""
-        return len(self.second_order.solved) == len(self.tensors)
+        return len(self.second_order.solved) == self._solvable
 
     @property
     def lost(self) -> bool:

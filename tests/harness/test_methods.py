@@ -23,6 +23,8 @@ def test_steps_are_read_off_between_lengths(target: float, steps: float | None) 
 
 @pytest.mark.parametrize("name", methods.CONTENDERS)
 def test_contenders_can_be_built(name: str) -> None:
+    if "pytorch_optimizer" in name:
+        pytest.importorskip("pytorch_optimizer")
     config = methods.CONTENDERS[name].config(0.02, 10, seed=0)
     groups = build_optimizer(gpt.byte_gpt(), config).param_groups
     own = [g for g in groups if not g.get("method", "").startswith("auxiliary")]

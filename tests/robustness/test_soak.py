@@ -77,7 +77,8 @@ def test_memory_is_flat_and_ranks_do_not_drift(strategy):
             seen["before"],
             seen["after"],
         )
-        assert tensors_after == tensors_before
+        # A collective that has just ended may still hold one where it began to be counted.
+        assert tensors_after <= tensors_before
         assert usage_after == usage_before
         # Two kilobytes at each step would come to this; tensors are counted one by one.
         assert bytes_after - bytes_before < (STEPS - WARM_UP) * 2048
