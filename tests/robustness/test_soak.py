@@ -29,7 +29,7 @@ def resident_bytes() -> int:
 
 
 def live_tensors() -> int:
-    """The fewest within half a second: Gloo's threads let go of what has travelled when they can."""
+    """The fewest within half a second: Gloo lets go of what has travelled when it can."""
     found = []
     for _ in range(6):
         gc.collect()
