@@ -279,9 +279,11 @@ class Batch:
 def _same_tensors(one: Block, other: Block) -> bool:
     """Return whether the same tensors are there of two blocks, in the same shapes."""
     return (
-        (one.shape, one.dtype, one.device, one.tensors, one.solved)
-        == (other.shape, other.dtype, other.device, other.tensors, other.solved)
-    ) and (one.state.updates, bool(one.state)) == (other.state.updates, bool(other.state))
+        one.shape == other.shape  # first, since it is what most pairs differ in
+        and (one.dtype, one.device, one.tensors, one.solved)
+        == (other.dtype, other.device, other.tensors, other.solved)
+        and (one.state.updates, bool(one.state)) == (other.state.updates, bool(other.state))
+    )
 
 
 def _data_of(blocks: Sequence[Block]) -> dict[str, dict[str, Tensor]]:
