@@ -97,7 +97,7 @@ def check_optimizer(optimizer: object) -> None:
             )
     if _needs_closure(optimizer):
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__}.step() calls a closure that makes gradients anew, "
+            f"optimizer: {type(optimizer).__name__}.step() makes gradients anew, by a closure, "
             f"so that preconditioned ones would be lost, and compares gradients of several steps, "
             f"which preconditioning changes; use an optimizer whose step() needs no closure"
         )
