@@ -77,9 +77,7 @@ def test_an_optimizer_without_rates() -> None:
 
 def test_an_optimizer_that_makes_the_gradients_itself() -> None:
     model = fill(nn.Linear(3, 2))
-    with pytest.raises(
-        ValueError, match=r"LBFGS.step\(\) makes gradients anew"
-    ):
+    with pytest.raises(ValueError, match=r"LBFGS.step\(\) makes gradients anew"):
         build(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
