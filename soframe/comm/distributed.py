@@ -266,14 +266,14 @@ class TorchDistributed(Backend):
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != destination]
-        parts = [torch.empty_like(tensor) for _ in others]
+        received = [torch.empty_like(tensor) for _ in others]
         receipts = [
             _handle(dist.irecv(part, origin, self._group))
-            for part, origin in zip(parts, others, strict=True)
+            for part, origin in zip(received, others, strict=True)
         ]
 
         def wait() -> None:
-            for receipt, part in zip(receipts, parts, strict=True):
+            for receipt, part in zip(receipts, received, strict=True):
                 receipt.wait()
                 tensor.add_(part)
 
@@ -301,12 +301,12 @@ class TorchDistributed(Backend):
             total = torch.empty_like(share)
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
             return _then(work, lambda: share.copy_(total))
-        parts = share.new_empty(self.world_size, len(share))
+        received = share.new_empty(self.world_size, len(share))
         takes = [len(share)] * self.world_size
         work = dist.all_to_all_single(
-            parts.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
+            received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
-        return _then(work, lambda: torch.sum(parts, dim=0, out=share))
+        return _then(work, lambda: torch.sum(received, dim=0, out=share))
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = list(flat.split(list(sizes)))

@@ -117,19 +117,19 @@ def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     size, number = rows.shape[1], halvings(rows.shape[1])
     down, right = total.stride()
     for level in range(number + 1):
-        parts = 2**level
-        width = size // parts
+        count = 2**level
+        width = size // count
         if level == number:  # what is left on the diagonal
-            by_part = rows.unflatten(1, (parts, width)).permute(1, 0, 2)
+            by_part = rows.unflatten(1, (count, width)).permute(1, 0, 2)
             first, second, offset = by_part, by_part, 0
         else:
             width //= 2
-            halves = rows.unflatten(1, (parts, 2, width)).permute(1, 2, 0, 3)
+            halves = rows.unflatten(1, (count, 2, width)).permute(1, 2, 0, 3)
             first, second, offset = halves[:, 0], halves[:, 1], width * down
-        step = size // parts * (down + right)
+        step = size // count * (down + right)
         begin = total.storage_offset() + offset
-        blocks = total.as_strided((parts, width, width), (step, down, right), begin)
-        if parts == 1:
+        blocks = total.as_strided((count, width, width), (step, down, right), begin)
+        if count == 1:
             blocks[0].addmm_(second[0].T, first[0], alpha=scale)
         else:
             blocks.add_(torch.bmm(second.mT, first), alpha=scale)

@@ -138,14 +138,14 @@ def pays(left: Tensor, right: Tensor) -> bool:
     return rows >= LEAST_ROWS and _both(left, right, rows * size * right.shape[1])
 
 
-def serves(x: Tensor, work: int) -> bool:
+def serves(x: Tensor, multiply_adds: int) -> bool:
     """Return whether oneDNN multiplies so many numbers faster than torch does, and as exactly.
 
     Args:
         x: An operand.
-        work: Multiply-adds.
+        multiply_adds: How many there are.
     """
-    return work >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
+    return multiply_adds >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
 
 
 def are_exact(x: Tensor) -> bool:

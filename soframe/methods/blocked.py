@@ -71,8 +71,8 @@ class Region(NamedTuple):
         Args:
             groups: The groups of the matrix.
         """
-        parts = self.rows.pieces * self.columns.pieces
-        return BlockShape(groups * parts, self.rows.length, self.columns.length)
+        number = self.rows.pieces * self.columns.pieces
+        return BlockShape(groups * number, self.rows.length, self.columns.length)
 
     def cut(self, matrix: Tensor) -> Tensor:
         """Return the parts of a matrix.

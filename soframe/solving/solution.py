@@ -70,15 +70,15 @@ def update(
         # directions without, depends on which blocks are solved for the first time.
         solution.conclude(counters)
     raw = gradients()
-    parts = (*landing, solution)
+    solutions = (*landing, solution)
 
     def arrive(block: Block) -> None:
-        for part in parts:
-            part.arrive(block)
+        for one in solutions:
+            one.arrive(block)
 
     directions = precondition(placed, damping=damping, gradients=raw, arrive=arrive)
-    for part in parts:
-        part.conclude(counters)
+    for one in solutions:
+        one.conclude(counters)
     return directions
 
 
