@@ -250,7 +250,7 @@ class Tape:
         self._numbers = {id(tensor): self._numbers[id(tensor)] for tensor in leaves}
         self._tensors = leaves
 
-    def follows(self) -> bool:
+    def holds(self) -> bool:
         """Return whether the tape is that of the pass, and what it notes is as it was."""
         unchanged = (value._version == self._versions[n] for n, value in self._values.items())
         return self.problem is None and all(unchanged)
@@ -268,7 +268,7 @@ class Tape:
             For each output one per direction; None for zero.
         """
         nothing: list[Tensor | None] = [None] * len(directions)
-        live = self._follow(self._calls, parameters, directions)
+        live = self._tangents_after(self._calls, parameters, directions)
         return [nothing if end is None else live.get(end, nothing) for end in self._ends]
 
     def linear_end(
@@ -296,13 +296,13 @@ class Tape:
         count = len(directions)
         if x.dtype != weight.dtype or (count + 1) * width >= count * out:
             return None
-        live = self._follow(calls, parameters, directions)
+        live = self._tangents_after(calls, parameters, directions)
         nothing: list[Tensor | None] = [None] * count
         moving, *of_parameters = (nothing if n is None else live.get(n, nothing) for n in slots)
         rows = [None if dx is None else dx.reshape(-1, width) for dx in moving]
         return LinearEnd(x.reshape(-1, width), weight, [*zip(rows, *of_parameters, strict=True)])
 
-    def _follow(
+    def _tangents_after(
         self,
         calls: Sequence[_Call],
         parameters: Sequence[nn.Parameter],

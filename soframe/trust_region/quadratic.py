@@ -167,7 +167,7 @@ def curvature_along(
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     for forward in forwards:
         scale = forward.isotropy() if isotropic else None
-        if scale is not None and forward.tape.follows():
+        if scale is not None and forward.tape.holds():
             end = forward.tape.linear_end(parameters, directions)
             if end is not None:
                 total += scale * end.gram()
