@@ -110,6 +110,7 @@ class Statistics:
         self._capture.expect(
             enabled=bool(self.due),
             counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
+            idle=frozenset(h for h in helpers if self._block_of[h] not in self.due),
             together=Together() if len(self.due) == every else None,
         )
 
