@@ -164,7 +164,7 @@ def shards(parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
         raise ValueError(
             f"it is sharded over the ranks {mesh.flatten().tolist()}, and the preconditioner works "
             f"on the ranks {list(ranks)}: let fully_shard's mesh have all ranks of the backend's "
-            f"process group, and that of a tensor-parallel plan as well"
+            f"process group. So must a tensor-parallel plan's, which has no data parallelism beside"
         )
     dims = [p.dim for p in distributed.placements if p.is_shard()]
     dtype = str(parameter.dtype).removeprefix("torch.")
@@ -217,13 +217,30 @@ def unserved(parameter: nn.Parameter) -> str | None:
     return f"it is a DTensor with placements {placements}"
 
 
-def dimensions(parameter: nn.Parameter) -> int:
-    """Return how many dimensions of ranks a DTensor is spread over.
+def uncomputed(parameter: nn.Parameter) -> str | None:
+    """Return why rows cannot be those of whole tensors in a layer that computes with a DTensor.
 
     Args:
-        parameter: The DTensor.
+        parameter: The DTensor, of a tensor-parallel plan.
+
+    Returns:
+        The reason; None where they can.
     """
-    return len(parameter.placements)  # type: ignore[attr-defined]
+    distributed: Any = parameter
+    ranks, placements = distributed.device_mesh.mesh, distributed.placements
+    if len(placements) > 1:
+        return (
+            f"has a mesh of {len(placements)} dimensions: served are those of one, as "
+            f"parallelize_module takes it, over all ranks, with the same data on every rank"
+        )
+    for one in placements:
+        if one.is_shard() and parameter.shape[one.dim] % ranks.numel():
+            return (
+                f"cuts {parameter.shape[one.dim]} features into {ranks.numel()} parts that are not "
+                f"equal, and torch then takes wrong shapes for those of what its layer is called "
+                f"with: let the ranks divide them"
+            )
+    return None
 
 
 def units(model: nn.Module) -> list[Any]:

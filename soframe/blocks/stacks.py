@@ -55,7 +55,8 @@ def require_one_plan(model: nn.Module) -> None:
         model: The model.
 
     Raises:
-        ValueError: If they are not, or those of a plan are spread over several dimensions of ranks.
+        ValueError: If they are not, or the layers of a plan compute with them in ways in which
+            statistics would be wrong.
     """
     for name, parameter in dtensors.foreign(model):
         if dtensors.units(model):
@@ -64,12 +65,10 @@ def require_one_plan(model: nn.Module) -> None:
                 f"same data, and other modules of the model to fully_shard, whose ranks have their "
                 f"own: a Preconditioner serves one of the two. Leave out the plan, or fully_shard"
             )
-        if (dimensions := dtensors.dimensions(parameter)) > 1:
+        if (why := dtensors.uncomputed(parameter)) is not None:
             raise ValueError(
-                f"the parameter {name} belongs to a tensor-parallel plan on a mesh of {dimensions} "
-                f"dimensions: a Preconditioner serves one-dimensional ones over all ranks, as "
-                f"parallelize_module takes them, with the same data on every rank. Leave out the "
-                f"other dimensions, or instead {_INSTEAD}"
+                f"the parameter {name} belongs to a tensor-parallel plan that {why}; or instead "
+                f"{_INSTEAD}"
             )
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from tests.stacks.fully_sharded import load, weights
 
-SAMPLES, POSITIONS, WIDTH = 5, 4, 4
+SAMPLES, POSITIONS, WIDTH, TOKENS = 5, 4, 8, 8
 
 
 class Attention(nn.Module):
-    """Two heads, or as many of them as a rank has; without biases, but of what comes out."""
+    """Four heads, or as many of them as a rank has; without biases, but of what comes out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,19 +42,20 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """Attention, a multilayer perceptron (6 wide), a norm and a head (of 6)."""
+    """An embedding, attention, a multilayer perceptron, a norm and a head."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
         self.checkpoints = checkpoints
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.attention = Attention()
-        self.up = nn.Linear(WIDTH, 6)
-        self.down = nn.Linear(6, WIDTH)
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 6)
+        self.head = nn.Linear(WIDTH, TOKENS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.attention(self.embedding(tokens))
         if self.checkpoints:
             x = x + checkpoint(self._mlp, x, use_reentrant=False)
         else:
@@ -73,7 +74,7 @@ def make_net(*, checkpoints: bool = False) -> Net:
     model = Net(checkpoints=checkpoints).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
     return model
 
 
@@ -90,10 +91,14 @@ def plan(kind: str) -> dict[str, Any]:
         return pair
     if kind == "distributed":  # what the head returns stays a DTensor
         return {**pair, "head": ColwiseParallel(use_local_output=False)}
+    if kind == "embedding":  # by the features; by the tokens in "sequence"
+        columns = ColwiseParallel(output_layouts=Replicate())
+        return {**pair, "embedding": columns}
     assert kind == "sequence"
     along = Shard(1)
     return {
         **pair,
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
         "attention.o": RowwiseParallel(output_layouts=along),
         "up": ColwiseParallel(input_layouts=along),
         "down": RowwiseParallel(output_layouts=along),
@@ -119,6 +124,7 @@ class Case:
         end: The one after the last.
         state: What the run goes on from.
         spoilt: The step in which gradients are not finite.
+        place: Where not: in the loss, or in an entry that one rank has (``"part"``).
     """
 
     owner: str = "sgd"
@@ -130,17 +136,18 @@ class Case:
     observed: bool = False
     checkpoints: bool = False
     begin: int = 0
-    end: int = 5
+    end: int = 4
     state: Any = None
     spoilt: int | None = None
+    place: str = "loss"
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """The batch of a step, which all ranks have."""
     generator = torch.Generator().manual_seed(100 + step)
     shape = (SAMPLES, POSITIONS)
-    x = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
-    return x, torch.randn(*shape, 6, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, TOKENS, shape, generator=generator)
+    return tokens, torch.randn(*shape, TOKENS, generator=generator, dtype=torch.float64)
 
 
 class Run:
@@ -188,7 +195,12 @@ class Run:
                 self.preconditioner.observe(outputs)
             loss = 0.5 * (outputs - y).square().sum((1, 2)).mean() / case.passes
             spoilt = step == case.spoilt and number == 0
-            (loss * float("nan") if spoilt else loss).backward()
+            (loss * float("nan") if spoilt and case.place == "loss" else loss).backward()
+        gradient = self.model.down.weight.grad
+        if step == case.spoilt and case.place == "part" and gradient is not None:
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                own[0, 0] = float("inf")
 
     def step(self, step: int) -> None:
         self.optimizer.zero_grad()
