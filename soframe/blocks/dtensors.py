@@ -294,7 +294,7 @@ def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -
     if not isinstance(now, nn.Parameter) or now.shape != registered.shape:
         return False
     if is_dtensor(now):
-        return not is_dtensor(registered)
+        return not is_dtensor(registered) and uncomputed(now) is None
     return is_dtensor(registered) or (model is not None and bool(units(model)))
 
 

@@ -168,6 +168,7 @@ class Capture:
         idle: The helpers whose calls are counted alone in this window, the same on every rank: of
             tensor-parallel ones nothing is brought together.
         rereading: The helpers whose inputs are handed on with every probe, not the first alone.
+        alike: Whether all ranks take statistics of the same calls.
         together: Which layers have an input in common; None where nobody asks.
         called: The helpers whose modules were called in this window with outputs to differentiate,
             with the version of a parameter then: an optimizer that steps changes it.
@@ -184,6 +185,7 @@ class Capture:
     counting: frozenset[LayerHelper] = frozenset()
     idle: frozenset[LayerHelper] = frozenset()
     rereading: frozenset[LayerHelper] = frozenset()
+    alike: bool = True
     together: Together | None = None
     called: dict[LayerHelper, int] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
@@ -223,6 +225,8 @@ class Capture:
         sink: Sink,
         names: Mapping[LayerHelper, str],
         rereading: frozenset[LayerHelper] = frozenset(),
+        *,
+        alike: bool = True,
     ) -> None:
         """Hand the calls of some layers to a sink from now on.
 
@@ -230,8 +234,9 @@ class Capture:
             sink: Takes the calls.
             names: See `attach`.
             rereading: See the attribute.
+            alike: See the attribute.
         """
-        self.sink, self.rereading = sink, rereading
+        self.sink, self.rereading, self.alike = sink, rereading, alike
         self.attach(names)
 
     def expect(
@@ -396,7 +401,9 @@ class Capture:
     def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
         """Return the parameters of a helper, each with what its module computes with.
 
-        That is the parameter itself, or what fully_shard has gathered of it for this pass.
+        That is the parameter itself; what fully_shard has gathered of it for this pass; or what a
+        tensor-parallel plan has cut up since, unless some ranks would stay away where its rows are
+        brought together: such a model is refused at the step.
 
         Args:
             helper: The helper.
@@ -409,6 +416,8 @@ class Capture:
         pairs = []
         for name, registered in helper.parameters.items():
             now = parameter_of(helper.module, name)
+            if now is not registered and dtensors.is_dtensor(now) and not self.alike:
+                return None
             if now is not registered and not dtensors.stands_for(now, registered, self.model):
                 return None
             assert now is not None

@@ -275,6 +275,20 @@ def groups_of_ranks(rank: int, ranks: int) -> None:
     soframe.Preconditioner(net(ranks), kl_clip=None, strategy=Sharded(group=2))
 
 
+def owners_alone_later(rank: int, ranks: int) -> None:
+    """The first window is captured of layers that are cut up since; nobody waits in it."""
+    Run(Case(when="after", options={"strategy": "owner-local"}), ranks).step(0)
+
+
+def uneven_later(rank: int, ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 5))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    model(torch.ones(3, 4)).square().mean().backward()
+    own.step()
+
+
 def local_gradients(rank: int, ranks: int) -> None:
     soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
 
@@ -326,6 +340,8 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
         (beside_data, 4, "is sharded over the ranks .* no data parallelism beside"),
         (drawn, 2, "monte-carlo.* pass fisher='type-2'"),
         (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (owners_alone_later, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (uneven_later, 2, "cuts 5 features into 2 parts that are not equal"),
         (groups_of_ranks, 4, "some ranks take no statistics of it: pass strategy='comm-opt'"),
         (local_gradients, 2, "pass gradients='averaged'"),
         (alone_among_many, 2, "is sharded over the ranks"),
