@@ -273,6 +273,7 @@ class Preconditioner(Joinable):
                 scaling=scaling,
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
+                draws=self._fisher.kind == "monte-carlo",
                 ranks=self.backend.global_ranks,
                 cut=dict(cut),
             )

@@ -1,9 +1,14 @@
-"""What fully_shard makes of a model: parameters that are DTensors, and plain ones while it runs.
+"""What fully_shard and tensor parallelism make of a model: parameters that are DTensors.
 
 ``torch.distributed.fsdp.fully_shard`` (FSDP2) leaves in a module a DTensor for each parameter, of
 which every rank has some rows. For a forward or a backward pass it gathers the whole parameters and
 puts them, plain tensors, in the place of the DTensors; afterwards the DTensors are back, with the
-averaged gradients, which are DTensors too. No other file of soframe knows.
+averaged gradients, which are DTensors too.
+
+``torch.distributed.tensor.parallel.parallelize_module`` leaves DTensors as well, and computes with
+them: what a layer is called with and what it returns are DTensors, cut along their features or
+along a sequence, of one batch that all ranks have. A DTensor says which tensor of one process it
+is, so its layer's rows are those of `whole` tensors. No other file of soframe knows.
 
 Nothing of this is imported where nobody uses it.
 """
@@ -45,7 +50,73 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     distributed: Any = tensor
     with torch.no_grad():
-        return distributed.to_local()  # type: ignore[no-any-return]
+        return _arrived(distributed.to_local())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor of one process that a tensor stands for.
+
+    Every rank of its mesh must call where it is a DTensor.
+
+    Args:
+        tensor: A DTensor, or a plain tensor.
+
+    Returns:
+        A plain tensor, which has arrived.
+    """
+    if type(tensor) is Tensor:
+        return tensor
+    if is_dtensor(tensor):
+        distributed: Any = tensor
+        with torch.no_grad():
+            tensor = distributed.full_tensor()
+    return _arrived(tensor)
+
+
+def blank(tensor: Tensor) -> Tensor:
+    """Return a tensor of the shape, dtype and device of a DTensor, which nothing is to be read of.
+
+    Args:
+        tensor: The DTensor.
+
+    Returns:
+        A plain tensor of zeros without memory, for which nothing travels.
+    """
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """Return a tensor that a collective may still be writing, once it does not any longer."""
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is None:
+        return tensor
+    wait()
+    return tensor.elem  # type: ignore[attr-defined, no-any-return]
+
+
+def is_partial(gradient: Tensor | None, parameter: nn.Parameter) -> bool:
+    """Return whether a gradient is not yet cut up, and added up over ranks, as its parameter is.
+
+    Args:
+        gradient: The gradient, or None.
+        parameter: The parameter.
+    """
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
+        return False
+    return tuple(gradient.placements) != tuple(parameter.placements)  # type: ignore[union-attr, attr-defined]
+
+
+def settled(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a gradient as its parameter is cut up; every rank of the mesh must call.
+
+    Args:
+        gradient: A DTensor.
+        parameter: The parameter, a DTensor too.
+    """
+    distributed: Any = gradient
+    of: Any = parameter
+    with torch.no_grad():
+        return distributed.redistribute(of.device_mesh, of.placements)  # type: ignore[no-any-return]
 
 
 def like(values: Tensor, parameter: Tensor) -> Tensor:
@@ -93,7 +164,7 @@ def shards(parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
         raise ValueError(
             f"it is sharded over the ranks {mesh.flatten().tolist()}, and the preconditioner works "
             f"on the ranks {list(ranks)}: let fully_shard's mesh have all ranks of the backend's "
-            f"process group"
+            f"process group. So must a tensor-parallel plan's, which has no data parallelism beside"
         )
     dims = [p.dim for p in distributed.placements if p.is_shard()]
     dtype = str(parameter.dtype).removeprefix("torch.")
@@ -146,6 +217,32 @@ def unserved(parameter: nn.Parameter) -> str | None:
     return f"it is a DTensor with placements {placements}"
 
 
+def uncomputed(parameter: nn.Parameter) -> str | None:
+    """Return why rows cannot be those of whole tensors in a layer that computes with a DTensor.
+
+    Args:
+        parameter: The DTensor, of a tensor-parallel plan.
+
+    Returns:
+        The reason; None where they can.
+    """
+    distributed: Any = parameter
+    ranks, placements = distributed.device_mesh.mesh, distributed.placements
+    if len(placements) > 1:
+        return (
+            f"has a mesh of {len(placements)} dimensions: served are those of one, as "
+            f"parallelize_module takes it, over all ranks, with the same data on every rank"
+        )
+    for one in placements:
+        if one.is_shard() and parameter.shape[one.dim] % ranks.numel():
+            return (
+                f"cuts {parameter.shape[one.dim]} features into {ranks.numel()} parts that are not "
+                f"equal, and torch then takes wrong shapes for those of what its layer is called "
+                f"with: let the ranks divide them"
+            )
+    return None
+
+
 def units(model: nn.Module) -> list[Any]:
     """Return the modules of a model that fully_shard was called on.
 
@@ -185,15 +282,19 @@ def foreign(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
-    """Return whether what a module has now is what fully_shard has gathered of its parameter.
+    """Return whether what a module has now is the parameter of which a block was made.
+
+    That is what fully_shard has gathered of it, or a tensor-parallel plan has cut up since.
 
     Args:
         now: What the module has in the place of the parameter.
         registered: The parameter: a DTensor; or one that was replaced when fully_shard was called.
         model: The model.
     """
-    if not isinstance(now, nn.Parameter) or is_dtensor(now) or now.shape != registered.shape:
+    if not isinstance(now, nn.Parameter) or now.shape != registered.shape:
         return False
+    if is_dtensor(now):
+        return not is_dtensor(registered) and uncomputed(now) is None
     return is_dtensor(registered) or (model is not None and bool(units(model)))
 
 

@@ -143,6 +143,29 @@ class GradientHome(ABC):
         """
         self.put(parameter, None)
 
+    def is_partial(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient has to be brought into the parameter's parts by `settle`.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            By default False.
+        """
+        del parameter
+        return False
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Let a gradient be in the parameter's parts, and added up over ranks.
+
+        The one method that may be a collective: every rank calls it, or none. By default there is
+        nothing to do.
+
+        Args:
+            parameter: A parameter with a gradient of which `is_partial` is true.
+        """
+        del parameter
+
     def is_sparse(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has a gradient that is a sparse tensor.
 
@@ -183,6 +206,15 @@ class PlainGrad(GradientHome):
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """See `GradientHome.put`."""
         parameter.grad = None if gradient is None else dtensors.like(gradient, parameter)
+
+    def is_partial(self, parameter: nn.Parameter) -> bool:
+        """See `GradientHome.is_partial`."""
+        return dtensors.is_partial(parameter.grad, parameter)
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """See `GradientHome.settle`."""
+        if parameter.grad is not None:
+            parameter.grad = dtensors.settled(parameter.grad, parameter)
 
     # What follows is the same as without these, with fewer calls in every step.
 

@@ -48,6 +48,7 @@ class Choices:
         scaling: The convention of scale, for which not every method is defined.
         auxiliary: The method of every parameter that no other has; None to leave them alone.
         observed: Whether the Fisher is one that is observed, which only methods of calls need.
+        draws: Whether that Fisher draws targets, on every rank others.
         ranks: The global ranks of the group in which blocks are placed.
         cut: Into how many parts matrices are cut along their outputs, by patterns on module names;
             for methods that read gradients alone.
@@ -64,6 +65,7 @@ class Choices:
     scaling: str = "fisher"
     auxiliary: Choice = None
     observed: bool = False
+    draws: bool = False
     ranks: tuple[int, ...] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
 

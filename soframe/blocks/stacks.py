@@ -1,7 +1,8 @@
 """Stacks that share parameters out, which a preconditioner cannot serve, and what gives them away.
 
 A preconditioner reads a layer's gradient from ``.grad`` and writes the result there: the whole, or
-this rank's part of a DTensor that ``fully_shard`` has made (`soframe.blocks.dtensors`). Where
+this rank's part of a DTensor that ``fully_shard`` or a tensor-parallel plan has made
+(`soframe.blocks.dtensors`). Where
 parameters are parts of others' buffers, neither means anything: what it wrote would have no effect.
 So it refuses to be built, and where the stack comes later, to step.
 """
@@ -47,21 +48,28 @@ def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def require_fully_sharded(model: nn.Module) -> None:
-    """Check that all DTensors of a model are fully_shard's.
+def require_one_plan(model: nn.Module) -> None:
+    """Check that all DTensors of a model are fully_shard's, or all a tensor-parallel plan's.
 
     Args:
         model: The model.
 
     Raises:
-        ValueError: If some are not.
+        ValueError: If they are not, or the layers of a plan compute with them in ways in which
+            statistics would be wrong.
     """
-    for name, _ in dtensors.foreign(model):
-        raise ValueError(
-            f"the parameter {name} belongs to a tensor-parallel plan, or another stack that makes "
-            f"DTensors: a Preconditioner reads and writes the gradients of DTensors where "
-            f"fully_shard has made them, and knows nothing of others. Instead {_INSTEAD}"
-        )
+    for name, parameter in dtensors.foreign(model):
+        if dtensors.units(model):
+            raise ValueError(
+                f"the parameter {name} belongs to a tensor-parallel plan, whose ranks have the "
+                f"same data, and other modules of the model to fully_shard, whose ranks have their "
+                f"own: a Preconditioner serves one of the two. Leave out the plan, or fully_shard"
+            )
+        if (why := dtensors.uncomputed(parameter)) is not None:
+            raise ValueError(
+                f"the parameter {name} belongs to a tensor-parallel plan that {why}; or instead "
+                f"{_INSTEAD}"
+            )
 
 
 def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
@@ -78,7 +86,7 @@ def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> 
         if dtensors.is_dtensor(parameter):
             raise ValueError(
                 f"{what} needs whole parameters on every rank, and {name} is sharded by "
-                f"fully_shard: use DistributedDataParallel"
+                f"fully_shard or a tensor-parallel plan: use DistributedDataParallel"
             )
 
 
@@ -89,7 +97,9 @@ def _owner(parameter: nn.Parameter) -> str | None:
         if mark in own:
             return owner
     why = dtensors.unserved(parameter)
-    return None if why is None else f"a tensor-parallel plan, or several at once ({why})"
+    if why is None:
+        return None
+    return f"several plans at once, such as a tensor-parallel plan within fully_shard ({why})"
 
 
 def require_materialised(names: Iterable[tuple[str, nn.Parameter]]) -> None:

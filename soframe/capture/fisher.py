@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from soframe.blocks import dtensors
 from soframe.capture.counting import Samples, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
@@ -159,5 +160,9 @@ def heads_of(outputs: Any) -> list[Tensor]:
         raise TypeError(
             f"observe takes the tensors that the loss is of, one or a sequence of them, not "
             f"{type(outputs).__name__}"
+        )
+    if any(map(dtensors.is_dtensor, heads)):
+        raise TypeError(
+            "observe takes whole outputs, and these are DTensors: pass output.full_tensor()"
         )
     return heads

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from soframe.blocks.dtensors import stands_for
+from soframe.blocks import dtensors
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -165,7 +165,10 @@ class Capture:
         probing: Whether only probes are captured, and not the loss's own backward passes.
         model: The model whose layers they are.
         counting: The helpers whose inputs nobody needs in this window on this rank; none are kept.
+        idle: The helpers whose calls are counted alone in this window, the same on every rank: of
+            tensor-parallel ones nothing is brought together.
         rereading: The helpers whose inputs are handed on with every probe, not the first alone.
+        alike: Whether all ranks take statistics of the same calls.
         together: Which layers have an input in common; None where nobody asks.
         called: The helpers whose modules were called in this window with outputs to differentiate,
             with the version of a parameter then: an optimizer that steps changes it.
@@ -180,7 +183,9 @@ class Capture:
     probing: bool = False
     model: nn.Module | None = None
     counting: frozenset[LayerHelper] = frozenset()
+    idle: frozenset[LayerHelper] = frozenset()
     rereading: frozenset[LayerHelper] = frozenset()
+    alike: bool = True
     together: Together | None = None
     called: dict[LayerHelper, int] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
@@ -220,6 +225,8 @@ class Capture:
         sink: Sink,
         names: Mapping[LayerHelper, str],
         rereading: frozenset[LayerHelper] = frozenset(),
+        *,
+        alike: bool = True,
     ) -> None:
         """Hand the calls of some layers to a sink from now on.
 
@@ -227,21 +234,29 @@ class Capture:
             sink: Takes the calls.
             names: See `attach`.
             rereading: See the attribute.
+            alike: See the attribute.
         """
-        self.sink, self.rereading = sink, rereading
+        self.sink, self.rereading, self.alike = sink, rereading, alike
         self.attach(names)
 
     def expect(
-        self, *, enabled: bool, counting: frozenset[LayerHelper], together: Together | None
+        self,
+        *,
+        enabled: bool,
+        counting: frozenset[LayerHelper],
+        idle: frozenset[LayerHelper],
+        together: Together | None,
     ) -> None:
         """Keep of the calls to come what the window needs.
 
         Args:
             enabled: See the attribute.
             counting: See the attribute.
+            idle: See the attribute.
             together: See the attribute.
         """
-        self.enabled, self.counting, self.together = enabled, counting, together
+        self.enabled, self.together = enabled, together
+        self.counting, self.idle = counting, idle
 
     def fail(self, error: Exception) -> None:
         """Let the step raise an error, once ranks agree on it.
@@ -386,7 +401,9 @@ class Capture:
     def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
         """Return the parameters of a helper, each with what its module computes with.
 
-        That is the parameter itself, or what fully_shard has gathered of it for this pass.
+        That is the parameter itself; what fully_shard has gathered of it for this pass; or what a
+        tensor-parallel plan has cut up since, unless some ranks would stay away where its rows are
+        brought together: such a model is refused at the step.
 
         Args:
             helper: The helper.
@@ -399,7 +416,9 @@ class Capture:
         pairs = []
         for name, registered in helper.parameters.items():
             now = parameter_of(helper.module, name)
-            if now is not registered and not stands_for(now, registered, self.model):
+            if now is not registered and dtensors.is_dtensor(now) and not self.alike:
+                return None
+            if now is not registered and not dtensors.stands_for(now, registered, self.model):
                 return None
             assert now is not None
             pairs.append((registered, now))
@@ -451,7 +470,7 @@ class Capture:
         kept = None
         if needed:
             kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                trained[0].new_empty(0, requires_grad=True), *needed
+                dtensors.local(trained[0]).new_empty(0, requires_grad=True), *needed
             )
         return _GradientHook(
             capture=weakref.ref(self),
@@ -495,6 +514,10 @@ class Capture:
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
+                inputs = tuple(map(dtensors.whole, inputs))
+            if helper in self.idle and dtensors.is_dtensor(gradient):
+                gradient = dtensors.blank(gradient)
+            gradient = dtensors.whole(gradient)
             own = gradient if view is None else view.of(gradient)
             self.sink(helper, inputs, own, number, self._probe, batch)
 

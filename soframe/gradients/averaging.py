@@ -246,7 +246,12 @@ class ShardedGradients(AveragedGradients):
         Returns:
             The names of the blocks that have gradients.
         """
-        return tuple(block.name for block in self._placed if block.has_gradient)
+        partial, names = self._home.is_partial, []
+        for block, own in self._of_block.items():
+            if block.has_gradient:
+                names.append(block.name)
+                names += [f"{block.name}, a sum over ranks" for p in own if partial(p)]
+        return tuple(names)
 
     def raw(self) -> dict[Block, Tensor | None]:
         """Bring the parts of every gradient to its gradient workers.
@@ -259,6 +264,9 @@ class ShardedGradients(AveragedGradients):
         for block, place in self._placed.items():
             if not block.has_gradient:
                 continue
+            for parameter in self._of_block[block]:
+                if self._home.is_partial(parameter):
+                    self._home.settle(parameter)
             found[block] = None if block.shards else block.gradient()
             if block.shards:
                 parts = block.parts()

@@ -245,8 +245,8 @@ class Ball:
         if self._block.shards:
             raise ValueError(
                 f"constraint='hyperball' keeps the norm of {self.key}, of which each rank has a "
-                f"part since fully_shard was called: norms of parts are not added up yet. Pass "
-                f"constraint=None, or use DistributedDataParallel"
+                f"part under fully_shard or a tensor-parallel plan: norms of parts are not added "
+                f"up yet. Pass constraint=None, or use DistributedDataParallel"
             )
 
     def _wide(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             values.
     """
     dtensors.reshard(dtensors.units(model))
-    stacks.require_fully_sharded(model)
+    stacks.require_one_plan(model)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks:
@@ -210,7 +210,7 @@ def build(
 
     Raises:
         ValueError: See `register`, `place`, `require_averaged`, `require_able`, `require_served`,
-            `require_followable`, `require_eager`, `compare_ranks` and
+            `require_followable`, `require_eager`, `require_together`, `compare_ranks` and
             `soframe.blocks.claims.require_free`.
     """
     try:
@@ -222,6 +222,7 @@ def build(
         placement = place(strategy, registration.blocks, backend.world_size)
         require_followable(registration.blocks, placement)
         require_eager(registration.blocks, placement)
+        require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
         claims.require_free(owner, modules)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
@@ -390,7 +391,44 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
         if block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
-                f"each rank's own: fully_shard averages them, so pass gradients='averaged'"
+                f"each rank's own: those of fully_shard are averaged, and those of a "
+                f"tensor-parallel plan of the same batch, so pass gradients='averaged'"
+            )
+
+
+def require_together(
+    model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
+) -> None:
+    """Check that all ranks of a tensor-parallel plan make the same statistics of the same calls.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        placement: Their placement.
+        draws: Whether the Fisher draws targets.
+
+    Raises:
+        ValueError: If some ranks would not take part where the rows of a call are brought together,
+            or if each would draw targets of its own.
+    """
+    own = {id(parameter): name for name, parameter in dtensors.foreign(model)}
+    if own and draws:
+        raise ValueError(
+            f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
+            f"tensor-parallel plan of {next(iter(own.values()))} have one batch together: pass "
+            f"fisher='type-2', or 'empirical'"
+        )
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not any(id(p) in own for p in block.parameters.values()):
+            continue
+        captured = [index for index, factor in enumerate(block.factors) if factor.captured]
+        ranks = range(placement.world_size)
+        if not all(place.contributes(rank, index) for rank in ranks for index in captured):
+            raise ValueError(
+                f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
+                f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
+                f"take no statistics of it: pass strategy='comm-opt', "
+                f"'mem-opt' or Sharded(group=None)"
             )
 
 

@@ -99,7 +99,14 @@ class Statistics:
     def listen(self) -> None:
         """Take the calls that the capture sees from now on."""
         names = {helper: block.name for helper, block in self._block_of.items()}
-        self._capture.listen(self._take, names, self._both)
+        ranks = range(self._backend.world_size)
+        alike = all(
+            place.contributes(rank, index)
+            for block, place in self._placed
+            for index, factor in enumerate(block.factors)
+            for rank in (ranks if factor.captured else ())
+        )
+        self._capture.listen(self._take, names, self._both, alike=alike)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -110,6 +117,7 @@ class Statistics:
         self._capture.expect(
             enabled=bool(self.due),
             counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
+            idle=frozenset(h for h in helpers if self._block_of[h] not in self.due),
             together=Together() if len(self.due) == every else None,
         )
 

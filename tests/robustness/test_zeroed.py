@@ -213,29 +213,13 @@ def sharded(rank: int, world_size: int, kind: str, before: bool) -> None:
 def test_sharded_models(kind: str, before: bool) -> None:
     """Refused at construction; by the step, where the model was sharded after it.
 
-    Models that fully_shard has sharded are served: see tests/stacks.
+    Models that fully_shard or a tensor-parallel plan has cut up are served: see tests/stacks.
     """
     for failure in run_ranks(sharded, 2, kind, before, check=False):
         assert isinstance(failure, RankFailure)
         assert failure.exception is not None
         assert "FullyShardedDataParallel, in whose flat buffers" in str(failure.exception)
         assert "shard the model by torch.distributed.fsdp.fully_shard" in str(failure.exception)
-
-
-def tensor_parallel(rank: int, world_size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    parallelize_module(model, init_device_mesh("cpu", (world_size,)), {"0": ColwiseParallel()})
-    build(model)
-
-
-@pytest.mark.distributed
-def test_tensor_parallel_models() -> None:
-    for failure in run_ranks(tensor_parallel, 2, check=False):
-        assert isinstance(failure, RankFailure)
-        assert "tensor-parallel plan" in str(failure.exception)
 
 
 def test_an_optimizer_that_shares_parameters_out() -> None:

@@ -1,0 +1,360 @@
+"""Under a tensor-parallel plan ranks train as one process does with whole layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import soframe
+from soframe.strategies import Sharded
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.test_plans import planned
+from tests.stacks.fully_sharded import weights
+from tests.stacks.tensor_parallel import Case, Run, alone, make_net, train
+
+pytestmark = pytest.mark.distributed
+
+MEM = {"strategy": "mem-opt"}
+KL = {**MEM, "kl_clip": 1e-4}
+ALL = {**MEM, "layers": "all"}
+
+CASES: dict[str, Case] = {
+    # Strategies and clips.
+    "comm": Case(),
+    "mem": Case(options=MEM),
+    "comm kl": Case(options={"kl_clip": 1e-4}),
+    "mem kl": Case(options=KL),
+    "mem norm": Case(options={**MEM, "norm_clip": 0.03}),
+    "sharded": Case(options={"strategy": Sharded(group=None, deferred=True)}),
+    # Plans.
+    "sequence": Case(kind="sequence", options={"kl_clip": 1e-4, "layers": "all"}),
+    "embedding": Case(kind="embedding", options=ALL),
+    "distributed": Case(kind="distributed", options=MEM),
+    "after": Case(when="after", options=MEM),
+    # How steps are made.
+    "passes": Case(passes=2, options=MEM),
+    "global": Case(passes=2, options={**MEM, "loss_average": "global"}),
+    "stagger": Case(options={**MEM, "stagger": True, "statistics_every": 2, "skip": [r"\.[qk]$"]}),
+    "observed": Case(observed=True, options=MEM),
+    "checkpoints": Case(checkpoints=True, options=MEM),
+    "spoilt": Case(spoilt=2, options=MEM),
+    "spoilt part": Case(spoilt=2, place="part", options=MEM),
+    "ekfac": Case(method="ekfac", options=MEM),
+    # soframe owns the step.
+    "own kfac": Case(owner="own", options=MEM),
+    "own muon": Case(owner="own", method="muon", options=MEM),
+    "own shampoo": Case(owner="own", method="shampoo", options=MEM),
+    "own after": Case(owner="own", method="muon", when="after", options=MEM),
+    "own sequence": Case(owner="own", method="muon", kind="sequence", options=MEM),
+    "own embedding": Case(owner="own", method="adamw", kind="embedding"),
+}
+FEW = ("mem kl", "sequence", "own sequence")
+"""Cases that run on four ranks, too."""
+
+Result = tuple[dict[str, Tensor], dict[str, int]]
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        run = train(case, ranks)
+        run.preconditioner.close()
+        found.append((weights(run.model), run.preconditioner.counters))
+    return found
+
+
+def assert_same(results: list[Result], case: Case, what: str) -> None:
+    expected, start = alone(case), weights(make_net())
+    for found, counters in results:
+        for name, weight in found.items():
+            where = f"{what}, {name}"
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
+            assert not torch.equal(weight, start[name]), where
+        skipped = counters.pop("skipped_updates")
+        assert skipped == (case.spoilt is not None)
+        assert counters.pop("skipped_statistics") in (0, skipped)
+        assert not any(counters.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, tuple(CASES)[:12]),
+        (2, tuple(CASES)[12:]),
+        pytest.param(4, FEW, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
+    results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
+    for index, name in enumerate(names):
+        assert_same([own[index] for own in results], CASES[name], name)
+
+
+def test_the_cases_are_not_all_one() -> None:
+    """The reference tells clips, passes and bad batches apart, so equality means something."""
+    pairs = [
+        ("mem", "mem kl"),
+        ("mem", "mem norm"),
+        ("mem", "passes"),
+        ("passes", "global"),
+        ("mem", "stagger"),
+        ("mem", "observed"),
+        ("mem", "spoilt"),
+        ("mem", "ekfac"),
+        ("comm kl", "sequence"),
+        ("own muon", "own shampoo"),
+    ]
+    for one, other in pairs:
+        first, second = alone(CASES[one]), alone(CASES[other])
+        assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        run = train(case, ranks)
+        found.append(run.state())
+        run.preconditioner.close()
+    return found
+
+
+def test_a_run_goes_on() -> None:
+    """In the middle of an interval: on the same mesh, from whole layers and with whole layers."""
+    cases = [CASES["mem kl"], CASES["own sequence"]]
+    early, names = [replace(case, end=3) for case in cases], ("mem kl", "own sequence")
+    saved, *_ = run_ranks(save_after, 2, early)
+    plain = [train(case).state() for case in early]
+    for states in (saved, plain):
+        rest = [replace(c, begin=3, state=s) for c, s in zip(cases, states, strict=True)]
+        results = run_ranks(train_all, 2, rest)
+        for index, (case, name) in enumerate(zip(cases, names, strict=True)):
+            assert_same([own[index] for own in results], case, name)
+    for case, state, name in zip(cases, saved, names, strict=True):
+        options = {k: v for k, v in case.options.items() if k != "strategy"}
+        run = train(replace(case, begin=3, state=state, options=options))
+        assert_same([(weights(run.model), run.preconditioner.counters)], case, name)
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+def collectives(rank: int, ranks: int) -> list[list[int]]:
+    """How many collectives each backward pass starts: plain, and at some steps of soframe's."""
+    found: list[list[int]] = []
+    every_other = {"statistics_every": 2, "skip": [r"\.[qk]$"]}
+    for options in (None, every_other, {**every_other, "stagger": True}):
+        if options is None:
+            run = Run(Case(), ranks)
+            run.preconditioner.close()
+        else:
+            run = Run(Case(options=options), ranks)
+        counts = []
+        for step in range(4):
+            run.optimizer.zero_grad()
+            with CommDebugMode() as seen:
+                run.backward(step)
+            counts.append(seen.get_total_counts())
+            if options is not None:
+                run.preconditioner.step()
+        found.append(counts)
+    return found
+
+
+def test_rows_travel_where_they_are_needed() -> None:
+    """One gather for each cut layer's call: at its own turn, and at no other step."""
+    for plain, some, turns in run_ranks(collectives, 2):
+        none = plain[0]
+        assert plain == [none] * 4
+        assert some == [none + 4, none, none + 4, none]  # v, o, up, down
+        assert turns[0] == none + 4
+        assert turns[2] + turns[3] == 2 * none + 4
+        assert none < turns[2] < none + 4
+
+
+def recorded(rank: int, ranks: int) -> tuple[Any, ...]:
+    own = train(CASES["mem kl"], ranks).preconditioner
+    return own.placement, own.traffic(), own.memory_usage()
+
+
+def test_plans_are_what_is_sent_and_held() -> None:
+    """Of what soframe sends itself; the rows of calls travel by the plan's own collectives."""
+    for rank, (placement, traffic, memory) in enumerate(run_ranks(recorded, 2)):
+        used = [work.name for work in placement.work]
+        assert traffic == planned(placement, rank, 4, (1, 2), used, clips=["kl"])
+        assert memory == placement.memory(rank, used=used)
+        assert traffic["gradients"]["bytes"] > 0
+
+
+def seen_by_layers(rank: int, ranks: int) -> list[tuple[type, ...]]:
+    """Which tensors statistics are made of, one of which a collective still writes when called."""
+    run = Run(Case(kind="sequence", options=ALL), ranks)
+    found: list[tuple[type, ...]] = []
+    for block in run.preconditioner.blocks:
+        for helper in block.helpers:
+            before = helper.input_rows
+
+            def noted(*inputs: Tensor, before: Any = before) -> Tensor:
+                found.append(tuple(map(type, inputs)))
+                rows: Tensor = before(*inputs)
+                return rows
+
+            helper.input_rows = noted  # type: ignore[method-assign]
+    run.backward(0)
+    return found
+
+
+def test_statistics_are_made_of_plain_tensors() -> None:
+    for found in run_ranks(seen_by_layers, 2):
+        assert found
+        assert set(found) == {(Tensor,)}
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def net(ranks: int, kind: str = "pairs") -> nn.Module:
+    return Run(Case(kind=kind), ranks).model
+
+
+def beside_fully_shard(rank: int, ranks: int) -> None:
+    """The same ranks would have the same data for some layers, and their own for others."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(model[2], mesh=mesh)
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def two_dimensions(rank: int, ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1, ranks))
+    model[0].weight = nn.Parameter(
+        distribute_tensor(model[0].weight.detach(), mesh, [Replicate(), Shard(0)])
+    )
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def uneven(rank: int, ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def beside_data(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def drawn(rank: int, ranks: int) -> None:
+    settings = {"fisher": "monte-carlo", "loss": "squared-error"}
+    soframe.Preconditioner(net(ranks), kl_clip=None, **settings)  # type: ignore[arg-type]
+
+
+def owners_alone(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, strategy="owner-local")
+
+
+def groups_of_ranks(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, strategy=Sharded(group=2))
+
+
+def owners_alone_later(rank: int, ranks: int) -> None:
+    """The first window is captured of layers that are cut up since; nobody waits in it."""
+    Run(Case(when="after", options={"strategy": "owner-local"}), ranks).step(0)
+
+
+def uneven_later(rank: int, ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 5))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    model(torch.ones(3, 4)).square().mean().backward()
+    own.step()
+
+
+def local_gradients(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
+
+
+def alone_among_many(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(net(ranks), kl_clip=None, backend="single")
+
+
+def hyperball(rank: int, ranks: int) -> None:
+    soframe.Optimizer(net(ranks), "muon", lr=0.1, constraint="hyperball")
+
+
+def trust_region(rank: int, ranks: int) -> None:
+    soframe.TrustRegion(net(ranks), "mse")
+
+
+def joined(rank: int, ranks: int) -> None:
+    run = Run(Case(), ranks)
+    with Join([run.preconditioner]):
+        run.step(0)
+
+
+def cut_outputs(rank: int, ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
+    own = soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="squared-error")
+    own.observe(model(torch.ones(3, 4)))
+
+
+def summed_on_one_rank(rank: int, ranks: int) -> None:
+    """A gradient that is to be added up over ranks on one of them only: nobody waits."""
+    run = Run(Case(owner="own", method="adamw", kind="sequence"), ranks)
+    run.backward(0)
+    gain = run.model.norm.weight
+    if rank == 0:
+        gain.grad = distribute_tensor(torch.ones(8).double(), gain.device_mesh, [Replicate()])
+    else:
+        distribute_tensor(torch.ones(8).double(), gain.device_mesh, [Replicate()])
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "words"),
+    [
+        (beside_fully_shard, 2, "tensor-parallel plan, whose ranks have the same data"),
+        (two_dimensions, 2, "plan that has a mesh of 2 dimensions"),
+        (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
+        (beside_data, 4, "is sharded over the ranks .* no data parallelism beside"),
+        (drawn, 2, "monte-carlo.* pass fisher='type-2'"),
+        (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (owners_alone_later, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (uneven_later, 2, "cuts 5 features into 2 parts that are not equal"),
+        (groups_of_ranks, 4, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (local_gradients, 2, "pass gradients='averaged'"),
+        (alone_among_many, 2, "is sharded over the ranks"),
+        (hyperball, 2, "of which each rank has a part"),
+        (trust_region, 2, "TrustRegion needs whole parameters"),
+        (joined, 2, "Join does not go with"),
+        (cut_outputs, 2, r"pass output\.full_tensor\(\)"),
+        (summed_on_one_rank, 2, "blocks with gradients"),
+    ],
+)
+def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
+    for failure in run_ranks(function, ranks, check=False, timeout=60):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
