@@ -1,4 +1,4 @@
-"""A preconditioner for DeepSpeed's engine, under plain data parallelism (ZeRO stage 0).
+"""A preconditioner for DeepSpeed's engine, under ZeRO stages 0, 1 and 2.
 
 ::
 
@@ -33,17 +33,17 @@ class DeepSpeedPreconditioner:
 
     Raises:
         TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
-        ValueError: If the engine shares out states, gradients or parameters (ZeRO stages 1 to 3),
-            or trains in half precision, or a setting is out of range.
+        ValueError: If the engine shares out parameters (ZeRO stage 3), or keeps gradients in the
+            host's memory, or trains in half precision; or a setting is out of range.
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
-        if (stage := engine.zero_optimization_stage()) > 0:
+        if (stage := engine.zero_optimization_stage()) > 2:
             raise ValueError(
-                f"ZeRO stage {stage} keeps gradients elsewhere than in .grad, so that "
-                f"preconditioning would have no effect: use stage 0, or "
-                f"DistributedDataParallel with soframe's strategy='sharded', which shares out "
-                f"factors and second-order data"
+                f"ZeRO stage {stage} shares out parameters, which a Preconditioner does not know "
+                f"how to read: use stage 1 or 2, with soframe's strategy='sharded', which shares "
+                f"out factors and second-order data; or shard the model by "
+                f"torch.distributed.fsdp.fully_shard"
             )
         if engine.fp16_enabled() or engine.bfloat16_enabled():
             raise ValueError(

@@ -390,7 +390,7 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
         if block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
-                f"each rank's own: fully_shard averages them, so pass gradients='averaged'"
+                f"each rank's own: the stack averages them, so pass gradients='averaged'"
             )
 
 

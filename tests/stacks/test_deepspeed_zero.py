@@ -1,0 +1,226 @@
+"""Under DeepSpeed's ZeRO, stages 1 and 2, ranks train as one process does with all samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from soframe.strategies import Sharded
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.integrations.kit import as_launched
+from tests.stacks.fully_sharded import SAMPLES, Net, batch, make_net, weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 5
+CLIPS = {"kl_clip": 1e-4, "norm_clip": 0.03}
+MEM = {"strategy": "mem-opt"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        stage: The stage of ZeRO.
+        when: Whether the preconditioner is built ``"before"`` ``deepspeed.initialize``, or
+            ``"after"``, or by the ``"hook"`` of `soframe.integrations`.
+        method: The method.
+        options: Further settings of `soframe.Preconditioner`.
+        zero: Settings of ZeRO.
+        config: Further settings of DeepSpeed.
+        passes: Micro-batches in each step.
+        groups: Whether biases have a learning rate of their own.
+        spoilt: The step at which the gradient of one rank is not finite.
+        frozen: From which step to which a weight and a bias are not trained.
+        clip: DeepSpeed's bound on the norm of what it is given.
+    """
+
+    stage: int = 2
+    when: str = "after"
+    method: Any = "kfac"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    passes: int = 1
+    groups: bool = False
+    spoilt: int | None = None
+    frozen: tuple[int, int] = (-1, -1)
+    clip: float = 0.0
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"{stage} {when} {strategy}": Case(stage, when, options={"strategy": strategy, **CLIPS})
+        for stage, when, strategy in (
+            (1, "before", "mem-opt"),
+            (1, "after", "comm-opt"),
+            (2, "before", "comm-opt"),
+            (2, "after", "mem-opt"),
+            (2, "hook", "sharded"),
+        )
+    },
+    "1 passes": Case(1, "hook", options=MEM, passes=3),
+    "2 passes": Case(2, "hook", options=MEM, passes=3),
+    "2 before, passes": Case(2, "before", options=MEM, passes=3),
+    "1 rates": Case(1, options={**MEM, **CLIPS}, groups=True),
+    "2 rates, before": Case(2, "before", options={**MEM, **CLIPS}, groups=True),
+    "2 spoilt": Case(2, options=MEM, spoilt=2),
+    "1 frozen": Case(1, options=MEM, frozen=(2, 4)),
+    "2 clipped": Case(2, "hook", options=MEM, clip=0.05),
+    "1 soap": Case(1, method="soap", options={**MEM, "auxiliary": "adamw"}),
+    "2 soap-muon": Case(2, method="soap-muon", options={**MEM, "auxiliary": "adamw"}),
+    # Settings of ZeRO by which it lays out, or reduces, otherwise.
+    "2 in turns": Case(2, options=MEM, zero={"round_robin_gradients": True}),
+    "1 in turns, passes": Case(1, "hook", options=MEM, passes=2, zero={"round_robin_gradients": 1}),
+    "2 aligned": Case(2, options=MEM, zero={"parameter_alignment": True}),
+    "2 overlapped": Case(2, "hook", options=MEM, passes=2, zero={"overlap_comm": True}),
+    "1 all-reduced": Case(1, options=MEM, zero={"reduce_scatter": False}),
+    "2 in small buckets": Case(
+        2, options=MEM, zero={"reduce_bucket_size": 50, "allgather_bucket_size": 100}
+    ),
+}
+FEW = ("1 before mem-opt", "2 hook sharded", "2 passes", "2 rates, before")
+TOGETHER = 12
+
+
+def base(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    if not case.groups:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    named = list(model.named_parameters())
+    biases = [p for name, p in named if name.endswith("bias")]
+    others = [p for name, p in named if not name.endswith("bias")]
+    return torch.optim.SGD([{"params": biases, "lr": 0.3}, {"params": others}], lr=0.1)
+
+
+def initialize(model: nn.Module, optimizer: Any, case: Case, ranks: int) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // ranks // case.passes,
+        "gradient_accumulation_steps": case.passes,
+        "gradient_clipping": case.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": case.stage, **case.zero},
+        **case.config,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, "kl_clip": None}
+    return {**settings, "layers": "all", **case.options}
+
+
+def losses(step: int, case: Case, model: nn.Module, rank: int, ranks: int) -> Any:
+    """Yield the losses of the micro-batches of a step, as functions."""
+    x, y = batch(step)
+    mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+    size = SAMPLES // ranks // case.passes
+    for tokens, targets in zip(x[mine].split(size), y[mine].float().split(size), strict=True):
+        loss = 0.5 * (model(tokens) - targets).square().sum(1).mean()
+        yield loss * float("nan") if step == case.spoilt and rank == 0 else loss
+
+
+def freeze(model: Net, step: int, case: Case) -> None:
+    if step in case.frozen:
+        for parameter in (model.layers[0].up.weight, model.layers[1].up.bias):
+            parameter.requires_grad_(step == case.frozen[1])
+
+
+def net() -> Net:
+    return make_net().float()
+
+
+def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
+    model = net()
+    optimizer = base(model, case)
+    hook: DeepSpeedPreconditioner | None = None
+    settings = settings_of(case)
+    if case.when == "before":
+        own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
+    engine = initialize(model, optimizer, case, ranks)
+    if case.when == "after":
+        own = soframe.Preconditioner(engine, case.method, optimizer=engine.optimizer, **settings)
+    if case.when == "hook":
+        hook = DeepSpeedPreconditioner(engine, method=case.method, **settings)
+        own = hook.preconditioner
+    for step in range(STEPS):
+        freeze(model, step, case)
+        for loss in losses(step, case, engine, rank, ranks):
+            engine.backward(loss)
+            if hook is not None:
+                hook.step()
+            elif engine.is_gradient_accumulation_boundary():
+                own.step()
+            engine.step()
+    own.close()
+    found = weights(engine.module)
+    engine.destroy()
+    return found, own.counters
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Any]:
+    as_launched(rank, ranks)
+    return [train(rank, ranks, case) for case in cases]
+
+
+def alone(case: Case) -> dict[str, Tensor]:
+    """The weights after a run on one process, of the concatenated batch."""
+    model = net()
+    optimizer = base(model, case)
+    settings = settings_of(case)
+    settings.pop("strategy", None)
+    own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
+    for step in range(STEPS):
+        freeze(model, step, case)
+        for loss in losses(step, case, model, 0, 1):
+            (loss / case.passes).backward()
+        own.step()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    own.close()
+    return weights(model)
+
+
+def assert_same(results: list[Any], case: Case, name: str) -> None:
+    expected, start = alone(case), weights(net())
+    for found, counters in results:
+        for key, weight in found.items():
+            where = f"{name}, {key}"
+            off = float((weight - expected[key]).abs().max())
+            print(where, off)
+            assert off < 2e-6, (where, off)
+            assert torch.equal(weight, start[key]) == key.startswith("unused"), where
+        assert counters["skipped_updates"] == (case.spoilt is not None)
+
+
+def groups_on(ranks: int) -> list[tuple[str, ...]]:
+    names = list(CASES) if ranks == 2 else list(FEW)
+    return [tuple(names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(ranks, names) for ranks in (1, 2, 3) for names in groups_on(ranks)],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
+    pytest.importorskip("deepspeed")
+    results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=240)
+    for index, name in enumerate(names):
+        assert_same([own[index] for own in results], CASES[name], name)
