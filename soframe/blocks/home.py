@@ -166,18 +166,17 @@ class GradientHome(ABC):
         """
         require_served(parameters)
 
-    def require_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Check that the gradients of a step are complete; called when each begins.
-
-        The default checks nothing. A home in which gradients are averaged at some time later than a
-        backward pass says so where they are not yet.
+    def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """Return why the gradients of a step are not complete, and the remedy; asked when it begins.
 
         Args:
             parameters: The parameters of the blocks.
 
-        Raises:
-            RuntimeError: If they are not.
+        Returns:
+            None, the default, where they are. A home in which gradients are averaged some time
+            after a backward pass says so where they are not yet.
         """
+        return None
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         """Return the parameters of a model that each param group of an optimizer is of.
@@ -229,6 +228,13 @@ class PlainGrad(GradientHome):
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
         """See `GradientHome.shards`.
 
+        Args:
+            parameter: The parameter.
+            ranks: The global ranks of the group.
+
+        Returns:
+            The parts, or None.
+
         Raises:
             ValueError: If it is shared out over other ranks; or DeepSpeed's ZeRO has the gradients
                 of other parameters, and not this one's.
@@ -250,11 +256,12 @@ class PlainGrad(GradientHome):
             self._zero = {**self._zero, **found}
         require_served((name, p) for name, p in named if p not in self._zero)
 
-    def require_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `GradientHome.require_ready`."""
-        for parameter in parameters if self._zero else ():
-            if parameter in self._zero:
-                self._zero[parameter].require_ready(parameter)
+    def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """See `GradientHome.incomplete`."""
+        if not self._zero:
+            return None
+        found = dict.fromkeys(self._zero[p] for p in parameters if p in self._zero)
+        return next((why for partitions in found if (why := partitions.incomplete())), None)
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         """See `GradientHome.groups`."""

@@ -139,30 +139,21 @@ class Partitions:
             optimizer = getattr(optimizer, "optimizer", None)
         return None
 
-    def require_ready(self, parameter: nn.Parameter) -> None:
-        """Check that the gradients of a step are there.
-
-        Args:
-            parameter: One of the parameters.
-
-        Raises:
-            RuntimeError: If they are not: a step goes where DeepSpeed's own does.
-            ValueError: If DeepSpeed has laid the model out anew since it was registered.
-        """
-        mapping: Any = parameter.__dict__.get(MARK)
-        if mapping is not None and mapping.gradient_dict is not self._averaged:
-            raise ValueError(
+    def incomplete(self) -> str | None:
+        """Return why the gradients of a step are not there, and the remedy; None if they are."""
+        if not _is_in_use(self._optimizer):
+            return (
                 "deepspeed.initialize was called again since this model was registered: close the "
                 "Preconditioner, and build another one"
             )
-        if self._averaged.get(self._places[parameter].group) is None:
-            raise RuntimeError(
-                "DeepSpeed's ZeRO has no averaged gradients now: it has them after the last "
-                "backward pass of a step, until engine.step(). Call step() between "
-                "engine.backward(loss) and engine.step(), if "
-                "engine.is_gradient_accumulation_boundary(), as "
-                "soframe.integrations.deepspeed.DeepSpeedPreconditioner does"
-            )
+        if all(self._averaged.get(place.group) is not None for place in self._places.values()):
+            return None
+        return (
+            "DeepSpeed's ZeRO has no averaged gradients now: it has them after the last backward "
+            "pass of a step, until engine.step(). Call step() between engine.backward(loss) and "
+            "engine.step(), if engine.is_gradient_accumulation_boundary(), as "
+            "soframe.integrations.deepspeed.DeepSpeedPreconditioner does"
+        )
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this rank's part of a gradient.
@@ -198,8 +189,7 @@ class Partitions:
         if part is None:
             if gradient is None:
                 return
-            self.require_ready(parameter)
-        assert part is not None
+            raise RuntimeError("DeepSpeed's ZeRO has no averaged gradients now to overwrite")
         part.copy_(torch.zeros_like(part) if gradient is None else gradient)
 
     def local(self, parameter: nn.Parameter) -> Tensor:

@@ -56,7 +56,9 @@ class AveragedGradients:
         Raises:
             RuntimeError: If their home does not have them yet.
         """
-        self._home.require_ready(p for own in self._of_block.values() for p in own)
+        why = self._home.incomplete(p for own in self._of_block.values() for p in own)
+        if why is not None:
+            raise RuntimeError(why)
 
     def alike(self) -> tuple[str, ...]:
         """Return what all ranks must have alike: which blocks with a memory have gradients.

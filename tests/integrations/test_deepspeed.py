@@ -1,4 +1,4 @@
-"""DeepSpeed's engine itself, under ZeRO stage 0: equal to the plain loop, and resumed."""
+"""DeepSpeed's engine itself, under ZeRO stages 0 to 2: equal to the plain loop, and resumed."""
 
 from __future__ import annotations
 
@@ -77,12 +77,13 @@ def on_ranks(rank: int, ranks: int, folder: str, own: bool, settings: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("own", [False, True])
-def test_two_ranks(tmp_path: Path, own: bool) -> None:
+@pytest.mark.parametrize(("stage", "own"), [(0, False), (0, True), (1, False), (2, False)])
+def test_two_ranks(tmp_path: Path, stage: int, own: bool) -> None:
     """With accumulation, and a state that is spread over the ranks; it reduces no float64."""
     pytest.importorskip("deepspeed")
     expected = plain(own=own, dtype=torch.float32)
-    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, {}):
+    settings = {"zero_optimization": {"stage": stage}}
+    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, settings):
         assert_equal(whole, expected, 2e-5)
         assert_equal(resumed, whole, 0)
 
@@ -92,7 +93,7 @@ def test_two_ranks(tmp_path: Path, own: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1"),
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
         ({"bf16": {"enabled": True}}, "fp16 and bf16"),
     ],
 )

@@ -41,16 +41,15 @@ def zero(rank: int, world_size: int, stage: int, when: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("when", ["before", "after", "with its optimizer"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_zero(stage: int, when: str) -> None:
-    """Stages that share anything out are refused by name; stage 0 is plain data parallelism."""
+    """Stage 3, which shares parameters out, is refused by name; stage 0 shares nothing out."""
     pytest.importorskip("deepspeed")
     (result,) = run_ranks(zero, 1, stage, when, check=False)
-    assert isinstance(result, RankFailure) == (stage > 0), result
-    if stage > 0:
-        wanted = "ZeRO stage 3" if stage == 3 else "ZeRO stage 1 or 2"
+    assert isinstance(result, RankFailure) == (stage == 3), result
+    if stage == 3:
         assert isinstance(result.exception, ValueError)
-        assert wanted in str(result.exception)
+        assert "ZeRO stage 3" in str(result.exception)
 
 
 @pytest.mark.parametrize("gate", [False, True])

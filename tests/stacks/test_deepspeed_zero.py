@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,15 +17,16 @@ import soframe
 from soframe import available
 from soframe.comm import shards
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
-from soframe.strategies import Sharded
-from tests.distributed.harness import RankFailure, run_ranks
+from soframe.strategies.placement import Placement
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
 from tests.integrations.kit import as_launched
 from tests.stacks.fully_sharded import SAMPLES, Net, batch, make_net, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 5
-CLIPS = {"kl_clip": 1e-4, "norm_clip": 0.03}
+CLIPS = {"kl_clip": 2e-4, "norm_clip": 0.03}
 MEM = {"strategy": "mem-opt"}
 
 
@@ -148,6 +150,11 @@ def net() -> Net:
 
 
 def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
+    model, own = trained(rank, ranks, case)
+    return weights(model), own.counters
+
+
+def trained(rank: int, ranks: int, case: Case) -> tuple[nn.Module, soframe.Preconditioner]:
     model = net()
     optimizer = base(model, case)
     hook: DeepSpeedPreconditioner | None = None
@@ -170,9 +177,8 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
                 own.step()
             engine.step()
     own.close()
-    found = weights(engine.module)
     engine.destroy()
-    return found, own.counters
+    return model, own
 
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Any]:
@@ -259,3 +265,160 @@ def test_every_method_does_what_it_does_with_whole_gradients() -> None:
         for name, (found, expected) in zip(names, own, strict=True):
             for key, weight in found.items():
                 assert torch.equal(weight, expected[key]), (name, key)
+
+
+def test_the_cases_are_not_all_one() -> None:
+    """The reference tells clips, rates and frozen weights apart, so equality means something."""
+    one = Case(options=MEM)
+    others = ("2 after mem-opt", "1 rates", "2 spoilt", "2 clipped")
+    for first, other in [
+        *((one, CASES[name]) for name in others),
+        (CASES["2 after mem-opt"], Case(options={**MEM, "kl_clip": 2e-4})),
+        (CASES["2 after mem-opt"], Case(options={**MEM, "norm_clip": 0.03})),
+        (CASES["2 after mem-opt"], CASES["1 rates"]),
+        (CASES["1 frozen"], replace(CASES["1 frozen"], frozen=(-1, -1))),
+    ]:
+        found, expected = alone(first), alone(other)
+        assert max(float((found[n] - expected[n]).abs().max()) for n in found) > 1e-4, other
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+def recorded(rank: int, ranks: int, case: Case) -> tuple[Placement, dict[str, Any]]:
+    as_launched(rank, ranks)
+    own = trained(rank, ranks, case)[1]
+    return own.placement, own.traffic()
+
+
+def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_partitions() -> None:
+    """What is planned is recorded: of each gradient what its worker lacks, there and back."""
+    pytest.importorskip("deepspeed")
+    case = Case(options={**MEM, "skip": ["unused"]})
+    each = run_ranks(recorded, 2, case)
+    lacked = [0, 0]
+    for block, work in zip(each[0][0].blocks, each[0][0].work, strict=True):
+        (worker,) = block.gradient_workers
+        lacked[worker] += sum(shards.numel(1 - worker) for shards in work.shards)
+    assert all(lacked)
+    for rank, (placement, traffic) in enumerate(each):
+        used = [work.name for work in placement.work]
+        assert traffic == planned(placement, rank, STEPS, (1, 2), used), rank
+        for phase in ("gradients", "exchange"):
+            assert traffic[phase] == {"bytes": STEPS * 4 * sum(lacked), "calls": STEPS}, phase
+
+
+# -- less precision in a pass ----------------------------------------------------------------------
+
+
+def test_autocast() -> None:
+    """DeepSpeed's own setting: within the rounding of the passes and of what it reduces."""
+    pytest.importorskip("deepspeed")
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    case = Case(2, "hook", options=MEM, config=autocast)
+    expected, start = alone(case), weights(net())
+    moved = max(float((expected[n] - start[n]).norm()) for n in expected)
+    for ((found, _),) in run_ranks(train_all, 2, [case]):
+        off = max(float((found[n] - expected[n]).norm()) for n in expected)
+        assert 0 < off < 0.05 * moved, (off, moved)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def said(function: Any) -> str:
+    """What is raised."""
+    try:
+        function()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals(rank: int, ranks: int) -> dict[str, str]:
+    as_launched(rank, ranks)
+    found: dict[str, str] = {}
+
+    def engine_of(case: Case, model: nn.Module | None = None, optimizer: Any = None) -> Any:
+        model = net() if model is None else model
+        return initialize(model, optimizer or base(model, case), case, ranks)
+
+    def built(engine: Any, **settings: Any) -> str:
+        what = said(lambda: soframe.Preconditioner(engine, kl_clip=None, **settings))
+        engine.destroy()
+        return what
+
+    def step(engine: Any, own: Any, case: Case, number: int = 1) -> str:
+        all_losses = list(losses(0, case, engine, rank, ranks))
+        for loss in all_losses[:number]:
+            engine.backward(loss)
+        return said(own.step)
+
+    found["stage 3"] = built(engine_of(Case(3)))
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    case = Case(2, zero=offload, config={"zero_force_ds_cpu_optimizer": False})
+    found["offload"] = built(engine_of(case))
+    found["bfloat16"] = built(engine_of(Case(1, config={"bf16": {"enabled": True}})))
+    found["float64"] = built(engine_of(Case(1), make_net()))
+    found["local"] = built(engine_of(Case(1)), gradients="local")
+    model = net()
+    some = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    found["not in the optimizer"] = built(engine_of(Case(1), model, some))
+    engine = engine_of(Case(2))
+    found["another optimizer"] = built(engine, optimizer=torch.optim.SGD(net().parameters(), lr=1))
+    engine = engine_of(Case(2))
+    found["own step"] = said(lambda: soframe.Optimizer(engine, "kfac", lr=0.1))
+    engine.destroy()
+    engine = engine_of(Case(2))
+    found["trust region"] = said(lambda: soframe.TrustRegion(engine.module, "squared-error"))
+    engine.destroy()
+
+    case = Case(2, passes=2)
+    for when in ("before", "after"):
+        model = net()
+        own = soframe.Preconditioner(model, lr=0.1) if when == "before" else None
+        engine = engine_of(case, model)
+        own = own or soframe.Preconditioner(engine, lr=0.1)
+        found[f"{when}, not at the boundary"] = step(engine, own, case)
+        own.close()
+        engine.destroy()
+
+    model = net()
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.1)
+    engine = engine_of(Case(1), model, optimizer)
+    found["own step, before"] = step(engine, engine, Case(1))
+    optimizer.close()
+    engine.destroy()
+
+    model = net()
+    engine = engine_of(Case(1), model)
+    own = soframe.Preconditioner(engine, lr=0.1)
+    again = engine_of(Case(1), model)
+    found["again"] = step(again, own, Case(1))
+    own.close()
+    return found
+
+
+EXPECTED = {
+    "stage 3": "ValueError: the parameter .* belongs to DeepSpeed's ZeRO stage 3",
+    "offload": "ValueError: .* offload_optimizer out",
+    "bfloat16": "ValueError: the parameter .*: train in float32",
+    "float64": "ValueError: the parameter .*: train in float32",
+    "local": "ValueError: .* pass gradients='averaged'",
+    "not in the optimizer": "ValueError: .* give it to the optimizer",
+    "another optimizer": "ValueError: .* is not in the given optimizer",
+    "own step": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
+    "own step, before": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
+    "trust region": "ValueError: TrustRegion needs whole .* DeepSpeed's ZeRO",
+    "before, not at the boundary": "RuntimeError: .*is_gradient_accumulation_boundary",
+    "after, not at the boundary": "RuntimeError: .*is_gradient_accumulation_boundary",
+    "again": "RuntimeError: deepspeed.initialize was called again",
+}
+
+
+def test_what_is_refused() -> None:
+    pytest.importorskip("deepspeed")
+    for found in run_ranks(refusals, 2, timeout=240):
+        assert set(found) == set(EXPECTED)
+        for name, what in EXPECTED.items():
+            assert re.match(what, found[name], re.DOTALL), (name, found[name])
