@@ -167,7 +167,7 @@ class GradientHome(ABC):
         require_served(parameters)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """Return why the gradients of a step are not complete, and the remedy; asked when it begins.
+        """Return why the gradients of a step are not complete, and the remedy; asked as it begins.
 
         Args:
             parameters: The parameters of the blocks.

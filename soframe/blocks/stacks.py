@@ -25,8 +25,9 @@ _INSTEAD = (
 _MARKS = {
     "_fsdp_flattened": "FullyShardedDataParallel, in whose flat buffers it lies",
     "ds_id": "DeepSpeed's ZeRO stage 3, which shares it out over ranks (stages 1 and 2 are served)",
-    zero.MARK: "DeepSpeed's bf16 optimizer, or a home of gradients that is not its ZeRO's, which "
-    "keeps its gradient in a buffer of its own",
+    zero.MARK: "DeepSpeed, which keeps its gradient in a buffer of its own: one that is looked at "
+    "where its optimizer is that of ZeRO stage 1 or 2 (and not its bf16 optimizer, nor an engine "
+    "that is gone), and no other home= is given",
 }
 
 
