@@ -146,7 +146,11 @@ class Partitions:
                 "deepspeed.initialize was called again since this model was registered: close the "
                 "Preconditioner, and build another one"
             )
-        if all(self._averaged.get(place.group) is not None for place in self._places.values()):
+        # Where gradients are added up in another dtype they are there before, and not complete.
+        boundary = getattr(self._optimizer, "is_gradient_accumulation_boundary", True)
+        ready = boundary() if callable(boundary) else boundary
+        groups = {place.group for place in self._places.values()}
+        if ready and all(self._averaged.get(group) is not None for group in groups):
             return None
         return (
             "DeepSpeed's ZeRO has no averaged gradients now: it has them after the last backward "
@@ -231,8 +235,13 @@ class Partitions:
             dim=0,
             ranges=tuple(place.ranges[others.index(rank)] for rank in ranks),
             copies=(0,) * len(ranks),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=str(self._dtype(parameter)).removeprefix("torch."),
         )
+
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return a dtype that holds a parameter's gradient."""
+        own = getattr(self._optimizer, "gradient_accumulation_dtype", parameter.dtype)
+        return torch.promote_types(parameter.dtype, own)
 
 
 def find(
@@ -288,9 +297,9 @@ def _unserved(optimizer: Any) -> str | None:
     reasons = {
         "which keeps gradients in the host's memory (offload_optimizer): leave offload_optimizer "
         "out": optimizer.cpu_offload or getattr(optimizer, "zenflow", False),
-        f"which has parameters in {', '.join(sorted(map(str, dtypes)))}, where it keeps float32 "
-        f"copies and scales losses: train in float32, with torch.autocast to bfloat16 if that is "
-        f"wanted": dtypes != {torch.float32},
+        f"which has parameters in {', '.join(sorted(map(str, dtypes)))}, where it scales losses, "
+        f"or rounds: train in float32, or by bf16 or torch_autocast of DeepSpeed's settings in "
+        f"bfloat16": not dtypes <= {torch.float32, torch.bfloat16},
         "which scales losses: leave the loss scale at 1": (
             optimizer.loss_scale != 1
             or getattr(optimizer, "torch_autocast_gradscaler", None) is not None

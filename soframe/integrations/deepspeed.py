@@ -34,7 +34,8 @@ class DeepSpeedPreconditioner:
     Raises:
         TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
         ValueError: If the engine shares out parameters (ZeRO stage 3), or keeps gradients in the
-            host's memory, or trains in half precision; or a setting is out of range.
+            host's memory, or trains in float16, or without ZeRO in bfloat16; or a setting is out of
+            range.
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
@@ -45,10 +46,11 @@ class DeepSpeedPreconditioner:
                 f"out factors and second-order data; or shard the model by "
                 f"torch.distributed.fsdp.fully_shard"
             )
-        if engine.fp16_enabled() or engine.bfloat16_enabled():
+        if engine.fp16_enabled() or (stage == 0 and engine.bfloat16_enabled()):
             raise ValueError(
-                "DeepSpeed's fp16 and bf16 keep gradients in copies of their own: train in "
-                "float32, with torch.autocast if that is wanted"
+                "DeepSpeed's fp16, and bf16 under ZeRO stage 0, keep gradients in copies of their "
+                "own, or scale them: use bf16 under ZeRO stage 1 or 2, or train in float32, by "
+                "torch_autocast of DeepSpeed's settings in bfloat16 if that is wanted"
             )
         require_plain(engine.optimizer)
         self._engine = engine

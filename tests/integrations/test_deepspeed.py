@@ -94,7 +94,7 @@ def test_two_ranks(tmp_path: Path, stage: int, own: bool) -> None:
     ("settings", "why"),
     [
         ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
-        ({"bf16": {"enabled": True}}, "fp16 and bf16"),
+        ({"bf16": {"enabled": True}}, "bf16 under ZeRO stage 0"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], why: str) -> None:

@@ -216,16 +216,36 @@ def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_partitions(
 # -- less precision in a pass ----------------------------------------------------------------------
 
 
-def test_autocast() -> None:
-    """DeepSpeed's own setting: within the rounding of the passes and of what it reduces."""
+BF16 = {"bf16": {"enabled": True}}
+NARROW: dict[str, Case] = {
+    "autocast": Case(
+        2, "hook", config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, options=MEM
+    ),
+    "1": Case(1, "hook", config=BF16, options=MEM),
+    "2 passes": Case(2, "hook", config=BF16, options=MEM, passes=2),
+    "2 added up in float32": Case(
+        2,
+        "hook",
+        config={**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+        options=MEM,
+        passes=2,
+    ),
+}
+
+
+def test_less_precision() -> None:
+    """Within the rounding of the passes, and of what DeepSpeed reduces and keeps."""
     pytest.importorskip("deepspeed")
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    case = Case(2, "hook", options=MEM, config=autocast)
-    expected, start = alone(case), weights(net())
-    moved = max(float((expected[n] - start[n]).norm()) for n in expected)
-    for ((found, _),) in run_ranks(train_all, 2, [case]):
-        off = max(float((found[n] - expected[n]).norm()) for n in expected)
-        assert 0 < off < 0.05 * moved, (off, moved)
+    results = run_ranks(train_all, 2, list(NARROW.values()), timeout=240)
+    start = weights(net())
+    for index, (name, case) in enumerate(NARROW.items()):
+        expected = alone(case)
+        moved = max(float((expected[n] - start[n]).norm()) for n in expected)
+        for own in results:
+            found, _ = own[index]
+            off = max(float((found[n].float() - expected[n]).norm()) for n in expected)
+            print(name, off / moved)
+            assert 0 < off < 0.05 * moved, (name, off / moved)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -259,11 +279,23 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
             engine.backward(loss)
         return said(own.step)
 
+    def step_early(case: Case, when: str = "after") -> str:
+        model = net()
+        own = soframe.Preconditioner(model, lr=0.1) if when == "before" else None
+        engine = engine_of(case, model)
+        own = own or soframe.Preconditioner(engine, lr=0.1)
+        what = step(engine, own, case)
+        own.close()
+        engine.destroy()
+        return what
+
     found["stage 3"] = built(engine_of(Case(3)))
     offload = {"offload_optimizer": {"device": "cpu"}}
     case = Case(2, zero=offload, config={"zero_force_ds_cpu_optimizer": False})
     found["offload"] = built(engine_of(case))
-    found["bfloat16"] = built(engine_of(Case(1, config={"bf16": {"enabled": True}})))
+    wide = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+    found["bfloat16 and float32"] = built(engine_of(Case(1, config=wide)))
+    found["bfloat16 and float32, early"] = step_early(Case(2, passes=2, config=wide))
     found["float64"] = built(engine_of(Case(1), make_net()))
     found["local"] = built(engine_of(Case(1)), gradients="local")
     model = net()
@@ -278,15 +310,8 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     found["trust region"] = said(lambda: soframe.TrustRegion(engine.module, "squared-error"))
     engine.destroy()
 
-    case = Case(2, passes=2)
     for when in ("before", "after"):
-        model = net()
-        own = soframe.Preconditioner(model, lr=0.1) if when == "before" else None
-        engine = engine_of(case, model)
-        own = own or soframe.Preconditioner(engine, lr=0.1)
-        found[f"{when}, not at the boundary"] = step(engine, own, case)
-        own.close()
-        engine.destroy()
+        found[f"{when}, not at the boundary"] = step_early(Case(2, passes=2), when)
 
     model = net()
     optimizer = soframe.Optimizer(model, "kfac", lr=0.1)
@@ -307,7 +332,8 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 EXPECTED = {
     "stage 3": "ValueError: the parameter .* belongs to DeepSpeed's ZeRO stage 3",
     "offload": "ValueError: .* offload_optimizer out",
-    "bfloat16": "ValueError: the parameter .*: train in float32",
+    "bfloat16 and float32": "ValueError: the parameter .* its bf16 optimizer",
+    "bfloat16 and float32, early": "RuntimeError: .*is_gradient_accumulation_boundary",
     "float64": "ValueError: the parameter .*: train in float32",
     "local": "ValueError: .* pass gradients='averaged'",
     "not in the optimizer": "ValueError: .* give it to the optimizer",

@@ -47,6 +47,7 @@ class DeepSpeedZeroOptimizer:
     cpu_offload = zenflow = has_moe_layers = False
     loss_scale = model_parallel_world_size = sequence_parallel_size = 1
     gradient_average, torch_autocast_gradscaler = True, None
+    gradient_accumulation_dtype, is_gradient_accumulation_boundary = torch.float32, True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, turns: bool = False, aligned: int = 1
@@ -259,7 +260,7 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
         model, engine = made()
         setattr(engine, attribute, value)
         found[name] = said(lambda model=model: soframe.Preconditioner(model, kl_clip=None))
-    for dtype in (torch.float64, torch.bfloat16):
+    for dtype in (torch.float64, torch.float16):
         model, engine = made(net().to(dtype))
         found[str(dtype)] = said(lambda model=model: soframe.Preconditioner(model, kl_clip=None))
     model = net()
@@ -285,6 +286,10 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     model, engine = made()
     own = soframe.Preconditioner(model, lr=0.1)
     found["too early"] = said(own.step)
+    model(torch.tensor([0])).sum().backward()
+    engine.reduce()
+    engine.is_gradient_accumulation_boundary = False
+    found["too early, added up"] = said(own.step)
     _, _again = made(model)
     found["again"] = said(own.step)
     own.close()
@@ -300,7 +305,7 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 EXPECTED = {
     **{name: f"ValueError: the parameter .*{what}" for name, (_, _, what) in UNSERVED.items()},
     "torch.float64": "ValueError: the parameter .*train in float32",
-    "torch.bfloat16": "ValueError: the parameter .*train in float32",
+    "torch.float16": "ValueError: the parameter .*train in float32",
     "muon": "ValueError: the parameter .*Muon",
     "home": "ValueError: the parameter .*no other home= is given",
     "gone": "ValueError: the parameter .*an engine that is gone",
@@ -310,6 +315,7 @@ EXPECTED = {
     "local": "ValueError: .*pass gradients='averaged'",
     "left out": "ValueError: .*give it to the optimizer",
     "too early": "RuntimeError: .*is_gradient_accumulation_boundary",
+    "too early, added up": "RuntimeError: .*is_gradient_accumulation_boundary",
     "again": "RuntimeError: deepspeed.initialize was called again",
 }
 
