@@ -222,6 +222,7 @@ NARROW: dict[str, Case] = {
         2, "hook", config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, options=MEM
     ),
     "1": Case(1, "hook", config=BF16, options=MEM),
+    "2 before": Case(2, "before", config=BF16, options=MEM),
     "2 passes": Case(2, "hook", config=BF16, options=MEM, passes=2),
     "2 added up in float32": Case(
         2,
