@@ -39,6 +39,9 @@ test-stacks: ## run the tests of trainers and other stacks with their libraries,
 	OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
 	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py $(PYTEST_ARGS)
 
+.PHONY: environment
+environment: $(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-test ## install what the checks need
+
 .PHONY: lint
 lint: $(VENV)/.stamp-lint ## check style, docstrings and types
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ STRATEGIES: dict[str, Any] = {
     "mem-opt": "mem-opt",
     "sharded": Sharded(group=None),
 }
-KINDS = {"plain": (90, 1), "statistics": (9, 2), "solve": (1, 0)}
+STEP_KINDS = {"plain": (90, 1), "statistics": (9, 2), "solve": (1, 0)}
 """What a step does besides: how many of 100 do it, and where in a round of four one is measured."""
 MEGA = 10**6
 
@@ -178,12 +178,12 @@ def report(ranks: int, by_rank: Sequence[dict[str, Any]], strategies: Sequence[s
     for name in strategies:
         memory = {k: max(own[name][k] for own in by_rank) / MEGA for k in by_rank[0][name]}
         walls, cpus, carried = {}, {}, {}
-        for kind, (_, where) in KINDS.items():
+        for kind, (_, where) in STEP_KINDS.items():
             walls[kind] = ratio(by_rank, "times", name, where, max)
             cpus[kind] = ratio(by_rank, "cpu", name, where, sum)
             carried[kind] = statistics.mean(own["sent"][name][0][where] for own in by_rank) / MEGA
         mean, cpu = (
-            sum(count * ratios[kind] for kind, (count, _) in KINDS.items()) / 100
+            sum(count * ratios[kind] for kind, (count, _) in STEP_KINDS.items()) / 100
             for ratios in (walls, cpus)
         )
         plain = statistics.median(
@@ -198,9 +198,9 @@ def report(ranks: int, by_rank: Sequence[dict[str, Any]], strategies: Sequence[s
             *(f"{value:.2f}" for value in memory.values()),
             f"{total:.2f}",
             f"{by_rank[0]['fsdp'] / MEGA:.2f}",
-            *(f"{carried[kind]:.2f}" for kind in KINDS),
+            *(f"{carried[kind]:.2f}" for kind in STEP_KINDS),
             f"{1000 * plain:.0f}",
-            *(f"{walls[kind]:.2f}" for kind in KINDS),
+            *(f"{walls[kind]:.2f}" for kind in STEP_KINDS),
             f"{mean:.2f}",
             f"{cpu:.2f}",
         ]

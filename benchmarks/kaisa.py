@@ -32,8 +32,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from harness import runs
+from harness.rates import TriedRates
+from harness.runs import steps_to
 from harness.target_report import processor
-from methods import steps_to
 from rich.table import Table
 
 from soframe.experiments import plots
@@ -205,35 +206,13 @@ def tell(config: RunConfig, found: runs.Kept) -> None:
     )
 
 
-def known(tuned: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what tuning found: by size, contender and learning rate the accuracy."""
-    found: dict[str, dict[str, dict[str, float]]] = (
-        json.loads(tuned.read_text(encoding="utf-8")) if tuned.exists() else {}
-    )
-    return found
-
-
-def tune(names: Sequence[str], size: Size, part: float, how: Machinery, tuned: Path) -> None:
+def tune(names: Sequence[str], size: Size, part: float, how: Machinery, rates: TriedRates) -> None:
     """Try every learning rate of every contender once, for a part of SGD's epochs."""
     pairs = [(name, lr) for name in names for lr in CONTENDERS[name].lrs]
     configs = [configuration(name, lr, size, part, TUNING_SEED) for name, lr in pairs]
-    stored = known(tuned)
-    for (name, lr), accuracy in zip(pairs, how.accuracies(configs, 1), strict=True):
-        stored.setdefault(size.key, {}).setdefault(name, {})[f"{lr:g}"] = accuracy
-    tuned.parent.mkdir(parents=True, exist_ok=True)
-    tuned.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-
-
-def best_lrs(names: Sequence[str], size: Size, tuned: Path) -> dict[str, float]:
-    """Return the learning rates that tuning found best.
-
-    Raises:
-        ValueError: If one was never tuned at this size.
-    """
-    stored = known(tuned).get(size.key, {})
-    if missing := [name for name in names if name not in stored]:
-        raise ValueError(f"{missing[0]!r} was never tuned for {size.key}: add --tune")
-    return {name: float(max(stored[name], key=stored[name].__getitem__)) for name in names}
+    each = how.accuracies(configs, 1)
+    scores = [(name, lr, accuracy) for (name, lr), accuracy in zip(pairs, each, strict=True)]
+    rates.keep(size.key, scores)
 
 
 def report(
@@ -402,9 +381,10 @@ def main(
         raise typer.BadParameter(f"a length is a part of SGD's epochs, not {wrong[0]:g}")
     how = Machinery(folder=kept, at_once=at_once, cycles=cycles)
     names = list(dict.fromkeys((SGD, *names)))
+    rates = TriedRates(tuned, highest=True)
     if tune_first:
-        tune(names, size, tune_part, how, tuned)
-    lrs = best_lrs(names, size, tuned)
+        tune(names, size, tune_part, how, rates)
+    lrs = rates.best({name: CONTENDERS[name].lrs for name in names}, size.key)
     reports = []
     for count in numbers(processes):
         found = jsonable(

@@ -33,6 +33,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness.rates import TriedRates
+from harness.runs import steps_to
 from rich.progress import Progress
 from rich.table import Table
 
@@ -50,7 +52,7 @@ NEAR = 0.1
 FIRST = 240
 """Which of them is tried first."""
 AUXILIARY_LR = 0.008
-TUNED = Path(__file__).parent / "harness" / "methods" / "byte-gpt.json"
+TUNED = TriedRates(Path(__file__).parent / "harness" / "methods" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
 _CYCLES = 6  # of twenty steps, in which every contender is timed
 _TURN = 20
@@ -216,50 +218,15 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
     return times
 
 
-def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
-    """Return the length of a run that ends with a loss, between those that were tried.
-
-    Args:
-        target: The loss.
-        losses: Length -> last loss.
-
-    Returns:
-        The length; the shortest that was tried if it is below; None if none is.
-    """
-    lengths = sorted(losses)
-    if losses[lengths[0]] <= target:
-        return float(lengths[0])
-    for short, long in zip(lengths, lengths[1:], strict=False):  # noqa: RUF007
-        if losses[long] <= target < losses[short]:
-            part = (losses[short] - target) / (losses[short] - losses[long])
-            return short + part * (long - short)
-    return None
-
-
 def tune(names: Sequence[str], runs: Runs, processes: int) -> None:
     """Try every learning rate of every contender that is not in the file yet."""
-    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for name in names:
-        tried = known.setdefault(name, {})
+        tried = TUNED.scores(f"{STEPS} steps").get(name, {})
         lrs = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in tried]
         configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for lr in lrs]
         losses = runs.losses(configs, processes, f"tuning {name}")
-        tried.update({f"{lr:g}": loss for lr, loss in zip(lrs, losses, strict=True)})
-        TUNED.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-
-
-def best_lrs(names: Sequence[str]) -> dict[str, float]:
-    """Return the learning rates that tuning found best."""
-    known = json.loads(TUNED.read_text())
-    for name in names:
-        untried = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in known.get(name, {})]
-        if untried:
-            rates = ", ".join(f"{lr:g}" for lr in untried)
-            raise ValueError(
-                f"{name!r} was not tuned at {rates}, so that it is not tuned as others are: run "
-                f"with --tune --only {name!r}"
-            )
-    return {name: float(min(known[name], key=known[name].get)) for name in names}
+        pairs = zip(lrs, losses, strict=True)
+        TUNED.keep(f"{STEPS} steps", [(name, lr, loss) for lr, loss in pairs])
 
 
 def last_losses(
@@ -311,7 +278,7 @@ def report(
         milliseconds of a step, and ratios to Muon's.
     """
     names = list(dict.fromkeys(("muon", *names)))
-    lrs = best_lrs(names)
+    lrs = TUNED.best({name: CONTENDERS[name].lrs for name in names}, f"{STEPS} steps")
     muon = [CONTENDERS["muon"].config(lrs["muon"], STEPS, seed) for seed in seeds]
     losses = {"muon": {STEPS: runs.losses(muon, processes, "muon")}}
     target = statistics.mean(losses["muon"][STEPS])

@@ -17,14 +17,15 @@ from typing import Annotated
 
 import torch
 import typer
-from harness import target_report, time_to_target
+from harness import target_report, time_to_target, tuning
 from harness.search import PEERS
-from harness.time_to_target import BENCHMARKS, TRUST_REGION, Protocol, Trial
+from harness.time_to_target import BENCHMARKS, TRUST_REGION
 
 from soframe.experiments import plots
 from soframe.experiments.compare import console, jsonable
 from soframe.experiments.config import RunConfig
 from soframe.experiments.requirements import MissingLibraryError
+from soframe.experiments.tuning import Protocol
 from soframe.experiments.workloads import workload
 
 #: What is measured if nothing is named; the transformer is where the trust region gains nothing.
@@ -91,8 +92,13 @@ def main(
             for optimizer in PEERS:
                 if optimizer in names:
                     print(f"{name}, {optimizer}", flush=True)
-                    found = time_to_target.tune(optimizer, protocol, benchmark, on_trial=show)
-                    print(f"  best: {describe(found.best)}\n  {found.save(tuned)}", flush=True)
+                    outcome = tuning.tune(
+                        optimizer, protocol, tuning.show, evaluate_every=benchmark.evaluate_every
+                    )
+                    print(
+                        f"  best: {tuning.describe(outcome.best)}\n  {outcome.save(tuned)}",
+                        flush=True,
+                    )
         if tune_only:
             continue
         records = []
@@ -134,15 +140,6 @@ def with_muon(configs: list[RunConfig], *, published: bool) -> list[RunConfig]:
         one.but(options={**one.options, **options}) if one.optimizer == "muon" else one
         for one in configs
     ]
-
-
-def show(trial: Trial) -> None:
-    print(f"  {describe(trial)}", flush=True)
-
-
-def describe(trial: Trial) -> str:
-    reached = "none" if trial.step is None else f"{trial.reached}, {trial.seconds:.1f} s"
-    return f"{trial.budget:g} s: loss {trial.loss:.4g}, targets: {reached}; {dict(trial.settings)}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from harness import runs
-from methods import steps_to
+from harness.rates import TriedRates
+from harness.runs import steps_to
 from rich.table import Table
 from scipy.stats import spearmanr
 
@@ -142,40 +143,12 @@ def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
         index = count - 1 if high == count else (low + high) // 2
 
 
-def known(tuned: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what tuning found: by steps, method and learning rate the held-out loss."""
-    found: dict[str, dict[str, dict[str, float]]] = (
-        json.loads(tuned.read_text(encoding="utf-8")) if tuned.exists() else {}
-    )
-    return found
-
-
-def tune(names: Sequence[str], steps: int, tuned: Path, losses: Losses) -> None:
+def tune(names: Sequence[str], steps: int, rates: TriedRates, losses: Losses) -> None:
     """Try every learning rate of every method once, and keep the losses."""
-    stored = known(tuned)
     pairs = [(name, lr) for name in names for lr in ENTRIES[name].lrs]
-    found = losses([configuration(name, lr, steps, TUNING_SEED) for name, lr in pairs])
-    for (name, lr), loss in zip(pairs, found, strict=True):
-        stored.setdefault(str(steps), {}).setdefault(name, {})[f"{lr:g}"] = loss
-    tuned.parent.mkdir(parents=True, exist_ok=True)
-    tuned.write_text(json.dumps(jsonable(stored), indent=1) + "\n", encoding="utf-8")
-
-
-def best_lrs(names: Sequence[str], steps: int, tuned: Path) -> dict[str, float]:
-    """Return the learning rates that tuning found best.
-
-    Raises:
-        ValueError: If one was never tuned for so many steps.
-    """
-    stored = known(tuned).get(str(steps), {})
-    if missing := [name for name in names if name not in stored]:
-        raise ValueError(f"{missing[0]!r} was never tuned for {steps} steps: add --tune")
-
-    def loss(name: str, lr: str) -> float:
-        found = stored[name][lr]
-        return float("inf") if found is None else found
-
-    return {name: float(min(stored[name], key=lambda lr: loss(name, lr))) for name in names}
+    each = losses([configuration(name, lr, steps, TUNING_SEED) for name, lr in pairs])
+    scores = [(name, lr, loss) for (name, lr), loss in zip(pairs, each, strict=True)]
+    rates.keep(f"{steps} steps", scores)
 
 
 Losses = Callable[[Sequence[RunConfig]], list[float]]
@@ -394,11 +367,12 @@ def main(
             found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=tell)
             return [one.last.loss for one in found]
 
+        rates = TriedRates(tuned)
         if tune_first:
-            tune(names, steps, tuned, losses)
+            tune(names, steps, rates, losses)
         found = report(
             names,
-            lrs=best_lrs(names, steps, tuned),
+            lrs=rates.best({name: ENTRIES[name].lrs for name in names}, f"{steps} steps"),
             steps=steps,
             seeds=[int(seed) for seed in seeds.split(",")],
             target=target,

@@ -37,6 +37,20 @@ def fill(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
+def passes(model: nn.Module, layer: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of passes of one, two and three samples, for a model of one layer.
+
+    Linear layers get vectors, convolutions images of 3 x 3; targets are zero.
+    """
+    shape = (layer.in_features,) if isinstance(layer, nn.Linear) else (layer.in_channels, 3, 3)
+    batches = []
+    for size in (1, 2, 3):
+        inputs = randn(size, *shape, seed=size)
+        with torch.no_grad():
+            batches.append((inputs, torch.zeros_like(model(inputs))))
+    return batches
+
+
 def half_square(output: Tensor, target: Tensor) -> Tensor:
     """``|f - y|^2 / 2``, a mean over samples: its Hessian is the identity."""
     return (output - target).square().sum() / (2 * len(output))

@@ -75,6 +75,12 @@ def test_an_optimizer_without_rates() -> None:
         build(optimizer=Odd())
 
 
+def test_an_optimizer_that_makes_the_gradients_itself() -> None:
+    model = fill(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"LBFGS.step\(\) makes gradients anew"):
+        build(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
 def test_wrappers_of_optimizers_are_optimizers() -> None:
     class Wrapper:
         """As Lightning's: no subclass."""

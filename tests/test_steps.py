@@ -10,8 +10,8 @@ from harness.contenders import TURNS, Contender, contender, race
 from harness.networks import NETWORKS, Network
 from harness.operations import operations
 from harness.step_times import (
-    KINDS,
     PHASES,
+    STEP_KINDS,
     figures,
     mean_step,
     phase_table,
@@ -86,7 +86,7 @@ def test_a_race_has_a_row_for_each_and_sgd_is_the_unit() -> None:
     assert rounds == 3
     sgd, own = figures({one.name: one.times for one in contenders})
     assert sgd["name"] == "sgd"
-    assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in KINDS)
+    assert all(math.isclose(sgd["precondition"], sgd[kind], rel_tol=100) for kind in STEP_KINDS)
     assert sgd["1/10"] == sgd["10/100"] == (1.0, 1.0, 1.0)
     low, middle, high = own["10/100"]
     assert 0 < low <= middle <= high

@@ -14,7 +14,7 @@ from torch import nn
 
 import soframe
 from harness.networks import Network
-from harness.step_times import KINDS
+from harness.step_times import STEP_KINDS
 
 Interval = int | Callable[[int], int]
 Intervals = tuple[Interval, Interval]
@@ -52,7 +52,7 @@ class Contender:
     clock: Callable[[], float]
     preconditioner: Any = None
     taken: int = 0
-    times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in KINDS})
+    times: dict[str, list[list[float]]] = field(default_factory=lambda: {k: [] for k in STEP_KINDS})
 
     @property
     def beside(self) -> bool:
@@ -79,7 +79,7 @@ class Contender:
         """Take the first step and a cycle, and forget their times."""
         for kind, count in (("solve", 1), *TURNS):
             self.turn(kind, count)
-        self.times = {kind: [] for kind in KINDS}
+        self.times = {kind: [] for kind in STEP_KINDS}
 
 
 def kind_of(step: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -146,6 +146,26 @@ def _read(path: Path) -> Kept:
         sent_bytes_per_step=fields["sent_bytes_per_step"],
         curvature_bytes=tuple(fields["curvature_bytes"]),
     )
+
+
+def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
+    """Return the length of a run that ends with a loss, between those that were tried.
+
+    Args:
+        target: The loss.
+        losses: Length -> last loss.
+
+    Returns:
+        The length; the shortest that was tried if it is below; None if none is.
+    """
+    lengths = sorted(losses)
+    if losses[lengths[0]] <= target:
+        return float(lengths[0])
+    for short, long in zip(lengths, lengths[1:], strict=False):  # noqa: RUF007
+        if losses[long] <= target < losses[short]:
+            part = (losses[short] - target) / (losses[short] - losses[long])
+            return short + part * (long - short)
+    return None
 
 
 def turns(

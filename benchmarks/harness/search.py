@@ -1,4 +1,4 @@
-"""What the peers of `harness.time_to_target` may try, shared out over the trials."""
+"""What `harness.tuning` may try, shared out over the trials."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ SPACES: Mapping[OptimizerName, Mapping[str, Range | Choice]] = {
         "betas": Choice(((0.9, 0.99), (0.9, 0.999), (0.95, 0.95))),
         "schedule": _SCHEDULES,
     },
+    "kfac": {
+        "lr": Range(5e-2, 1.0),
+        "momentum": Choice((0.8, 0.9)),
+        "preconditioner.solver": Choice(("eigen", "inverse")),
+        "preconditioner.damping": Range(1e-4, 1e-2),
+        "preconditioner.kl_clip": Range(5e-5, 1e-3),
+        "preconditioner.decay": Choice((0.8, 0.9)),
+        "preconditioner.statistics_every": Choice((5, 10)),
+        "preconditioner.solve_every": Choice((10, 20)),
+        "schedule": _SCHEDULES,
+    },
     "soap": {
         "lr": Range(1e-3, 2e-2),
         "betas": Choice(((0.95, 0.95), (0.9, 0.99))),
@@ -82,7 +93,8 @@ SPACES: Mapping[OptimizerName, Mapping[str, Range | Choice]] = {
     },
 }
 
-PEERS: tuple[OptimizerName, ...] = tuple(SPACES)
+#: Those that the trust region is raced against.
+PEERS: tuple[OptimizerName, ...] = ("sgd", "adamw", "soap", "muon", "shampoo")
 
 #: Where the loss is one on held-out data, weights may decay; elsewhere that only hinders.
 WEIGHT_DECAY: Mapping[str, Choice] = {"byte-gpt": Choice((0.0, 0.1))}

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-KINDS = ("precondition", "statistics", "solve")
+STEP_KINDS = ("precondition", "statistics", "solve")
 INTERVALS = ((1, 10), (10, 100))
 PHASES = ("apply", "factors", "solve")
 
 Times = Mapping[str, list[list[float]]]
-"""For each of `KINDS`, for each round, the times of the steps."""
+"""For each of `STEP_KINDS`, for each round, the times of the steps."""
 
 
 def mean_step(times: dict[str, float], every: int, solve_every: int) -> float:
@@ -34,13 +34,13 @@ def phases(times: dict[str, float], plain: float) -> dict[str, float]:
     """Return what each part of a preconditioner adds to a step.
 
     Args:
-        times: Of a step of each of `KINDS`.
+        times: Of a step of each of `STEP_KINDS`.
         plain: Of a step without a preconditioner.
 
     Returns:
         For each of `PHASES`, in the unit of the times.
     """
-    steps = [plain, *(times[kind] for kind in KINDS)]
+    steps = [plain, *(times[kind] for kind in STEP_KINDS)]
     return {phase: b - a for phase, a, b in zip(PHASES, steps, steps[1:], strict=False)}
 
 
@@ -51,10 +51,10 @@ def rounds_of(times: Times) -> Iterator[dict[str, float]]:
         times: Of the steps of each kind, in each round.
 
     Yields:
-        The time of each of `KINDS`.
+        The time of each of `STEP_KINDS`.
     """
-    for parts in zip(*(times[kind] for kind in KINDS), strict=True):
-        yield {kind: statistics.median(part) for kind, part in zip(KINDS, parts, strict=True)}
+    for parts in zip(*(times[kind] for kind in STEP_KINDS), strict=True):
+        yield {kind: statistics.median(part) for kind, part in zip(STEP_KINDS, parts, strict=True)}
 
 
 def figures(found: Mapping[str, Times]) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def figures(found: Mapping[str, Times]) -> list[dict[str, Any]]:
     rows = []
     for name, own in rounds.items():
         row: dict[str, Any] = {"name": name}
-        for kind in KINDS:
+        for kind in STEP_KINDS:
             row[kind] = 1e3 * statistics.median(times[kind] for times in own)
         for every, solve_every in INTERVALS:
             # Against plain steps at the same places of the round, which is what surrounds them.
@@ -117,17 +117,17 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
 
     Args:
         title: What stands above.
-        rows: For each contender its name, the ms of each of `KINDS`, quartiles for each of
+        rows: For each contender its name, the ms of each of `STEP_KINDS`, quartiles for each of
             `INTERVALS` and for ``"worst"``, and perhaps ``"memory"``.
 
     Returns:
         Lines.
     """
-    head = ["", *(f"{kind} ms" for kind in KINDS)]
+    head = ["", *(f"{kind} ms" for kind in STEP_KINDS)]
     head += [f"mean {f}/{k} : SGD" for f, k in INTERVALS] + ["solve : usual step"]
     lines = [head]
     for row in rows:
-        cells = [row["name"], *(f"{row[kind]:.1f}" for kind in KINDS)]
+        cells = [row["name"], *(f"{row[kind]:.1f}" for kind in STEP_KINDS)]
         for key in [*(f"{f}/{k}" for f, k in INTERVALS), "worst"]:
             low, middle, high = row[key]
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_KINDS = ("statistics", "solves")
+_EVENTS = ("statistics", "solves")
 
 
 class History:
@@ -20,7 +20,7 @@ class History:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self._at: dict[str, dict[tuple[str, str], int]] = {kind: {} for kind in _KINDS}
+        self._at: dict[str, dict[tuple[str, str], int]] = {kind: {} for kind in _EVENTS}
 
     def begin(self, step: int) -> None:
         """Begin a step.
@@ -84,7 +84,7 @@ class History:
 
     def state(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what `load` needs: kind -> block -> factor -> step."""
-        found: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in _KINDS}
+        found: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in _EVENTS}
         for kind, steps in self._at.items():
             for (block, factor), step in steps.items():
                 found[kind].setdefault(block, {})[factor] = step
@@ -104,7 +104,7 @@ class History:
                 for block, factors in state.get(kind, {}).items()
                 for factor, at in factors.items()
             }
-            for kind in _KINDS
+            for kind in _EVENTS
         }
 
 
@@ -118,7 +118,7 @@ def check(state: object) -> None:
         ValueError: If it is not that.
     """
     steps: list[object] = []
-    good = isinstance(state, Mapping) and set(state) <= set(_KINDS)
+    good = isinstance(state, Mapping) and set(state) <= set(_EVENTS)
     for blocks in state.values() if isinstance(state, Mapping) else ():
         good = good and isinstance(blocks, Mapping)
         for factors in blocks.values() if isinstance(blocks, Mapping) else ():

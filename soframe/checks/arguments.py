@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +77,8 @@ def check_optimizer(optimizer: object) -> None:
 
     Raises:
         TypeError: If it has none.
-        ValueError: If one of them lacks parameters or a learning rate.
+        ValueError: If one of them lacks parameters or a learning rate, or if the optimizer makes
+            the gradients itself.
     """
     if optimizer is None:
         return
@@ -93,6 +95,21 @@ def check_optimizer(optimizer: object) -> None:
                 f"optimizer: param_groups[{index}] has no {' and no '.join(map(repr, lacking))}; "
                 f"pass lr=... instead of optimizer="
             )
+    if _needs_closure(optimizer):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__}.step() makes gradients anew, by a closure, "
+            f"so that preconditioned ones would be lost, and compares gradients of several steps, "
+            f"which preconditioning changes; use an optimizer whose step() needs no closure"
+        )
+
+
+def _needs_closure(optimizer: object) -> bool:
+    """Return whether an optimizer cannot step without a closure, as LBFGS."""
+    step = getattr(type(optimizer), "step", None)
+    if not callable(step):
+        return False
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_grad_scaler(grad_scaler: object) -> None:

@@ -37,6 +37,25 @@ Result = dict[str, dict[str, Tensor]]
 """Of one step: "gradients" by parameter, "A" and "G" by block."""
 
 
+class TwoLayers(nn.Module):
+    """Two layers; subclasses say how they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class CalledTwice(TwoLayers):
+    """The first layer is called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).tanh()).tanh())
+
+
 def softplus(output: Tensor) -> Tensor:
     """The mean over samples of a loss whose gradient is nowhere zero."""
     return F.softplus(output).flatten(1).sum(1).mean()

@@ -12,6 +12,7 @@ from tests.capture.kit import (
     WORLDS,
     Case,
     Recorder,
+    TwoLayers,
     actual,
     average_gradients,
     check,
@@ -22,16 +23,6 @@ from tests.capture.kit import (
     vectors,
 )
 from tests.distributed.harness import run_ranks
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
 
 
 def penalised(model: nn.Module, x: Tensor, step: int) -> None:
@@ -75,9 +66,9 @@ def retained(model: nn.Module, x: Tensor, step: int) -> None:
 
 
 CASES = {
-    "probed by autograd.grad": Case(Network, train=probed),
-    "gradients of the same graph": Case(Network, train=with_graph),
-    "retain_graph": Case(Network, train=retained),
+    "probed by autograd.grad": Case(TwoLayers, train=probed),
+    "gradients of the same graph": Case(TwoLayers, train=with_graph),
+    "retain_graph": Case(TwoLayers, train=retained),
 }
 
 
@@ -90,7 +81,7 @@ def test_autograd(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gradient_penalty(world_size: int) -> None:
     """G holds the whole gradient of each output, the penalty's part included."""
-    case = Case(Network, train=penalised)
+    case = Case(TwoLayers, train=penalised)
     ranks = run_ranks(actual, 2, case) if world_size == 2 else [actual(0, 1, case)]
     twin = case.twin()
     recorder = Recorder(twin)
@@ -107,7 +98,7 @@ def test_gradient_penalty(world_size: int) -> None:
 @pytest.mark.parametrize("left_out", ["weight", "bias"])
 def test_parameter_without_gradient(left_out: str) -> None:
     """Where one parameter has no gradient, it counts as zero and stays None."""
-    case = Case(Network)
+    case = Case(TwoLayers)
     whole, model = case.build(), case.build()
     reference, preconditioner = precondition(whole), precondition(model)
     softplus(whole(vectors(0))).backward()
@@ -134,7 +125,7 @@ def test_parameter_without_gradient(left_out: str) -> None:
 
 def test_gradients_all_none() -> None:
     """A step without any backward changes nothing, and the next one is the first."""
-    model = Case(Network).build()
+    model = Case(TwoLayers).build()
     preconditioner = precondition(model)
     preconditioner.step()
     assert all(p.grad is None for p in model.parameters())
@@ -142,7 +133,7 @@ def test_gradients_all_none() -> None:
     softplus(model(vectors(0))).backward()
     preconditioner.step()
     got = snapshot(model, preconditioner)
-    want = actual(0, 1, Case(Network))[0]
+    want = actual(0, 1, Case(TwoLayers))[0]
     for kind in want:
         for name, tensor in want[kind].items():
             assert torch.equal(got[kind][name], tensor)
@@ -150,12 +141,12 @@ def test_gradients_all_none() -> None:
 
 def test_gradient_set_to_none_after_backward() -> None:
     """One layer's gradients are dropped by hand: the other layer is preconditioned as ever."""
-    model = Case(Network).build()
+    model = Case(TwoLayers).build()
     preconditioner = precondition(model)
     softplus(model(vectors(0))).backward()
     model.first.zero_grad(set_to_none=True)
     preconditioner.step()
-    want = actual(0, 1, Case(Network))[0]["gradients"]
+    want = actual(0, 1, Case(TwoLayers))[0]["gradients"]
     assert model.first.weight.grad is None
     assert model.first.bias.grad is None
     assert torch.equal(model.last.weight.grad, want["last.weight"])

@@ -12,6 +12,7 @@ from tests.capture.kit import (
     WORLDS,
     Case,
     Recorder,
+    TwoLayers,
     check,
     images,
     precondition,
@@ -22,26 +23,14 @@ from tests.capture.kit import (
 )
 
 
-class Network(nn.Module):
-    """Two layers; subclasses say how they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
-
-
-class Recurrent(Network):
+class Recurrent(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
             x = self.first(x).tanh()
         return self.last(x) + self.last(-x)
 
 
-class Nested(Network):
+class Nested(TwoLayers):
     """A module within a module that is called twice, once with fewer positions."""
 
     def __init__(self) -> None:
@@ -52,7 +41,7 @@ class Nested(Network):
         return self.last(self.inner(x).mean(1) + self.inner(x[:, 0]))
 
 
-class FewerLater(Network):
+class FewerLater(TwoLayers):
     """The call that backward meets first has all samples, an earlier one only some."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +50,7 @@ class FewerLater(Network):
         return self.last(self.first(hidden).tanh())
 
 
-class Detached(Network):
+class Detached(TwoLayers):
     """One call never reaches the loss, another only in part."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,12 +58,12 @@ class Detached(Network):
         return self.last(self.first(x).tanh() + self.first(x + 1).detach())
 
 
-class ByKeyword(Network):
+class ByKeyword(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(input=self.first(input=x).tanh())
 
 
-class InPlace(Network):
+class InPlace(TwoLayers):
     """Activations that overwrite what the layers returned."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,13 +75,13 @@ class InPlace(Network):
         return hidden
 
 
-class OutOfPlace(Network):
+class OutOfPlace(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = 2 * self.last(F.relu(self.first(x)))
         return torch.stack([torch.zeros_like(hidden[:, 0]), hidden[:, 1].tanh()], 1)
 
 
-class ThroughView(Network):
+class ThroughView(TwoLayers):
     """A view of the output is overwritten."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,12 +90,12 @@ class ThroughView(Network):
         return self.last(hidden)
 
 
-class OutOfView(Network):
+class OutOfView(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).relu())
 
 
-class Strided(Network):
+class Strided(TwoLayers):
     """Inputs and output gradients that are not contiguous, or have stride 0."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +127,7 @@ class InPlaceConvolution(Turned):
         return self.last(self.second(F.tanh(self.first(x))).permute(0, 2, 3, 1))
 
 
-class WithUnused(Network):
+class WithUnused(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(3, 3)
@@ -156,19 +145,19 @@ class NoGradient(torch.autograd.Function):
         return gradient, None
 
 
-class WithoutGradient(Network):
+class WithoutGradient(TwoLayers):
     """A call whose output's gradient is None."""
 
     def forward(self, x: Tensor) -> Tensor:
         return NoGradient.apply(self.last(self.first(x).tanh()), self.last(x))
 
 
-class Cut(Network):
+class Cut(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).tanh()) + self.last(x).detach()
 
 
-class Halved(Network):
+class Halved(TwoLayers):
     """Some of the samples go through the first layer, as in a mixture of experts."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +165,7 @@ class Halved(Network):
         return self.last(torch.cat([self.first(x[chosen]), x[~chosen]]).tanh())
 
 
-class Empty(Network):
+class Empty(TwoLayers):
     """A call with an empty batch adds nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,7 +214,7 @@ def scale_by_hooks(model: nn.Module) -> None:
     model.first.register_forward_hook(lambda module, args, output: output * 2 + args[0])
 
 
-class Switched(Network):
+class Switched(TwoLayers):
     """Calls the first layer only if a sample is meant for it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -249,8 +238,8 @@ def own_samples() -> int:
 
 UNUSED = {"ddp": {"find_unused_parameters": True}}
 CASES = {
-    "one call each": Case(Network),
-    "a sequence": Case(Network, data=sequences),
+    "one call each": Case(TwoLayers),
+    "a sequence": Case(TwoLayers, data=sequences),
     "several calls": Case(Recurrent),
     "several calls, static graph": Case(Recurrent, ddp={"static_graph": True}),
     "calls of a submodule, sharing another name": Case(Nested, data=sequences),
@@ -274,7 +263,7 @@ CASES = {
     "transformer in eval mode": Case(
         Encoder, data=sequences, prepare=evaluate, raw=("0.layers.0.self_attn.out_proj",)
     ),
-    "hooks of others": Case(Network, prepare=scale_by_hooks),
+    "hooks of others": Case(TwoLayers, prepare=scale_by_hooks),
 }
 
 

@@ -135,18 +135,18 @@ def retained(model: nn.Module, x: Tensor, step: int) -> None:
     average_gradients(model)
 
 
-KINDS = {"plain": plain, "reentrant": reentrant, "recomputed": recomputed}
+LAYERS = {"plain": plain, "reentrant": reentrant, "recomputed": recomputed}
 CASES = {
     **{
         f"{outer}, {inner} within": Case(
-            partial(Network, KINDS[outer], KINDS[inner]), Network, ddp={"static_graph": True}
+            partial(Network, LAYERS[outer], LAYERS[inner]), Network, ddp={"static_graph": True}
         )
-        for outer in KINDS
-        for inner in KINDS
+        for outer in LAYERS
+        for inner in LAYERS
     },
     **{
         f"all within {outer}, {inner} within": Case(
-            partial(AllWithin, KINDS[outer], KINDS[inner]), AllWithin
+            partial(AllWithin, LAYERS[outer], LAYERS[inner]), AllWithin
         )
         for outer, inner in [
             ("reentrant", "plain"),
@@ -202,10 +202,10 @@ def test_checkpoints_save_memory(hooked: bool, kinds: tuple[Run, Run], kept: boo
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_kept_loss_keeps_no_activation(kind: str, hooked: bool) -> None:
     """A script that sums up ``loss`` without ``detach()`` keeps graphs, but no saved tensor."""
-    model = Once(KINDS[kind])
+    model = Once(LAYERS[kind])
     preconditioner: Any = precondition(model) if hooked else None
     x = vectors(0).float()
     storage = StorageWeakRef(x.untyped_storage())

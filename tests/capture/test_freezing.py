@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from soframe.testing import compare
 from tests.capture.kit import (
     WORLDS,
+    CalledTwice,
     Case,
     Recorder,
     check,
@@ -20,19 +21,6 @@ from tests.capture.kit import (
     softplus,
     vectors,
 )
-
-
-class Network(nn.Module):
-    """The first layer is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(self.first(x).tanh()).tanh())
-
 
 PARTS = {"weight": ["weight"], "bias": ["bias"], "layer": ["weight", "bias"]}
 
@@ -53,15 +41,15 @@ UNUSED = {"find_unused_parameters": True}
 
 
 def before(part: str) -> Case:
-    return Case(Network, prepare=partial(train_only, part, False))
+    return Case(CalledTwice, prepare=partial(train_only, part, False))
 
 
 def begin(part: str, *steps: int) -> Case:
-    return Case(Network, begin=partial(freeze_at, part, steps), ddp=UNUSED)
+    return Case(CalledTwice, begin=partial(freeze_at, part, steps), ddp=UNUSED)
 
 
 def between(part: str, *steps: int) -> Case:
-    return Case(Network, change=partial(freeze_at, part, steps), ddp=UNUSED)
+    return Case(CalledTwice, change=partial(freeze_at, part, steps), ddp=UNUSED)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -91,7 +79,7 @@ def thaw(part: str, model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_thawed_after_construction(part: str) -> None:
     prepare = partial(train_only, part, False)
-    check(Case(Network, prepare=prepare, begin=partial(thaw, part)), 1)
+    check(Case(CalledTwice, prepare=prepare, begin=partial(thaw, part)), 1)
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
@@ -113,7 +101,7 @@ def test_window_of_a_change_is_not_lost(part: str) -> None:
 
 def test_thawed_layer_does_not_wait_for_the_interval() -> None:
     """It gathers statistics in the window after, though no statistics are due then."""
-    model = Case(Network, prepare=partial(train_only, "layer", False)).build()
+    model = Case(CalledTwice, prepare=partial(train_only, "layer", False)).build()
     preconditioner = precondition(model, statistics_every=100, solve_every=100)
     for step in range(3):
         model.zero_grad()
@@ -126,7 +114,7 @@ def test_thawed_layer_does_not_wait_for_the_interval() -> None:
             assert torch.equal(model.first.weight.grad, raw)
     assert preconditioner._blocks[0].running
     assert not torch.equal(model.first.weight.grad, raw)
-    twin = Case(Network).twin()
+    twin = Case(CalledTwice).twin()
     recorder = Recorder(twin)
     softplus(twin(vectors(2))).backward()
     recorder.step(len(vectors(2)))
@@ -135,7 +123,7 @@ def test_thawed_layer_does_not_wait_for_the_interval() -> None:
 
 def test_graph_from_before_a_change_is_ignored() -> None:
     """A forward from before the layer changed, whose backward comes after the step that saw it."""
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     preconditioner = precondition(model)
     late = softplus(model(vectors(1)))
     softplus(model(vectors(0))).backward()
@@ -153,7 +141,7 @@ def replace(model: nn.Module) -> None:
 
 def test_replaced_parameter() -> None:
     """Its first window cannot be captured; from the next one on it is preconditioned as before."""
-    model, twin = Case(Network).build(), Case(Network).twin()
+    model, twin = Case(CalledTwice).build(), Case(CalledTwice).twin()
     preconditioner, recorder = precondition(model), Recorder(twin)
     for step in range(3):
         for each in (model, twin):

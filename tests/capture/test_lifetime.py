@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
@@ -22,6 +22,7 @@ from tests.capture.kit import (
     STEPS,
     Case,
     Result,
+    TwoLayers,
     descend,
     expected,
     precondition,
@@ -31,18 +32,7 @@ from tests.capture.kit import (
 )
 from tests.distributed.harness import run_ranks
 
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
-
-
-CASE = Case(Network)
+CASE = Case(TwoLayers)
 
 
 def hooks(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from soframe import Preconditioner
 from soframe.capture import loss_scale
 from soframe.testing import compare
 from tests.capture.kit import Case, precondition, snapshot, softplus, vectors
-from tests.capture.test_mixed_precision import Network, assert_close, unscaled_training
+from tests.capture.test_mixed_precision import CalledTwice, assert_close, unscaled_training
 from tests.distributed.harness import run_ranks
 
 
@@ -32,7 +32,7 @@ def scaler_of(**options: Any) -> torch.amp.GradScaler:
 
 
 def build(lr: float = 0.2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 

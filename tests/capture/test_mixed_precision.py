@@ -15,6 +15,7 @@ from soframe import Preconditioner
 from soframe.testing import compare
 from tests.capture.kit import (
     WORLDS,
+    CalledTwice,
     Case,
     check,
     precondition,
@@ -24,18 +25,6 @@ from tests.capture.kit import (
     vectors,
 )
 from tests.distributed.harness import run_ranks
-
-
-class Network(nn.Module):
-    """The first layer is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(self.first(x).tanh()).tanh())
 
 
 def autocast(dtype: torch.dtype, model: nn.Module, x: Tensor, step: int) -> None:
@@ -54,7 +43,7 @@ def autocast_around_backward(dtype: torch.dtype, model: nn.Module, x: Tensor, st
 def low(dtype: torch.dtype, train: Any = autocast, **options: Any) -> Case:
     tolerance = {torch.bfloat16: 6e-2, torch.float16: 8e-3}[dtype]
     return Case(
-        Network, train=partial(train, dtype), dtype=torch.float32, rtol=tolerance, **options
+        CalledTwice, train=partial(train, dtype), dtype=torch.float32, rtol=tolerance, **options
     )
 
 
@@ -63,11 +52,11 @@ CASES = {
     "float16": low(torch.float16),
     "bfloat16 sequences": low(torch.bfloat16, data=sequences),
     "backward within autocast": low(torch.bfloat16, autocast_around_backward),
-    "float32": Case(Network, dtype=torch.float32),
+    "float32": Case(CalledTwice, dtype=torch.float32),
     "float32 model, float64 factors": Case(
-        Network, dtype=torch.float32, options={"dtype": torch.float64}, rtol=1e-6
+        CalledTwice, dtype=torch.float32, options={"dtype": torch.float64}, rtol=1e-6
     ),
-    "bfloat16 model": Case(Network, dtype=torch.bfloat16, rtol=8e-2),
+    "bfloat16 model": Case(CalledTwice, dtype=torch.bfloat16, rtol=8e-2),
 }
 
 
@@ -95,7 +84,7 @@ def test_dtype_of_factors(
     wanted: torch.dtype | None,
     factors: torch.dtype,
 ) -> None:
-    network = Network().to(model)
+    network = CalledTwice().to(model)
     preconditioner = precondition(network, dtype=wanted)
     x = vectors(0).to(model)
     if autocast_dtype is None:
@@ -157,7 +146,7 @@ def scaled_training(rank: int, world_size: int, overflow: bool, ddp: bool) -> di
     Without DistributedDataParallel the infinity stays on that rank: the gradients are averaged by
     hand after the preconditioner, which has to tell the others.
     """
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     wrapped = DistributedDataParallel(model) if ddp else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -186,7 +175,7 @@ def scaled_training(rank: int, world_size: int, overflow: bool, ddp: bool) -> di
 
 
 def unscaled_training(rank: int, world_size: int, steps: tuple[int, ...]) -> list[Any]:
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
     preconditioner = precondition(wrapped)
     results = []
@@ -246,7 +235,7 @@ def lone_overflow(rank: int, world_size: int) -> dict[str, Any]:
 
     The gradients are averaged by hand, before the second step only.
     """
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     preconditioner = precondition(model, optimizer=optimizer, grad_scaler=scaler)
@@ -316,7 +305,7 @@ def test_ranks_agree_on_statistics_of_one_that_are_not_finite() -> None:
 
 
 def scaled(options: dict[str, Any]) -> tuple[Preconditioner, Any, Any]:
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", **options)
     preconditioner = precondition(model, optimizer=optimizer, grad_scaler=scaler)
@@ -349,7 +338,7 @@ def test_disabled_scaler_needs_no_unscale() -> None:
 
 def test_scale_by_a_callable() -> None:
     """A loss that was multiplied by hand, and whose gradients were divided by hand."""
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     preconditioner = precondition(model, grad_scaler=lambda: 64.0)
     (64 * softplus(model(vectors(0)))).backward()
     for parameter in model.parameters():

@@ -17,6 +17,7 @@ from tests.capture.kit import (
     SAMPLES,
     STEPS,
     WORLDS,
+    CalledTwice,
     Case,
     Result,
     average_gradients,
@@ -32,26 +33,14 @@ from tests.capture.kit import (
 from tests.distributed.harness import run_ranks
 
 
-class Network(nn.Module):
-    """A layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(self.first(x).tanh()).tanh())
-
-
-class Switched(Network):
+class Switched(CalledTwice):
     """Some passes do not use the first layer: their samples count all the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if (x[:, 0] > 0).any() else self.last(x.tanh())
 
 
-class SwitchedSamples(Network):
+class SwitchedSamples(CalledTwice):
     """The same for all samples at once."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,9 +113,11 @@ def own_samples() -> int:
 
 
 CASES = {
-    "micro-batches": Case(Network, train=micro_batches),
-    "micro-batches of sequences": Case(Network, train=micro_batches, data=sequences),
-    "micro-batches, global": Case(Network, train=micro_batches, options={"loss_average": "global"}),
+    "micro-batches": Case(CalledTwice, train=micro_batches),
+    "micro-batches of sequences": Case(CalledTwice, train=micro_batches, data=sequences),
+    "micro-batches, global": Case(
+        CalledTwice, train=micro_batches, options={"loss_average": "global"}
+    ),
     "a layer unused in some": Case(
         Switched, SwitchedSamples, switched, micro_batches, ddp={"find_unused_parameters": True}
     ),
@@ -138,12 +129,12 @@ CASES = {
         ddp={"find_unused_parameters": True},
         options={"loss_average": "global"},
     ),
-    "an incomplete last window": Case(Network, train=incomplete),
-    "forwards before backwards": Case(Network, train=forwards_first),
+    "an incomplete last window": Case(CalledTwice, train=incomplete),
+    "forwards before backwards": Case(CalledTwice, train=forwards_first),
     "one backward of several forwards": Case(
-        Network, train=one_backward, options={"samples": own_samples}
+        CalledTwice, train=one_backward, options={"samples": own_samples}
     ),
-    "stages": Case(Network, train=separate_graphs),
+    "stages": Case(CalledTwice, train=separate_graphs),
 }
 
 
@@ -154,14 +145,14 @@ def test_window(name: str, world_size: int) -> None:
 
 
 def test_synchronised_micro_batches_on_one_process() -> None:
-    check(Case(Network, train=synchronised), 1)
+    check(Case(CalledTwice, train=synchronised), 1)
 
 
 def test_window_divided_by_more_passes_than_it_had() -> None:
     """3 of 4 passes, each divided by 4: the loss is 3/4 of the mean, G its square, A the mean."""
     results = []
     for divisor in (3, 4):
-        model = Case(Network).build()
+        model = Case(CalledTwice).build()
         preconditioner = precondition(model)
         for part in vectors(0)[:3].split(1):
             (softplus(model(part)) / divisor).backward()
@@ -269,7 +260,7 @@ Other = Callable[[nn.Module, Tensor], Any]
 
 def train_with(rank: int, world_size: int, other: Other | None, **options: Any) -> list[Result]:
     """Train, doing something else with the model before, within and after each window."""
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
     preconditioner = precondition(wrapped, **options)
     kept, results = [], []
@@ -318,7 +309,7 @@ def test_no_trace_off_the_interval(other: Other) -> None:
 
 def test_backward_that_failed_halfway_does_not_join_the_next() -> None:
     """What it had added stays a pass of its own: the passes after it are numbered on."""
-    model = Case(Network).build()
+    model = Case(CalledTwice).build()
     preconditioner = precondition(model)
     hidden = model.first(vectors(0))
     hidden.register_hook(_refuse)

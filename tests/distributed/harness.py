@@ -44,7 +44,8 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 if _ROOT not in sys.path:
     sys.path.append(_ROOT)
 # Test modules import pytest and hypothesis: preloaded, a rank need not pay for them.
-# DistributedDataParallel imports torch._dynamo: 2 s that no rank need pay.
+# DistributedDataParallel imports torch._dynamo: 2 s that no rank need pay. The ranks of
+# `soframe.experiments.launch` come from the same server, and need the data of scikit-learn.
 _PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -52,7 +53,8 @@ _PRELOAD = [
     "numpy",
     "pytest",
     "hypothesis",
-    "soframe",
+    "sklearn.datasets",
+    "soframe.testing",
     "tests.distributed.frozen",
 ]
 # After one rank fails, its peers often fail of it: wait so long to report them together.

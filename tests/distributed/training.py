@@ -113,11 +113,16 @@ def backward(
         else:
             loss = losses.sum() / max(size, 1) / len(own)
         loss.backward()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= case.factor
-            if average is not None:
-                average(parameter.grad)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(gradients, case.factor)
+    if average is not None:
+        # All at once: a collective for each would take longer than the step.
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        average(flat)
+        for gradient, mean in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def mean_over(group: dist.ProcessGroup | None = None) -> Callable[[Tensor], object]:

@@ -22,10 +22,10 @@ def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("workload", TARGETS)
-def test_two_lines_reach_the_target_under_ddp(workload: str) -> None:
-    steps, target = TARGETS[workload]
-    config = RunConfig(workload, "kfac", lr=0.1, momentum=0.9, steps=steps, seed=2000)
+def test_two_lines_reach_the_target_under_ddp() -> None:
+    """On the workload of fewer steps: the others follow the trajectory of one process."""
+    steps, target = TARGETS["digits-cnn"]
+    config = RunConfig("digits-cnn", "kfac", lr=0.1, momentum=0.9, steps=steps, seed=2000)
     assert config.preconditioner == {}
     record = run(config, processes=2)
     assert min(row.loss for row in record.rows) <= target

@@ -86,11 +86,6 @@ def test_epochs_and_seconds_are_read_off(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(kaisa.figure(found, SIZE).axes) == 2
 
 
-def test_what_was_never_tuned_at_this_size_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'SGD' was never tuned for 60 images.*add --tune"):
-        kaisa.best_lrs(["SGD"], SIZE, tmp_path / "none.json")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_toy")
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

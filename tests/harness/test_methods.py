@@ -7,18 +7,11 @@ from pathlib import Path
 
 import methods
 import pytest
+from harness.rates import TriedRates
 
 from soframe.experiments import gpt
 from soframe.experiments.config import RunConfig
 from soframe.experiments.optimizers import build_optimizer
-
-
-@pytest.mark.parametrize(
-    ("target", "steps"), [(2.5, 180.0), (2.2, 195.0), (2.05, 240.0), (2.0, 300.0), (1.9, None)]
-)
-def test_steps_are_read_off_between_lengths(target: float, steps: float | None) -> None:
-    losses = {180: 2.3, 210: 2.1, 240: 2.05, 300: 2.0}
-    assert methods.steps_to(target, losses) == (None if steps is None else pytest.approx(steps))
 
 
 @pytest.mark.parametrize("name", methods.CONTENDERS)
@@ -55,22 +48,17 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> methods.Runs:
     monkeypatch.setattr(methods, "FIRST", 2)
     monkeypatch.setattr(methods, "_CYCLES", 1)
     monkeypatch.setattr(methods, "_TURN", 1)
-    monkeypatch.setattr(methods, "TUNED", tmp_path / "tuned.json")
+    monkeypatch.setattr(methods, "TUNED", TriedRates(tmp_path / "tuned.json"))
     monkeypatch.setattr(methods, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(methods, "final_loss", loss)
     return methods.Runs(tmp_path / "runs.json")
 
 
 def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
-    methods.TUNED.write_text("{}")
-    with pytest.raises(ValueError, match=r"--tune --only 'muon'"):
+    with pytest.raises(ValueError, match=r"'muon' was not tuned for 4 steps.*add --tune"):
         methods.report(["soap-muon"], [0], runs, 1)
-    methods.TUNED.write_text('{"muon": {"0.04": 2.0, "0.03": 2.1}}')
-    with pytest.raises(ValueError, match=r"not tuned at 0\.06, 0\.02"):
-        methods.best_lrs(["muon"])
-    methods.TUNED.write_text("{}")
     methods.tune(["muon", "soap-muon"], runs, 1)
-    assert methods.best_lrs(["muon"]) == {"muon": 0.06}
+    assert methods.report(["muon"], [0], runs, 1)["rows"]["muon"]["lr"] == 0.06
     found = methods.report(["soap-muon"], [0, 1], runs, 1)
     assert found["target"] == pytest.approx(1 / 4.06)
     row = found["rows"]["soap-muon"]

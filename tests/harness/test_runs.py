@@ -90,3 +90,11 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times == [[(3 + 5) / 4, (7 + 9) / 4], [(4 + 6) / 4, (8 + 10) / 4]]
     with pytest.raises(ValueError, match="turns of 3 steps do not make up a period of 4"):
         runs.turns(SILENT, configs, cycles=1, period=4, turn=3)
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"), [(2.5, 180.0), (2.2, 195.0), (2.05, 240.0), (2.0, 300.0), (1.9, None)]
+)
+def test_steps_are_read_off_between_lengths(target: float, steps: float | None) -> None:
+    losses = {180: 2.3, 210: 2.1, 240: 2.05, 300: 2.0}
+    assert runs.steps_to(target, losses) == (None if steps is None else pytest.approx(steps))

@@ -25,6 +25,7 @@ from tests.curvature import (
     gradient_matrix,
     half_square,
     log_cosh,
+    passes,
     preconditioner,
     put_gradients,
     randn,
@@ -73,12 +74,7 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
 def test_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
     """Micro-batches of one, two and three samples, of one and of several positions."""
     model = fill(nn.Sequential(layer))
-    shape = (layer.in_features,) if isinstance(layer, nn.Linear) else (2, 3, 3)
-    batches = []
-    for size in (1, 2, 3):
-        inputs = randn(size, *shape, seed=size)
-        with torch.no_grad():
-            batches.append((inputs, torch.zeros_like(model(inputs))))
+    batches = passes(model, layer)
     with closing(preconditioner(model, method="tnt", loss_average=average)) as own:
         gather(model, batches, log_cosh, kind, average)
         put_gradients(model)
