@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -178,6 +179,17 @@ class GradientHome(ABC):
         """
         return None
 
+    def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Let parameters have their shapes meanwhile, whatever this rank has of them.
+
+        Args:
+            parameters: The parameters.
+
+        Returns:
+            A context. The default changes nothing: parameters have their shapes.
+        """
+        return nullcontext()
+
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         """Return the parameters of a model that each param group of an optimizer is of.
 
@@ -195,8 +207,8 @@ class GradientHome(ABC):
 class PlainGrad(GradientHome):
     """Gradients live in ``.grad``, where autograd leaves them; in this rank's part of a DTensor.
 
-    Of a model that DeepSpeed's ZeRO shares out, in stages 1 and 2, they live in this rank's
-    partition (`soframe.blocks.zero`).
+    Of a model that DeepSpeed's ZeRO shares out they live in this rank's partition
+    (`soframe.blocks.zero`).
     """
 
     filled_by_autograd = True
@@ -254,7 +266,8 @@ class PlainGrad(GradientHome):
         named = list(parameters)
         if found := zero.find(named, self._zero):
             self._zero = {**self._zero, **found}
-        require_served((name, p) for name, p in named if p not in self._zero)
+        idle = {p for _, p in named if self._zero and zero.stands_idle(p)}
+        require_served((name, p) for name, p in named if p not in self._zero and p not in idle)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
         """See `GradientHome.incomplete`."""
@@ -262,6 +275,10 @@ class PlainGrad(GradientHome):
             return None
         found = dict.fromkeys(self._zero[p] for p in parameters if p in self._zero)
         return next((why for partitions in found if (why := partitions.incomplete())), None)
+
+    def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `GradientHome.shaped`."""
+        return zero.shaped(parameters)
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         """See `GradientHome.groups`."""

@@ -2,7 +2,7 @@
 
 A preconditioner reads a layer's gradient from ``.grad`` and writes the result there: the whole, or
 this rank's part of a DTensor that ``fully_shard`` has made (`soframe.blocks.dtensors`); or in the
-partitions of DeepSpeed's ZeRO, stages 1 and 2 (`soframe.blocks.zero`). Where parameters are parts
+partitions of DeepSpeed's ZeRO (`soframe.blocks.zero`). Where parameters are parts
 of others' buffers, neither means anything: what it wrote would have no effect. So it refuses to be
 built, and where the stack comes later, to step.
 """
@@ -24,10 +24,11 @@ _INSTEAD = (
 )
 _MARKS = {
     "_fsdp_flattened": "FullyShardedDataParallel, in whose flat buffers it lies",
-    "ds_id": "DeepSpeed's ZeRO stage 3, which shares it out over ranks (stages 1 and 2 are served)",
+    zero.SHARED: "DeepSpeed's ZeRO stage 3, and to no engine (build the Preconditioner after "
+    "deepspeed.initialize where deepspeed.zero.Init has made the model), or another home= is given",
     zero.MARK: "DeepSpeed, which keeps its gradient in a buffer of its own: one that is looked at "
-    "where its optimizer is that of ZeRO stage 1 or 2 (and not its bf16 optimizer, nor an engine "
-    "that is gone), and no other home= is given",
+    "where its optimizer is ZeRO's (and not its bf16 optimizer, nor an engine that is gone), and "
+    "no other home= is given",
 }
 
 

@@ -36,6 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks.dtensors import stands_for
+from soframe.blocks.zero import shaped
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -496,7 +497,8 @@ class Capture:
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
             own = gradient if view is None else view.of(gradient)
-            self.sink(helper, inputs, own, number, self._probe, batch)
+            with shaped(helper.module._parameters.values()):
+                self.sink(helper, inputs, own, number, self._probe, batch)
 
 
 class _GradientHook:

@@ -1,4 +1,4 @@
-"""A preconditioner for DeepSpeed's engine, under ZeRO stages 0, 1 and 2.
+"""A preconditioner for DeepSpeed's engine, under ZeRO stages 0 to 3.
 
 ::
 
@@ -33,23 +33,17 @@ class DeepSpeedPreconditioner:
 
     Raises:
         TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
-        ValueError: If the engine shares out parameters (ZeRO stage 3), or keeps gradients in the
-            host's memory, or trains in float16, or without ZeRO in bfloat16; or a setting is out of
-            range.
+        ValueError: If the engine keeps gradients in the host's memory, or trains in float16, or
+            without ZeRO in bfloat16; or a setting is out of range.
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
-        if (stage := engine.zero_optimization_stage()) > 2:
-            raise ValueError(
-                f"ZeRO stage {stage} shares out parameters, which a Preconditioner does not know "
-                f"how to read: use stage 1 or 2, with soframe's strategy='sharded', which shares "
-                f"out factors and second-order data; or shard the model by "
-                f"torch.distributed.fsdp.fully_shard"
-            )
-        if engine.fp16_enabled() or (stage == 0 and engine.bfloat16_enabled()):
+        if engine.fp16_enabled() or (
+            engine.zero_optimization_stage() == 0 and engine.bfloat16_enabled()
+        ):
             raise ValueError(
                 "DeepSpeed's fp16, and bf16 under ZeRO stage 0, keep gradients in copies of their "
-                "own, or scale them: use bf16 under ZeRO stage 1 or 2, or train in float32, by "
+                "own, or scale them: use bf16 under ZeRO stage 1 to 3, or train in float32, by "
                 "torch_autocast of DeepSpeed's settings in bfloat16 if that is wanted"
             )
         require_plain(engine.optimizer)
