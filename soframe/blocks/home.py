@@ -266,8 +266,8 @@ class PlainGrad(GradientHome):
         named = list(parameters)
         if found := zero.find(named, self._zero):
             self._zero = {**self._zero, **found}
-        idle = {p for _, p in named if self._zero and zero.stands_idle(p)}
-        require_served((name, p) for name, p in named if p not in self._zero and p not in idle)
+        others = ((n, p) for n, p in named if p not in self._zero and not zero.has_engine(p))
+        require_served(others)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
         """See `GradientHome.incomplete`."""

@@ -435,13 +435,15 @@ def find(
     return found
 
 
-def stands_idle(parameter: nn.Parameter) -> bool:
-    """Return whether DeepSpeed has a parameter that nobody trains, of which it has no gradient.
+def has_engine(parameter: nn.Parameter) -> bool:
+    """Return whether DeepSpeed's stage 3 has cut a parameter, and has an engine for it.
+
+    It need not train it, and has no gradient of it then.
 
     Args:
         parameter: The parameter.
     """
-    return is_shared(parameter) and not parameter.requires_grad
+    return is_shared(parameter) and _OWNER in parameter.__dict__
 
 
 def _is_in_use(optimizer: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.robustness.test_no_effect import Network, backward, build
 
 
@@ -43,13 +43,9 @@ def zero(rank: int, world_size: int, stage: int, when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after", "with its optimizer"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_zero(stage: int, when: str) -> None:
-    """Stage 3, which shares parameters out, is refused by name; stage 0 shares nothing out."""
+    """One process has nothing to share, and other code within DeepSpeed."""
     pytest.importorskip("deepspeed")
-    (result,) = run_ranks(zero, 1, stage, when, check=False)
-    assert isinstance(result, RankFailure) == (stage == 3), result
-    if stage == 3:
-        assert isinstance(result.exception, ValueError)
-        assert "ZeRO stage 3" in str(result.exception)
+    run_ranks(zero, 1, stage, when)
 
 
 @pytest.mark.parametrize("gate", [False, True])

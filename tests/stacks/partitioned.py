@@ -17,6 +17,7 @@ import soframe
 from tests.stacks.fully_sharded import SAMPLES, Net, batch, make_net, weights
 
 STEPS = 5
+FIRST = -2  # before there is an engine
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Case:
         passes: Micro-batches in each step.
         groups: Whether biases have a learning rate of their own.
         spoilt: The step at which the gradient of one rank is not finite.
-        frozen: From which step to which a weight and a bias are not trained.
+        frozen: From which step to which a weight and a bias are not trained; `FIRST` for before
+            there is an engine.
         momentum: The optimizer's, by which DeepSpeed moves what is frozen, too.
         clip: DeepSpeed's bound on the norm of what it is given.
     """
@@ -90,6 +92,7 @@ def net() -> Net:
 def alone(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
     """The weights after a run with whole gradients; on one process, of the concatenated batch."""
     model = net()
+    freeze(model, FIRST, case)
     optimizer = base(model, case)
     settings = settings_of(case)
     if ranks == 1:
@@ -118,5 +121,7 @@ def assert_same(results: list[Any], case: Case, name: str) -> None:
             where = f"{name}, {key}"
             off = float((weight - expected[key]).abs().max())
             assert off < 2e-6, (where, off)
-            assert torch.equal(weight, start[key]) == key.startswith("unused"), where
+            moves = not torch.equal(expected[key], start[key])
+            assert torch.equal(weight, start[key]) != moves, where
+            assert moves or key.startswith("unused") or case.frozen[0] == FIRST
         assert counters["skipped_updates"] == (case.spoilt is not None)

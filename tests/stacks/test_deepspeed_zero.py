@@ -21,6 +21,7 @@ from tests.distributed.test_plans import planned
 from tests.integrations.kit import as_launched
 from tests.stacks.fully_sharded import SAMPLES, make_net, weights
 from tests.stacks.partitioned import (
+    FIRST,
     STEPS,
     Case,
     alone,
@@ -68,6 +69,8 @@ CASES: dict[str, Case] = {
     "3 rates, before": Case(3, "before", options={**MEM, **CLIPS}, groups=True, zero=CUT),
     "3 spoilt": Case(3, options=MEM, spoilt=2, zero=CUT),
     "3 frozen": Case(3, options=MEM, frozen=(2, 4), momentum=0.0, zero=CUT),
+    "3 frozen first": Case(3, "before", options=MEM, frozen=(FIRST, STEPS), zero=CUT),
+    "2 frozen first": Case(2, "before", options=MEM, frozen=(FIRST, STEPS)),
     "3 clipped": Case(3, "hook", options=MEM, clip=0.05, zero=CUT),
     "3 overlapped": Case(3, "hook", options=MEM, zero={**CUT, "overlap_comm": True}),
     "3 in small groups": Case(
@@ -112,6 +115,13 @@ def gathered(model: nn.Module) -> Any:
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
+def deepspeed_init() -> Any:
+    """A context in which models are made in parts."""
+    import deepspeed
+
+    return deepspeed.zero.Init()
+
+
 def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
     found, own = trained(rank, ranks, case)
     return found, own.counters
@@ -119,6 +129,7 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
 
 def trained(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], soframe.Preconditioner]:
     model = net()
+    freeze(model, FIRST, case)
     optimizer = base(model, case)
     hook: DeepSpeedPreconditioner | None = None
     settings = settings_of(case)
@@ -195,6 +206,64 @@ def test_every_method_does_what_it_does_with_whole_gradients() -> None:
         for name, (found, expected) in zip(names, own, strict=True):
             for key, weight in found.items():
                 assert torch.equal(weight, expected[key]), (name, key)
+
+
+class Mixed(nn.Module):
+    """Layers that look at the shapes of their parameters when a gradient comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1, groups=2)
+        self.norm = nn.GroupNorm(2, 4)
+        self.second = nn.ConvTranspose2d(4, 3, 2)
+        self.square = nn.LayerNorm((3, 5))
+        self.memory = nn.GRU(5, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.norm(self.first(x)).tanh())
+        x = self.square(x.mean(2))
+        return self.head(self.memory(x)[0][:, -1])
+
+
+def train_mixed(rank: int, ranks: int, stage: int | None, when: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"layers": "all", "damping": 0.1, "solve_every": 2}
+    options.update(statistics_every=1, kl_clip=None, auxiliary="sgd")
+    if stage is not None:
+        as_launched(rank, ranks)
+    if when == "before":
+        own = soframe.Preconditioner(model, lr=0.1, **options)
+    engine: Any = model
+    if stage is not None:
+        engine = initialize(model, optimizer, Case(stage, zero=CUT), ranks)
+    if when == "after":
+        own = soframe.Preconditioner(engine, lr=0.1, **options)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 2, 4, 4, generator=generator)[rank::ranks]
+        loss = (engine(x) - x.mean((2, 3))).square().sum(1).mean()
+        (loss if stage is None else engine).backward(*() if stage is None else (loss,))
+        own.step()
+        (optimizer if stage is None else engine).step()
+        if stage is None:
+            optimizer.zero_grad()
+    own.close()
+    if stage is None:
+        return weights(model)
+    with gathered(model):
+        return weights(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_kind_of_layer(when: str) -> None:
+    pytest.importorskip("deepspeed")
+    expected = train_mixed(0, 1, None, "after")
+    for found in run_ranks(train_mixed, 2, 3, when):
+        for name, weight in found.items():
+            assert float((weight - expected[name]).abs().max()) < 2e-6, name
 
 
 def test_the_cases_are_not_all_one() -> None:
@@ -323,6 +392,22 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     found["bfloat16 and float32"] = built(engine_of(Case(1, config=wide)))
     found["bfloat16 and float32, early"] = step_early(Case(2, passes=2, config=wide))
     found["float64"] = built(engine_of(Case(1), make_net()))
+    case = Case(3, zero=offload, config={"zero_force_ds_cpu_optimizer": False})
+    found["3 offload"] = built(engine_of(case))
+    found["3 offload_param"] = built(engine_of(Case(3, zero={"offload_param": {"device": "cpu"}})))
+    found["3 float64"] = built(engine_of(Case(3), make_net()))
+    found["3 local"] = built(engine_of(Case(3)), gradients="local")
+    found["3 early"] = step_early(Case(3, passes=2, zero=CUT))
+    with deepspeed_init():
+        model = net()
+    found["3 no engine"] = said(lambda: soframe.Preconditioner(model, lr=0.1))
+    model = net()
+    some = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    found["3 not in the optimizer"] = built(engine_of(Case(3), model, some))
+    engine = engine_of(Case(3))
+    found["3 own step"] = said(lambda: soframe.Optimizer(engine, "kfac", lr=0.1))
+    found["3 trust region"] = said(lambda: soframe.TrustRegion(engine.module, "squared-error"))
+    engine.destroy()
     found["local"] = built(engine_of(Case(1)), gradients="local")
     model = net()
     some = torch.optim.SGD(model.layers.parameters(), lr=0.1)
@@ -356,6 +441,15 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 
 
 EXPECTED = {
+    "3 offload": "ValueError: .* offload_optimizer out",
+    "3 offload_param": "ValueError: .* offload_param out",
+    "3 float64": "ValueError: the parameter .*: train in float32",
+    "3 local": "ValueError: .* pass gradients='averaged'",
+    "3 early": "RuntimeError: .*is_gradient_accumulation_boundary",
+    "3 no engine": "ValueError: the parameter .* after deepspeed.initialize",
+    "3 not in the optimizer": "ValueError: .* give it to the optimizer",
+    "3 own step": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
+    "3 trust region": "ValueError: TrustRegion needs whole .* DeepSpeed's ZeRO",
     "offload": "ValueError: .* offload_optimizer out",
     "bfloat16 and float32": "ValueError: the parameter .* its bf16 optimizer",
     "bfloat16 and float32, early": "RuntimeError: .*is_gradient_accumulation_boundary",
