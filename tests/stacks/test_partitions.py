@@ -1,6 +1,6 @@
-"""Partitions of gradients, by a stand-in for DeepSpeed's optimizer that is written down here.
+"""Partitions of gradients, by stand-ins for DeepSpeed's optimizers that are written down here.
 
-It has the attributes that soframe reads, filled in from where each element of the flat buffer is.
+They have the attributes that soframe reads, filled in from where each element is.
 `tests.stacks.test_deepspeed_zero` is the same with DeepSpeed itself.
 """
 
@@ -138,8 +138,89 @@ class DeepSpeedZeroOptimizer:
                 dist.broadcast(part, other)
 
 
+class Stage3:
+    """Cuts each parameter by itself, which has elements in a forward and its backward pass alone.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model.
+    """
+
+    offload_optimizer = offload_param = False
+    loss_scale = sequence_parallel_size = 1
+    model_parallel_group = all2all_process_group = torch_autocast_gradscaler = None
+    is_gradient_accumulation_boundary = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.optimizer = optimizer
+        self.averaged_gradients: dict[int, list[Tensor] | None] = {}
+        # Each parameter is a list of its own, but for the first two.
+        owners = [(p, n) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        alike = len(owners) > 1 and owners[0][1] == owners[1][1]
+        cut = 2 if alike else 1
+        pieces = [owners[:cut], *([one] for one in owners[cut:])]
+        self.fp16_groups = [[p for p, _ in piece] for piece in pieces]
+        self.sub_group_to_group_id = {n: piece[0][1] for n, piece in enumerate(pieces)}
+        self.sub_group_process_groups = [dist.group.WORLD] * len(pieces)
+        self._copies: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        for number, (p, group) in enumerate(owners):
+            size = -(-p.numel() // self._ranks)
+            whole = torch.zeros(size * self._ranks, dtype=p.dtype)
+            whole[: p.numel()] = p.detach().flatten()
+            marks = {"ds_id": number, "ds_shape": p.shape, "ds_numel": p.numel()}
+            marks |= {"ds_tensor": whole[self._rank * size :][:size].clone(), "_z3_optimizer": self}
+            marks["ds_tensor"].ds_numel = size
+            for name, value in marks.items():
+                setattr(p, name, value)
+            self._copies[group].append(marks["ds_tensor"])
+            p.data = torch.empty(0, dtype=p.dtype)
+        for group, copies in zip(optimizer.param_groups, self._copies, strict=True):
+            group["params"] = copies
+        model.register_forward_pre_hook(lambda *_: self._fetch())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def _every(self) -> list[nn.Parameter]:
+        return [p for group in self.fp16_groups for p in group]
+
+    def _fetch(self) -> None:
+        for p in self._every():
+            if p.numel() == 0:
+                parts = [torch.empty_like(p.ds_tensor) for _ in range(self._ranks)]
+                dist.all_gather(parts, p.ds_tensor.detach())
+                p.data = torch.cat(parts)[: p.ds_numel].view(p.ds_shape)
+
+    def reduce(self) -> None:
+        """Average the gradients, keep this rank's parts, and let the parameters go."""
+        for number, group in enumerate(self.fp16_groups):
+            entries = []
+            for p in group:
+                size = p.ds_tensor.ds_numel
+                whole = torch.zeros(size * self._ranks, dtype=p.dtype)
+                if p.grad is not None:
+                    whole[: p.ds_numel] = p.grad.flatten() / self._ranks
+                dist.all_reduce(whole)
+                entries.append(whole[self._rank * size :][:size].clone())
+                p.grad, p.data = None, torch.empty(0, dtype=p.dtype)
+            self.averaged_gradients[number] = entries
+
+    def step(self) -> None:
+        """Move this rank's parts."""
+        for number, group in enumerate(self.fp16_groups):
+            entries = self.averaged_gradients[number]
+            assert entries is not None
+            for p, entry in zip(group, entries, strict=True):
+                p.ds_tensor.grad = entry
+            self.averaged_gradients[number] = None
+        self.optimizer.step()
+
+
 def install() -> None:
-    """Let soframe find it, in this process."""
+    """Let soframe find them, in this process."""
+    sys.modules["deepspeed"] = ModuleType("deepspeed")
     module = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
     module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
@@ -151,9 +232,13 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
     settings = settings_of(case)
     if case.when == "before":
         own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
-    engine = DeepSpeedZeroOptimizer(optimizer, **case.zero)
+    engine: Any
+    if case.stage == 3:
+        engine = Stage3(optimizer, model)
+    else:
+        engine = DeepSpeedZeroOptimizer(optimizer, **case.zero)
     if case.when == "after":
-        given = engine if case.stage == 2 else optimizer
+        given = optimizer if case.stage == 1 else engine
         own = soframe.Preconditioner(model, case.method, optimizer=given, **settings)
     for step in range(STEPS):
         for loss in losses(step, case, model, rank, ranks):
@@ -162,6 +247,8 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
         own.step()
         engine.step()
     own.close()
+    if case.stage == 3:
+        model(torch.tensor([0]))
     return weights(model), own.counters
 
 
@@ -184,6 +271,10 @@ CASES = {
     "spoilt": Case(options=MEM, spoilt=2),
     "in turns": Case(options=MEM, zero={"turns": True}),
     "aligned": Case(options=MEM, zero={"aligned": 7}),
+    "3 after": Case(3, options=CLIPS),
+    "3 before, rates": Case(3, "before", options=CLIPS, groups=True),
+    "3 rates, comm": Case(3, options={**CLIPS, "strategy": "comm-opt"}, groups=True),
+    "3 passes, spoilt": Case(3, options=MEM, passes=2, spoilt=2),
 }
 
 
@@ -233,9 +324,17 @@ UNSERVED: dict[str, tuple[str, Any, str]] = {
     "scale": ("loss_scale", 2.0, "leave the loss scale at 1"),
     "scaler": ("torch_autocast_gradscaler", object(), "leave the loss scale at 1"),
     "experts": ("has_moe_layers", True, "experts over ranks"),
-    "tensors": ("model_parallel_world_size", 2, "tensor or sequence parallelism"),
-    "sequences": ("sequence_parallel_size", 2, "tensor or sequence parallelism"),
+    "tensors": ("model_parallel_world_size", 2, "tensor parallelism"),
+    "sequences": ("sequence_parallel_size", 2, "sequence parallelism"),
     "sums": ("gradient_average", False, "leave gradient_average on"),
+}
+
+UNSERVED_3: dict[str, tuple[str, Any, str]] = {
+    "3 offload": ("offload_optimizer", True, "leave offload_optimizer out"),
+    "3 parameters": ("offload_param", True, "leave offload_param out"),
+    "3 scale": ("loss_scale", 2.0, "leave the loss scale at 1"),
+    "3 tensors": ("model_parallel_group", object(), "tensor parallelism"),
+    "3 bits": ("all2all_process_group", object(), "leave zero_quantized_gradients out"),
 }
 
 
@@ -260,6 +359,27 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
         model, engine = made()
         setattr(engine, attribute, value)
         found[name] = said(lambda model=model: soframe.Preconditioner(model, kl_clip=None))
+    for name, (attribute, value, _) in UNSERVED_3.items():
+        model = net()
+        engine = Stage3(base(model, Case()), model)
+        setattr(engine, attribute, value)
+        found[name] = said(lambda model=model: soframe.Preconditioner(model, kl_clip=None))
+    model = net()
+    engine = Stage3(base(model, Case()), model)
+    own = soframe.Preconditioner(model, lr=0.1, statistics_every=1)
+    found["3 too early"] = said(own.step)
+    own.measure(norms=True)
+    model(torch.tensor([0])).sum().backward()
+    engine.reduce()
+    found["3 norms"] = f"{said(own.step)}, {own.metrics()['blocks']['head']['weight_norm']}"
+    engine = Stage3(base(net(), Case()), model)
+    for p in model.parameters():
+        p._z3_optimizer = engine
+    found["3 again"] = said(own.step)
+    own.close()
+    for p in model.parameters():
+        del p._z3_optimizer
+    found["3 no engine"] = said(lambda: soframe.Preconditioner(model, lr=0.1))
     for dtype in (torch.float64, torch.float16):
         model, engine = made(net().to(dtype))
         found[str(dtype)] = said(lambda model=model: soframe.Preconditioner(model, kl_clip=None))
@@ -303,7 +423,14 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 
 
 EXPECTED = {
-    **{name: f"ValueError: the parameter .*{what}" for name, (_, _, what) in UNSERVED.items()},
+    **{
+        name: f"ValueError: the parameter .*{what}"
+        for name, (_, _, what) in {**UNSERVED, **UNSERVED_3}.items()
+    },
+    "3 too early": "RuntimeError: .*is_gradient_accumulation_boundary",
+    "3 norms": "nothing, None",
+    "3 again": "RuntimeError: deepspeed.initialize was called again",
+    "3 no engine": "ValueError: the parameter .* after deepspeed.initialize",
     "torch.float64": "ValueError: the parameter .*train in float32",
     "torch.float16": "ValueError: the parameter .*train in float32",
     "muon": "ValueError: the parameter .*Muon",
