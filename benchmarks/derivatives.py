@@ -77,7 +77,7 @@ def curvature(
     gradients = torch.autograd.grad(loss, found, create_graph=True)
     forward = Forward(closure, replay, found, gradients, tape)
     forward.backward()
-    if tape.follows() != reuse:
+    if tape.holds() != reuse:
         raise RuntimeError(f"the tape cannot be followed: {tape.problem}")
     return curvature_along([forward], parameters, directions, isotropic=isotropic)
 

@@ -73,37 +73,42 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     Returns:
         Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
-    own = preconditioner
-    backend, blocks = own.backend, own._blocks
-    own._land("soframe.checkpoint.part()")
+    backend, blocks = preconditioner.backend, preconditioner._blocks
+    preconditioner._land("soframe.checkpoint.part()")
     if any(block.running.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
-    header = state.header(blocks, own.counters, own._steps, own._refresh.owed, own._scaling)
-    header["initial_lrs"] = [float(rate) for rate in own._lrs.state()]
-    header["history"] = own._placed.history.state()
-    found: dict[str, Any] = {}
-    for block, place in zip(blocks, own.placement.blocks, strict=True):
+    header = state.header(
+        blocks,
+        preconditioner.counters,
+        preconditioner._steps,
+        preconditioner._refresh.owed,
+        preconditioner._scaling,
+    )
+    header["initial_lrs"] = [float(rate) for rate in preconditioner._lrs.state()]
+    header["history"] = preconditioner._placed.history.state()
+    tensors: dict[str, Any] = {}
+    for block, place in zip(blocks, preconditioner.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.
         header["blocks"][block.name]["solved"] = block.solved
         pending = block.running.pending > 0
         sums = settled(backend, block, place, "state") if pending else block.running
         for index, factor in enumerate(block.factors):
             if backend.rank == place.owners[index] and factor.name in sums:
-                found[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
+                tensors[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
         if block.state.updates and backend.rank == place.gradient_workers[0]:
             for name in block.states:
-                found[_state(block, name)] = block.state[name]
+                tensors[_state(block, name)] = block.state[name]
         if block.solved:
             for index, factor, _ in block.solved_here:
                 if backend.rank == _writer(place, index):
                     for name, tensor in block.second_order[factor.name].items():
-                        found[_second_order(block, factor.name, name)] = tensor
+                        tensors[_second_order(block, factor.name, name)] = tensor
     # All ranks have the same header; DCP keeps one. So it needs the checksums of all.
-    mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in found.items()}
+    mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
     for said in gather_texts(backend, json.dumps(mine)):
         header[TENSORS].update(json.loads(said))
-    return {HEADER: json.dumps(seal(header)), **found}
+    return {HEADER: json.dumps(seal(header)), **tensors}
 
 
 def load(
@@ -131,7 +136,6 @@ def load(
         ValueError: If the checkpoint is missing, incomplete, damaged or of another model, on any
             rank; nothing has changed then.
     """
-    own = preconditioner
 
     def read_into(wanted: dict[str, Any]) -> None:
         try:
@@ -155,15 +159,19 @@ def load(
 
     def check_header() -> None:
         saved.update(_parse(first[HEADER]))
-        state.check_header(saved, own._blocks, own._scaling, own._lrs)
-        _check_tensors_named(saved, own._blocks)
+        state.check_header(
+            saved, preconditioner._blocks, preconditioner._scaling, preconditioner._lrs
+        )
+        _check_tensors_named(saved, preconditioner._blocks)
         state.verify(saved)
 
     # DCP's failures are those of all ranks together; so are others, before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
     read_into(first)
-    state.agree(own.backend, check_header, lambda: first[HEADER])
-    wanted = _wanted(saved, own._blocks, own.placement, own.backend.rank)
+    state.agree(preconditioner.backend, check_header, lambda: first[HEADER])
+    wanted = _wanted(
+        saved, preconditioner._blocks, preconditioner.placement, preconditioner.backend.rank
+    )
     read_into({**first, **wanted})
 
     def check() -> None:
@@ -178,8 +186,8 @@ def load(
                         f"differs"
                     )
 
-    _arrange(saved, own._blocks, wanted)
-    own._load(saved, check)
+    _arrange(saved, preconditioner._blocks, wanted)
+    preconditioner._load(saved, check)
 
 
 def _parse(text: Any) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def merged(name: str, kind: type[Group], group: Group | None, given: Mapping[str
     Raises:
         TypeError: If the group is none, or a setting is given twice.
     """
-    of_field = {field: given[own] for field, own in kind.names.items()}
+    of_field = {field: given[keyword] for field, keyword in kind.names.items()}
     if group is None:
         return kind(**of_field)
     if not isinstance(group, kind):

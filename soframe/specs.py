@@ -226,11 +226,11 @@ class Shards:
         """
         if self.holds_all(rank):
             return []
-        own = self.copies[rank]
+        mine = self.copies[rank]
         return [
             other
             for other, copy in enumerate(self.copies)
-            if copy == own and other != rank and self.numel(other) > 0
+            if copy == mine and other != rank and self.numel(other) > 0
         ]
 
     def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
@@ -290,10 +290,10 @@ class Shards:
             back: See `receivers`.
         """
         receivers, senders = self.receivers(rank, workers, back), self.senders(rank, workers, back)
-        own = self.numel(rank)
+        held = self.numel(rank)
         if back:
-            return sum(map(self.numel, receivers)) + own * len(senders)
-        return own * len(receivers) + sum(map(self.numel, senders))
+            return sum(map(self.numel, receivers)) + held * len(senders)
+        return held * len(receivers) + sum(map(self.numel, senders))
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that a rank holds.

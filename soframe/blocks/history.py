@@ -84,11 +84,11 @@ class History:
 
     def state(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what `load` needs: kind -> block -> factor -> step."""
-        found: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in _EVENTS}
+        by_kind: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in _EVENTS}
         for kind, steps in self._at.items():
             for (block, factor), step in steps.items():
-                found[kind].setdefault(block, {})[factor] = step
-        return found
+                by_kind[kind].setdefault(block, {})[factor] = step
+        return by_kind
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Go on from a state; ages that it does not have are not known.

@@ -112,13 +112,13 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
     """
     if terms is None and rows is None:
         raise ValueError("count() says terms=, rows= or both")
-    own = None if rows is None else Rows(_mask("rows", rows))
+    masked = None if rows is None else Rows(_mask("rows", rows))
     if terms is None:
-        return Batch(rows=own, declared=True)
+        return Batch(rows=masked, declared=True)
     if isinstance(terms, Tensor):
         if terms.dtype == torch.bool and terms.dim() > 0:
             number = int(terms.sum())
-            return Batch(number, terms.detach(), own, declared=True)
+            return Batch(number, terms.detach(), masked, declared=True)
         if terms.dim() > 0 or terms.dtype == torch.bool or terms.is_floating_point():
             raise TypeError(
                 f"count: terms is a number, or a bool mask such as labels != -100, not a tensor of "
@@ -129,7 +129,7 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
         raise TypeError(f"count: terms is a number of terms or a bool mask, not {terms!r}")
     if terms < 0:
         raise ValueError(f"count: terms must not be negative, not {terms}")
-    return Batch(int(terms), None, own, declared=True)
+    return Batch(int(terms), None, masked, declared=True)
 
 
 def _mask(name: str, mask: object) -> Tensor:
@@ -286,14 +286,14 @@ class Passes:
         return Passes(self._setting, compares=self._compares)
 
     def enter(
-        self, number: int, layer: str, own: tuple[int, int], told: int | None, batch: Batch | None
+        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch | None
     ) -> int:
         """Count a call.
 
         Args:
             number: The number of its backward pass.
             layer: The name of its block.
-            own: Its batch, and its rows.
+            sizes: Its batch, and its rows.
             told: What is known of the samples of its forward pass.
             batch: What was said of it.
 
@@ -311,7 +311,7 @@ class Passes:
                     "once for all forward passes of a loss"
                 )
             )
-        here = own[1] if self._setting == "positions" else own[0]
+        here = sizes[1] if self._setting == "positions" else sizes[0]
         if number not in self.samples:
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
@@ -362,11 +362,11 @@ class Passes:
                 )
         for number, first in self._first.items() if self._compares else ():
             samples = self.samples[number]
-            for layer, own in self._most.get(number, {}).items():
-                if own != samples:
+            for layer, size in self._most.get(number, {}).items():
+                if size != samples:
                     what = "positions" if self._setting == "positions" else "samples"
                     raise ValueError(
                         f"in one backward pass {first!r} was called with {samples} {what} and "
-                        f"{layer!r} with {own}, so how many the loss is a mean over cannot be "
+                        f"{layer!r} with {size}, so how many the loss is a mean over cannot be "
                         f"told, and the scale of the curvature would be wrong; {REMEDY}"
                     )

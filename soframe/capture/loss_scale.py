@@ -243,8 +243,8 @@ def _live_scalers() -> list[torch.amp.GradScaler]:
     counts = {id(kind): sys.getrefcount(kind) for kind in kinds}
     if counts == _NO_SCALER_AT and getattr(sys, "_is_gil_enabled", lambda: True)():
         return []
-    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+    scalers = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     _NO_SCALER_AT.clear()
-    if not found:
+    if not scalers:
         _NO_SCALER_AT.update(counts)
-    return [one for one in found if one.is_enabled()]
+    return [one for one in scalers if one.is_enabled()]

@@ -41,8 +41,8 @@ def compare_ranks(
     Raises:
         ValueError: On every rank, if they would not, or if one of them cannot start.
     """
-    own = placement.digest + hashlib.sha256(settings.encode()).digest()
-    digests = _exchange(backend, own, "start", first=first)
+    mine = placement.digest + hashlib.sha256(settings.encode()).digest()
+    digests = _exchange(backend, mine, "start", first=first)
     failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
     if failed:
         texts = gather_texts(backend, "", "start")
@@ -104,8 +104,8 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
     Raises:
         ValueError: On every rank that can load its own, if another cannot or has another.
     """
-    own = bytes(_SIZE) if state is None else hashlib.sha256(state.encode()).digest()
-    digests = _exchange(backend, own, "state")
+    mine = bytes(_SIZE) if state is None else hashlib.sha256(state.encode()).digest()
+    digests = _exchange(backend, mine, "state")
     if state is None:
         return
     failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
@@ -131,18 +131,18 @@ def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
     return add_up(backend, tensor.clone()) / backend.world_size
 
 
-def add_over_ranks(backend: Backend, own: Sequence[float], phase: str = "agree") -> list[float]:
+def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agree") -> list[float]:
     """Add up a few numbers over the ranks, in float64.
 
     Args:
         backend: The backend.
-        own: This rank's numbers, equally many on every rank.
+        numbers: This rank's, equally many on every rank.
         phase: The phase that they are counted under.
 
     Returns:
         The sums, the same on every rank.
     """
-    vector = torch.tensor(own, dtype=torch.float64)
+    vector = torch.tensor(numbers, dtype=torch.float64)
     vector = vector.to(backend.wire_device(vector.device))
     backend.all_reduce(vector, phase).watch()
     sums: list[float] = vector.tolist()
@@ -186,14 +186,14 @@ class Poll:
         Args:
             backend: The backend.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        mine = {field.name: getattr(self, field.name) for field in fields(self)}
         flat: list[float] = []
-        for value in own.values():
+        for value in mine.values():
             flat += [value] if isinstance(value, float) else value
         sums = iter(add_over_ranks(backend, flat))
         added = {
             name: next(sums) if isinstance(value, float) else [next(sums) for _ in value]
-            for name, value in own.items()
+            for name, value in mine.items()
         }
         return Poll(**added)  # type: ignore[arg-type]  # each as it was
 
@@ -231,10 +231,10 @@ def require_common(backend: Backend, common: Mapping[str, object], sums: Sequenc
     # On paper there are no other ranks, and sums are this rank's own.
     if backend.on_paper or squares * backend.world_size == total**2:
         return
-    own = {name: describe(value) for name, value in common.items()}
-    everyones = [json.loads(text) for text in gather_texts(backend, json.dumps(own))]
+    mine = {name: describe(value) for name, value in common.items()}
+    everyones = [json.loads(text) for text in gather_texts(backend, json.dumps(mine))]
     problems = []
-    for name in own:
+    for name in mine:
         values = [said.get(name) for said in everyones]
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
@@ -247,12 +247,12 @@ def require_common(backend: Backend, common: Mapping[str, object], sums: Sequenc
     )
 
 
-def require_no_failure(backend: Backend, own: BaseException | None, failed: float) -> None:
+def require_no_failure(backend: Backend, error: BaseException | None, failed: float) -> None:
     """Raise on every rank if one is about to raise, so that none waits for it in vain.
 
     Args:
         backend: The backend.
-        own: This rank's error, if it has one.
+        error: This rank's, if it has one.
         failed: The number of ranks that have one.
 
     Raises:
@@ -261,26 +261,26 @@ def require_no_failure(backend: Backend, own: BaseException | None, failed: floa
     """
     if failed == 0:
         return
-    text = "" if own is None else describe_error(own)
+    text = "" if error is None else describe_error(error)
     texts = gather_texts(backend, text)
-    if own is not None:
-        raise own
+    if error is not None:
+        raise error
     said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise RuntimeError(f"another rank cannot take this step, so none does. {said}")
 
 
-def gather_texts(backend: Backend, own: str, phase: str = "agree") -> list[str]:
+def gather_texts(backend: Backend, mine: str, phase: str = "agree") -> list[str]:
     """Return every rank's text; every rank must call.
 
     Args:
         backend: The backend.
-        own: This rank's text.
+        mine: This rank's text.
         phase: The phase that it is counted under.
 
     Returns:
         One text for each rank.
     """
-    data = own.encode()
+    data = mine.encode()
     length = torch.tensor([len(data)])
     length = length.to(backend.wire_device(length.device))
     lengths = [int(each) for each in backend.all_gather(length, phase)]
@@ -322,8 +322,8 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
         )
 
 
-def _exchange(backend: Backend, own: bytes, phase: str, *, first: bool = False) -> list[bytes]:
-    tensor = torch.tensor(list(own), dtype=torch.uint8)
+def _exchange(backend: Backend, mine: bytes, phase: str, *, first: bool = False) -> list[bytes]:
+    tensor = torch.tensor(list(mine), dtype=torch.uint8)
     tensor = tensor.to(backend.wire_device(tensor.device))
     if first:
         return [bytes(t.tolist()) for t in backend.assemble(tensor, phase, STARTING)]

@@ -44,9 +44,9 @@ class Handle:
         """
         self._complete(self._watch or self._wait)
 
-    def _complete(self, how: Callable[[], object] | None) -> None:
-        if how is not None:
-            how()
+    def _complete(self, wait: Callable[[], object] | None) -> None:
+        if wait is not None:
+            wait()
             self._wait = self._watch = None
 
 
@@ -162,8 +162,8 @@ class Backend(ABC):
             The handle.
         """
         everyone = tuple(range(self.world_size))
-        shares = [(rank, own) for rank, own in enumerate(flat.split(list(sizes))) if len(own)]
-        return together([self._reduce(own, rank, everyone) for rank, own in shares])
+        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
+        return together([self._reduce(share, rank, everyone) for rank, share in shares])
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
@@ -178,8 +178,8 @@ class Backend(ABC):
             The handle.
         """
         everyone = tuple(range(self.world_size))
-        shares = [(rank, own) for rank, own in enumerate(flat.split(list(sizes))) if len(own)]
-        return together([self._broadcast(own, rank, everyone) for rank, own in shares])
+        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
+        return together([self._broadcast(share, rank, everyone) for rank, share in shares])
 
     def _all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]

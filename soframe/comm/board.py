@@ -155,11 +155,11 @@ class Board:
 
     def notes(self) -> list[Note]:
         """Return what every rank said last."""
-        found = []
+        notes = []
         for rank in range(len(self._members)):
             said = self._read(f"{self._name}/{rank}")
-            found.append(Note(rank) if said is None else Note(rank, *said))
-        return found
+            notes.append(Note(rank) if said is None else Note(rank, *said))
+        return notes
 
     @property
     def _count(self) -> str:
@@ -197,14 +197,14 @@ class Board:
         Returns:
             The notes that are not older than the preconditioner that this rank builds.
         """
-        found = []
+        starts = []
         world = Board.of_world()
         begun = 0 if world is None else world._preconditioners
         for rank in ranks:
             said = self._read(f"start/{self._members[rank]}")
             if said is not None and said[0] >= begun:
-                found.append(Start(rank, *said[1:]))
-        return found
+                starts.append(Start(rank, *said[1:]))
+        return starts
 
     def abandon(self, ranks: list[int], why: str) -> None:
         """Tell ranks that build preconditioners for themselves that this one has waited for them.

@@ -249,13 +249,13 @@ class TorchDistributed(Backend):
     def _part(self, told: Sequence[board.Note], error: Exception | None = None) -> None:
         """Tell the ranks that wait elsewhere that this one will not come, and raise."""
         others = "; ".join(f"rank {note.rank}: {note.text}" for note in told)
-        own = f"rank {self.rank} takes a step"
+        mine = f"rank {self.rank} takes a step"
         notes = Board.of(self._group)
         assert notes is not None
         notes.refuse("takes a step, and has given it up")
         raise RuntimeError(
             f"the ranks do different things, which all of them have to do together. {others}; "
-            f"{own}. The process group cannot be used any more"
+            f"{mine}. The process group cannot be used any more"
         ) from error
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
@@ -266,14 +266,14 @@ class TorchDistributed(Backend):
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != destination]
-        parts = [torch.empty_like(tensor) for _ in others]
+        received = [torch.empty_like(tensor) for _ in others]
         receipts = [
             _handle(dist.irecv(part, origin, self._group))
-            for part, origin in zip(parts, others, strict=True)
+            for part, origin in zip(received, others, strict=True)
         ]
 
         def wait() -> None:
-            for receipt, part in zip(receipts, parts, strict=True):
+            for receipt, part in zip(receipts, received, strict=True):
                 receipt.wait()
                 tensor.add_(part)
 
@@ -296,25 +296,25 @@ class TorchDistributed(Backend):
 
     def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = flat.split(list(sizes))
-        own = shares[self.rank]
+        share = shares[self.rank]
         if self._engine != "gloo":
-            total = torch.empty_like(own)
+            total = torch.empty_like(share)
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
-            return _then(work, lambda: own.copy_(total))
-        parts = own.new_empty(self.world_size, len(own))
-        takes = [len(own)] * self.world_size
+            return _then(work, lambda: share.copy_(total))
+        received = share.new_empty(self.world_size, len(share))
+        takes = [len(share)] * self.world_size
         work = dist.all_to_all_single(
-            parts.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
+            received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
-        return _then(work, lambda: torch.sum(parts, dim=0, out=own))
+        return _then(work, lambda: torch.sum(received, dim=0, out=share))
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = list(flat.split(list(sizes)))
-        own = shares[self.rank]
+        share = shares[self.rank]
         if self._engine != "gloo":
-            return _handle(dist.all_gather(shares, own, group=self._group, async_op=True))
-        gives = [len(own)] * self.world_size
-        copies = own.repeat(self.world_size)
+            return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
+        gives = [len(share)] * self.world_size
+        copies = share.repeat(self.world_size)
         return _handle(
             dist.all_to_all_single(
                 flat, copies, list(sizes), gives, group=self._group, async_op=True
@@ -378,13 +378,13 @@ def _handle(work: dist.Work | None) -> Handle:
     return Handle(_held(work) if work is not None else None)
 
 
-def _then(work: dist.Work | None, follow: Callable[[], object]) -> Handle:
+def _then(work: dist.Work | None, afterwards: Callable[[], object]) -> Handle:
     """Return the handle of a collective after which something is left to do."""
     before = _handle(work)
 
     def wait() -> None:
         before.wait()
-        follow()
+        afterwards()
 
     return Handle(wait)
 

@@ -83,11 +83,11 @@ class Parcel:
             part.fill_(self.otherwise)
             return
         parts = part.split([spec.packed_numel for spec in self.specs])
-        for spec, tensor, own in zip(self.specs, self.tensors, parts, strict=True):
+        for spec, tensor, packed in zip(self.specs, self.tensors, parts, strict=True):
             if spec.symmetric:
-                pack_triangle(tensor, out=own)
+                pack_triangle(tensor, out=packed)
             else:
-                own.view(spec.shape).copy_(tensor)
+                packed.view(spec.shape).copy_(tensor)
 
     def read(self, part: Tensor) -> None:
         """Take the tensors from a buffer.
@@ -96,7 +96,9 @@ class Parcel:
             part: ``[numel]``; tensors that are not symmetric become views of it.
         """
         parts = part.split([spec.packed_numel for spec in self.specs])
-        self.tensors = [_whole(own, spec) for spec, own in zip(self.specs, parts, strict=True)]
+        self.tensors = [
+            _whole(packed, spec) for spec, packed in zip(self.specs, parts, strict=True)
+        ]
 
 
 def _whole(part: Tensor, spec: TensorSpec) -> Tensor:
@@ -276,14 +278,14 @@ def additions(
     """
     mine = [s for s in sums if backend.rank in s.way.group and s.travels]
     for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine]):
-        parts = [mine[index] for index in bucket]
-        yield parts, _addition(backend, parts, phase)
+        fused = [mine[index] for index in bucket]
+        yield fused, _addition(backend, fused, phase)
 
 
-def _addition(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
-    way = parts[0].way
+def _addition(backend: Backend, sums: Sequence[Sum], phase: str) -> Task:
+    way = sums[0].way
     with backend.phases(phase):
-        flat, sizes = _written(backend, parts)
+        flat, sizes = _written(backend, sums)
         if way.destination is None:
             handle = backend.all_reduce(flat, phase)
         else:
@@ -292,8 +294,8 @@ def _addition(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
     with backend.phases(phase):
         handle.wait()
         if way.destination in (None, backend.rank):
-            for part, own in zip(parts, flat.split(sizes), strict=True):
-                part.read(own)
+            for part, numbers in zip(sums, flat.split(sizes), strict=True):
+                part.read(numbers)
 
 
 def _spreads(backend: Backend, sums: Sequence[Sum], phase: str) -> Iterator[Task]:
@@ -303,25 +305,25 @@ def _spreads(backend: Backend, sums: Sequence[Sum], phase: str) -> Iterator[Task
         yield _spread(backend, [mine[index] for index in bucket], phase)
 
 
-def _spread(backend: Backend, parts: Sequence[Sum], phase: str) -> Task:
-    source, group = parts[0].way.destination, parts[0].way.spread
+def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Task:
+    source, group = sums[0].way.destination, sums[0].way.spread
     assert source is not None
     with backend.phases(phase):
-        flat, sizes = _written(backend, parts)
+        flat, sizes = _written(backend, sums)
         handle = backend.broadcast(flat, source, group, phase)
     yield
     with backend.phases(phase):
         handle.wait()
-        for part, own in zip(parts, flat.split(sizes), strict=True):
-            part.read(own)
+        for part, numbers in zip(sums, flat.split(sizes), strict=True):
+            part.read(numbers)
 
 
-def _written(backend: Backend, parts: Sequence[Sum]) -> tuple[Tensor, list[int]]:
+def _written(backend: Backend, sums: Sequence[Sum]) -> tuple[Tensor, list[int]]:
     """Return a buffer that has this rank's parts, where it can travel, and their sizes."""
-    sizes = [part.numel for part in parts]
-    flat = torch.empty(sum(sizes), dtype=parts[0].wire, device=parts[0].device)
-    for part, own in zip(parts, flat.split(sizes), strict=True):
-        part.write(own)
+    sizes = [part.numel for part in sums]
+    flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
+    for part, numbers in zip(sums, flat.split(sizes), strict=True):
+        part.write(numbers)
     return flat.to(backend.wire_device(flat.device)), sizes
 
 

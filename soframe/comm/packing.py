@@ -77,8 +77,8 @@ def packed_diagonal(packed: Tensor, n: int) -> Tensor:
     Returns:
         ``[..., n]``.
     """
-    parts = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
-    return torch.cat(parts, dim=-1)
+    diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
+    return torch.cat(diagonals, dim=-1)
 
 
 def _fold(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -139,13 +139,13 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
     handle.wait()
     every = [one for parts in takes for one in parts]
     sizes = [split.shards.numel(owner) for split, owner in every]
-    for (split, owner), own in zip(every, taken.to(first.device).split(sizes), strict=True):
+    for (split, owner), numbers in zip(every, taken.to(first.device).split(sizes), strict=True):
         shape = split.shards.part_shape(owner)
         if split.sources:
-            split.part = own.view(shape)
+            split.part = numbers.view(shape)
         else:
             assert split.whole is not None
-            split.shards.part(split.whole, owner).copy_(own.view(shape))
+            split.shards.part(split.whole, owner).copy_(numbers.view(shape))
 
 
 def _given(split: Split, rank: int, other: int) -> Tensor:

@@ -112,11 +112,11 @@ class AdaptiveDamping:
         """
         tried = self._neighbours()
         self._ways = [
-            (1 if new > old else -1) * (1 if own else -1)
-            for own, old, new in zip(taken, self._now, tried, strict=True)
+            (1 if new > old else -1) * (1 if take else -1)
+            for take, old, new in zip(taken, self._now, tried, strict=True)
         ]
         rows = zip(taken, self._now, tried, strict=True)
-        self._now = [new if own else old for own, old, new in rows]
+        self._now = [new if take else old for take, old, new in rows]
         low, high = self._middle() / self.spread, self._middle() * self.spread
         self._now = [self._within(min(high, max(low, damping))) for damping in self._now]
         longer = min(self.longest, self._wait * 2)
@@ -124,11 +124,11 @@ class AdaptiveDamping:
         self._due = step + self._wait
 
     def _neighbours(self) -> list[float]:
-        found = []
+        neighbours = []
         for damping, way in zip(self._now, self._ways, strict=True):
             ahead, back = (self._within(damping * self.ratio**w) for w in (way, -way))
-            found.append(back if ahead == damping else ahead)
-        return found
+            neighbours.append(back if ahead == damping else ahead)
+        return neighbours
 
     def _middle(self) -> float:
         return math.exp(statistics.median(map(math.log, self._now)))

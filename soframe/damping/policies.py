@@ -232,9 +232,9 @@ def adopted(policy: DampingPolicy) -> DampingPolicy:
     Args:
         policy: What the user passed, perhaps once more; it stays as it is.
     """
-    own = copy.copy(policy)
-    own.restart()
-    return own
+    fresh = copy.copy(policy)
+    fresh.restart()
+    return fresh
 
 
 def damping_policy(choice: DampingChoice) -> DampingPolicy:

@@ -46,7 +46,7 @@ class Forward:
             torch.autograd.backward(
                 self.outputs,
                 [gradient.detach() for gradient in self.gradients],
-                retain_graph=not self.tape.follows(),
+                retain_graph=not self.tape.holds(),
             )
 
     def jacobian_products(
@@ -67,7 +67,7 @@ class Forward:
         Raises:
             RuntimeError: If there are no such derivatives, or what they need has changed.
         """
-        if not self.tape.follows():
+        if not self.tape.holds():
             with users_mode(), self.tape.in_same_kernels():
                 return tangents_by_gradients(self.outputs, parameters, directions)
         rows = self.tape.tangents(parameters, directions)

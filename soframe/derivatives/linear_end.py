@@ -42,21 +42,21 @@ class LinearEnd:
             ``[k, k]``, float64, on the CPU.
         """
         moving = {i: x for i, (x, _, _) in enumerate(self.tangents) if x is not None}
-        own = {i: self._extended(w, b) for i, (_, w, b) in enumerate(self.tangents)}
-        weights = {i: tangent for i, tangent in own.items() if tangent is not None}
+        extended = {i: self._extended(w, b) for i, (_, w, b) in enumerate(self.tangents)}
+        weights = {i: tangent for i, tangent in extended.items() if tangent is not None}
         ones = self.inputs.new_ones(len(self.inputs), 1)
         inputs = torch.cat([self.inputs, ones], 1) if weights else self.inputs
-        found: list[tuple[int, int, float, Tensor]] = []
+        terms: list[tuple[int, int, float, Tensor]] = []
         square = self.weight.T @ self.weight
         for i, x in moving.items():
             image = products.times(x, square)
-            found += [(i, j, 1.0, _inner(image, other)) for j, other in moving.items() if j <= i]
+            terms += [(i, j, 1.0, _inner(image, other)) for j, other in moving.items() if j <= i]
         for i, tangent in weights.items():
             if not moving:
                 break
             image = products.times(inputs, tangent.T @ self.weight)
             # Both (i, j) and (j, i): the lower triangle counts.
-            found += [
+            terms += [
                 (max(i, j), min(i, j), 2.0 if i == j else 1.0, _inner(image, x))
                 for j, x in moving.items()
             ]
@@ -64,12 +64,12 @@ class LinearEnd:
             moment = products.inner(inputs, inputs)
             for i, tangent in weights.items():
                 image = tangent @ moment
-                found += [
+                terms += [
                     (i, j, 1.0, _inner(image, other)) for j, other in weights.items() if j <= i
                 ]
         total = torch.zeros(len(self.tangents), len(self.tangents), dtype=torch.float64)
-        if found:
-            rows, columns, factors, inner = zip(*found, strict=True)
+        if terms:
+            rows, columns, factors, inner = zip(*terms, strict=True)
             values = torch.stack(inner).double().cpu() * torch.tensor(factors, dtype=torch.float64)
             total.index_put_((torch.tensor(rows), torch.tensor(columns)), values, accumulate=True)
         return total + total.tril(-1).T

@@ -61,8 +61,8 @@ def exchanged(places: Sequence[dict[str, Any]], others: Mapping[int, Tensor]) ->
             place.update({n: others[id(t)] for n, t in place.items() if id(t) in others})
         yield
     finally:
-        for place, own in zip(places, before, strict=True):
-            place.update(own)
+        for place, kept in zip(places, before, strict=True):
+            place.update(kept)
 
 
 def random_devices(model: nn.Module) -> list[int]:
@@ -91,8 +91,8 @@ class Snapshot:
     def restore(self) -> None:
         """Go back, in the same tensors."""
         self._random.restore()
-        for buffers, own in self._places:
-            buffers.update(own)
+        for buffers, kept in self._places:
+            buffers.update(kept)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 if not torch.equal(buffer, before):  # what is expanded is not written to
@@ -122,7 +122,7 @@ class Replay:
             Nothing.
         """
         buffers = [module._buffers for module in self._model.modules()]
-        copies = {id(b): b.clone() for own in buffers for b in own.values() if b is not None}
+        copies = {id(b): b.clone() for each in buffers for b in each.values() if b is not None}
         with torch.random.fork_rng(self.devices), exchanged(buffers, copies):
             self._state.restore()
             yield

@@ -192,12 +192,12 @@ def _products(
     one, other = (each.primal if isinstance(each, Moving) else each for each in factors)
     nothing = [None] * len(_tangents_in(factors)[0])
     rows = (each.tangents if isinstance(each, Moving) else nothing for each in factors)
-    found: Tangents = []
+    tangents: Tangents = []
     for d_one, d_other in zip(*rows, strict=True):
         terms = [] if d_one is None else [function(d_one, other)]
         terms += [] if d_other is None else [function(one, d_other)]
-        found.append([_sum(terms)])
-    return found
+        tangents.append([_sum(terms)])
+    return tangents
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor | None:
@@ -209,10 +209,10 @@ def _linear(
 ) -> Tangents:
     del overwrites
     count = len(_tangents_in((args, named))[0])
-    found: Tangents = []
+    tangents: Tangents = []
     for j in range(count):
         if all(each[j] is None for each in _tangents_in((args, named))):
-            found.append([None] * len(results))
+            tangents.append([None] * len(results))
             continue
         plain_args, plain_named = replaced((args, named), Moving, partial(_or_zeros, j))
         # A number is a constant, but for ``alpha``, which was a sum's second of three arguments.
@@ -222,8 +222,8 @@ def _linear(
                 name: 0 if isinstance(one, int | float) and name != "alpha" else one
                 for name, one in plain_named.items()
             }
-        found.append([*tensors(function(*plain_args, **plain_named))])
-    return found
+        tangents.append([*tensors(function(*plain_args, **plain_named))])
+    return tangents
 
 
 def _dropout(
@@ -266,7 +266,7 @@ def _symmetric(
     with torch.enable_grad():
         plain_args, plain_named = replaced((args, named), Moving, leaf)
         again = function(*plain_args, **plain_named)
-    found: Tangents = []
+    tangents: Tangents = []
     for j in range(len(leaves[0][1])):
         moved = [(one, each[j]) for one, each in leaves]
         terms = [
@@ -274,14 +274,14 @@ def _symmetric(
             for one, tangent in moved
             if tangent is not None
         ]
-        found.append([_sum(terms)])
-    return found
+        tangents.append([_sum(terms)])
+    return tangents
 
 
 def _times_jacobian(result: Tensor, argument: Tensor, tangent: Tensor) -> Tensor:
     """Return what a gradient in the result is in the argument, where the Jacobian is symmetric."""
-    (found,) = torch.autograd.grad(result, argument, tangent, retain_graph=True)
-    return found
+    (gradient,) = torch.autograd.grad(result, argument, tangent, retain_graph=True)
+    return gradient
 
 
 def _norms(
@@ -305,7 +305,7 @@ def _norms(
     def spread(one: Tensor) -> Tensor:
         return one.view(shape) if shape else one
 
-    found: Tangents = []
+    tangents: Tangents = []
     for j, tangent in enumerate(input.tangents):
         terms = [] if tangent is None else [_times_jacobian(normalised, leaf, tangent)]
         if terms and weight is not None:
@@ -313,8 +313,8 @@ def _norms(
         d_weight, d_bias = (None if one is None else one.tangents[j] for one in (weight, bias))
         terms += [] if d_weight is None else [y * spread(d_weight)]
         terms += [] if d_bias is None else [spread(d_bias).expand(y.shape)]
-        found.append([_sum(terms)])
-    return found
+        tangents.append([_sum(terms)])
+    return tangents
 
 
 def _pools(
@@ -368,7 +368,7 @@ def _attention(
         scores = scores + mask
     p = scores.softmax(-1).nan_to_num(0.0)  # a row without a key attends to nothing
     masks = [None] * len(query.tangents) if attn_mask is None else attn_mask.tangents
-    found: Tangents = []
+    tangents: Tangents = []
     rows = zip(query.tangents, key.tangents, value.tangents, masks, strict=True)
     for dq, dk, dv, dm in rows:
         terms = [] if dq is None else [(dq * scale) @ k.mT]
@@ -379,8 +379,8 @@ def _attention(
         if ds is not None:
             weighed = p * ds
             moved.append((weighed - p * weighed.sum(-1, keepdim=True)) @ v)
-        found.append([_sum(moved)])
-    return found
+        tangents.append([_sum(moved)])
+    return tangents
 
 
 def attention_without_rule(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -414,9 +414,9 @@ def signature(function: Any) -> inspect.Signature:
 
 
 def _tangents_in(value: Any) -> list[Sequence[Tensor | None]]:
-    found: list[Sequence[Tensor | None]] = []
-    replaced(value, Moving, lambda one: found.append(one.tangents))
-    return found
+    tangents: list[Sequence[Tensor | None]] = []
+    replaced(value, Moving, lambda one: tangents.append(one.tangents))
+    return tangents
 
 
 def tensors(value: Any) -> list[Tensor]:

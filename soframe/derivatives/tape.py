@@ -250,7 +250,7 @@ class Tape:
         self._numbers = {id(tensor): self._numbers[id(tensor)] for tensor in leaves}
         self._tensors = leaves
 
-    def follows(self) -> bool:
+    def holds(self) -> bool:
         """Return whether the tape is that of the pass, and what it notes is as it was."""
         unchanged = (value._version == self._versions[n] for n, value in self._values.items())
         return self.problem is None and all(unchanged)
@@ -268,7 +268,7 @@ class Tape:
             For each output one per direction; None for zero.
         """
         nothing: list[Tensor | None] = [None] * len(directions)
-        live = self._follow(self._calls, parameters, directions)
+        live = self._tangents_after(self._calls, parameters, directions)
         return [nothing if end is None else live.get(end, nothing) for end in self._ends]
 
     def linear_end(
@@ -296,13 +296,13 @@ class Tape:
         count = len(directions)
         if x.dtype != weight.dtype or (count + 1) * width >= count * out:
             return None
-        live = self._follow(calls, parameters, directions)
+        live = self._tangents_after(calls, parameters, directions)
         nothing: list[Tensor | None] = [None] * count
-        moving, *own = (nothing if n is None else live.get(n, nothing) for n in slots)
+        moving, *of_parameters = (nothing if n is None else live.get(n, nothing) for n in slots)
         rows = [None if dx is None else dx.reshape(-1, width) for dx in moving]
-        return LinearEnd(x.reshape(-1, width), weight, [*zip(rows, *own, strict=True)])
+        return LinearEnd(x.reshape(-1, width), weight, [*zip(rows, *of_parameters, strict=True)])
 
-    def _follow(
+    def _tangents_after(
         self,
         calls: Sequence[_Call],
         parameters: Sequence[nn.Parameter],
@@ -310,9 +310,9 @@ class Tape:
     ) -> dict[int, list[Tensor | None]]:
         """Return the tangents that are left after some calls, for each direction."""
         live: dict[int, list[Tensor | None]] = {}
-        for parameter, *own in zip(parameters, *directions, strict=True):
-            if id(parameter) in self._numbers and any(tangent is not None for tangent in own):
-                live[self._numbers[id(parameter)]] = list(own)
+        for parameter, *moves in zip(parameters, *directions, strict=True):
+            if id(parameter) in self._numbers and any(tangent is not None for tangent in moves):
+                live[self._numbers[id(parameter)]] = list(moves)
         made: set[int] = set()  # whose tangents are no other tensor's memory
         draws = any(call.random is not None for call in calls)
         with torch.no_grad(), torch.random.fork_rng(self._devices) if draws else nullcontext():
@@ -323,9 +323,9 @@ class Tape:
                     each = self._tangents_of(call, given, len(directions), free)
                     if not owns(call.function):
                         made.difference_update(given)  # whose memory a result may share now
-                    for number, *own in zip(call.results, *each, strict=True):
-                        if number is not None and any(tangent is not None for tangent in own):
-                            live[number] = own
+                    for number, *tangents in zip(call.results, *each, strict=True):
+                        if number is not None and any(tangent is not None for tangent in tangents):
+                            live[number] = tangents
                             if owns(call.function):
                                 made.add(number)
                 for number in call.last:
@@ -345,8 +345,8 @@ class Tape:
         args, kwargs = replaced((call.args, call.kwargs), _Slot, moving)
         rule = rule_of(call.function, call.random)
         assert rule is not None  # else `end` has told of it
-        found: list[list[Tensor | None]] = rule(results, free, *args, **kwargs)
-        return found
+        tangents: list[list[Tensor | None]] = rule(results, free, *args, **kwargs)
+        return tangents
 
 
 class _Mode(TorchFunctionMode):

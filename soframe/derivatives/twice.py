@@ -108,10 +108,10 @@ def tangents_by_gradients(
             noise = _size(gradients, v) + _size(weights, tangents)
             if abs(float(_inner_product(weights, tangents) - slope)) > rounding * noise:
                 raise RuntimeError(_remedy("a gradient does not depend on what it is made of"))
-    found = map(iter, each)
+    rows = map(iter, each)
     return [
         tuple(next(row) if output.requires_grad else torch.zeros_like(output) for output in outputs)
-        for row in found
+        for row in rows
     ]
 
 
@@ -119,10 +119,10 @@ def _gradient(slope: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the gradient of a slope in the weights, and keep the graph for other slopes."""
     if not slope.requires_grad:  # as where the outputs do not depend on what moves
         return [torch.zeros_like(weight) for weight in weights]
-    found: Sequence[Tensor] = torch.autograd.grad(
+    gradients: Sequence[Tensor] = torch.autograd.grad(
         slope, weights, retain_graph=True, materialize_grads=True
     )
-    return found
+    return gradients
 
 
 def _inner_product(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:

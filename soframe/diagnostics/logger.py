@@ -124,15 +124,15 @@ class ScalarLogger:
         if not self._takes_part:
             return
         if self._is_due(0):
-            found = self._source.metrics(spectra=self._spectra, all_ranks=self._all_ranks)
+            metrics = self._source.metrics(spectra=self._spectra, all_ranks=self._all_ranks)
             if self._writes:
-                self._write(scalars(found), self._measured.steps)
+                self._write(scalars(metrics), self._measured.steps)
             # Times are those since the last writing.
             self._measured.measure(times=True)
         self._measured.measure(norms=self._is_due(1))
 
-    def _write(self, found: Mapping[str, float], step: int) -> None:
-        named = {f"{self._prefix}{name}": number for name, number in found.items()}
+    def _write(self, numbers: Mapping[str, float], step: int) -> None:
+        named = {f"{self._prefix}{name}": number for name, number in numbers.items()}
         if isinstance(self._writer, Writer):
             for name, number in named.items():
                 self._writer.add_scalar(name, number, step)

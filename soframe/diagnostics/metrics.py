@@ -112,7 +112,7 @@ def collect(
                 f"{CALL}: ranks ask for different spectra ({', '.join(sorted(asked))}): pass the "
                 f"same on every rank"
             )
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "rank": backend.rank,
@@ -125,21 +125,21 @@ def collect(
         "timed_steps": timing.steps,
     }
     sums = _sums(placed, all_ranks) if spectra else {}
-    own: dict[str, dict[str, Any]] = {}
+    blocks: dict[str, dict[str, Any]] = {}
     failure: Exception | None = None
     try:
         for block, place in placed:
             spectrums = _spectra(block, place, sums.get(block, {}), spectra, placed, all_ranks)
-            own[block.name] = _of_block(placed, block, taken, spectrums)
+            blocks[block.name] = _of_block(placed, block, taken, spectrums)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         if not all_ranks:
             raise
         failure = error
-    found["blocks"] = own
+    metrics["blocks"] = blocks
     if all_ranks and not backend.on_paper:
-        _fill_in(placed, found, failure)
-    found["norms"] = {name: _total(found["blocks"].values(), name) for name in NORMS}
-    return found
+        _fill_in(placed, metrics, failure)
+    metrics["norms"] = {name: _total(metrics["blocks"].values(), name) for name in NORMS}
+    return metrics
 
 
 def _of_step(taken: Taken | None) -> dict[str, Any]:
@@ -260,19 +260,19 @@ def _spectra(
 def _phases(traffic: Mapping[str, Mapping[str, int]], timing: Timing) -> dict[str, dict[str, Any]]:
     """Return bytes, calls and seconds of each phase, and its share of all seconds."""
     sent = {_PHASE_OF.get(name, name): count for name, count in traffic.items() if name != "total"}
-    total = sum(own.host for own in timing.seconds.values())
-    found: dict[str, dict[str, Any]] = {}
+    total = sum(seconds.host for seconds in timing.seconds.values())
+    phases: dict[str, dict[str, Any]] = {}
     for name in only({*sent, *timing.seconds}):
-        own, count = timing.seconds.get(name), sent.get(name, {"bytes": 0, "calls": 0})
-        timed = timing.steps is not None and own is not None
-        found[name] = {
+        seconds, count = timing.seconds.get(name), sent.get(name, {"bytes": 0, "calls": 0})
+        timed = timing.steps is not None and seconds is not None
+        phases[name] = {
             "bytes": count["bytes"],
             "calls": count["calls"],
-            "seconds": own.host if timed and own is not None else None,
-            "device_seconds": own.device if timed and own is not None else None,
-            "share": own.host / total if timed and own is not None and total > 0 else None,
+            "seconds": seconds.host if timed and seconds is not None else None,
+            "device_seconds": seconds.device if timed and seconds is not None else None,
+            "share": seconds.host / total if timed and seconds is not None and total > 0 else None,
         }
-    return found
+    return phases
 
 
 def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
@@ -296,11 +296,11 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 # -- several ranks -------------------------------------------------------------------------------
 
 
-def _fill_in(placed: PlacedBlocks, found: dict[str, Any], failure: Exception | None) -> None:
+def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any], failure: Exception | None) -> None:
     """Fill in what this rank does not know and another one does; every rank must call."""
-    own = {"blocks": found["blocks"], "phases": found["phases"]}
-    own["failed"] = None if failure is None else describe_error(failure)
-    texts = gather_texts(placed.backend, json.dumps(own), "metrics")
+    mine = {"blocks": metrics["blocks"], "phases": metrics["phases"]}
+    mine["failed"] = None if failure is None else describe_error(failure)
+    texts = gather_texts(placed.backend, json.dumps(mine), "metrics")
     everyones = [json.loads(text) for text in texts]
     if failure is not None:
         raise failure
@@ -308,18 +308,18 @@ def _fill_in(placed: PlacedBlocks, found: dict[str, Any], failure: Exception | N
     if problems:
         said = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
         raise RuntimeError(f"{CALL} failed on another rank. {said}")
-    for name, block in found["blocks"].items():
+    for name, block in metrics["blocks"].items():
         others = [said["blocks"][name] for said in everyones]
         _fill(block, others)
         for factor, one in block["factors"].items():
             _fill(one, [other["factors"][factor] for other in others])
-    found["phases_of_ranks"] = [said["phases"] for said in everyones]
+    metrics["phases_of_ranks"] = [said["phases"] for said in everyones]
 
 
-def _fill(own: dict[str, Any], others: list[Mapping[str, Any]]) -> None:
-    for key, value in own.items():
+def _fill(mine: dict[str, Any], others: list[Mapping[str, Any]]) -> None:
+    for key, value in mine.items():
         if value is None:
-            own[key] = next((other[key] for other in others if other[key] is not None), None)
+            mine[key] = next((other[key] for other in others if other[key] is not None), None)
 
 
 def _finite(number: float) -> float | None:

@@ -62,12 +62,14 @@ def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> d
     Returns:
         Block's name -> a scalar, for blocks of which this rank has all.
     """
-    found: dict[str, Tensor] = {}
+    moved: dict[str, Tensor] = {}
     for block in blocks:
-        own = list(block.parameters.values())
-        if _is_whole(block) and all(p in before for p in own):
-            found[block.name] = _together([_norm(p.detach() - before[p]) for p in own], block)
-    return found
+        parameters = list(block.parameters.values())
+        if _is_whole(block) and all(p in before for p in parameters):
+            moved[block.name] = _together(
+                [_norm(p.detach() - before[p]) for p in parameters], block
+            )
+    return moved
 
 
 def _norms(matrices: Mapping[Block, Tensor | None] | Mapping[Block, Tensor]) -> dict[str, Tensor]:

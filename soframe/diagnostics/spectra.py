@@ -39,7 +39,7 @@ def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[
         return None
     values = values.flip(1)
     rounding = torch.finfo(matrix.dtype).eps * values.shape[1]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "largest": float(values[:, 0].max()),
         "smallest": float(values[:, -1].min()),
         "condition": _condition(values, rounding),
@@ -47,8 +47,8 @@ def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[
         "trace": float(values.sum(1).mean()),
     }
     if full:
-        found["eigenvalues"] = values.tolist()
-    return found
+        summary["eigenvalues"] = values.tolist()
+    return summary
 
 
 def _condition(values: Tensor, rounding: float) -> float | None:

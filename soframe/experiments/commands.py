@@ -279,14 +279,14 @@ def metrics_command(
     With --json the numbers for loggers, by name.
     """
     with _user_errors():
-        found = measured.read(file)
+        metrics = measured.read(file)
         if figure is not None:
-            plots.save(measured.figure(found), figure)
+            plots.save(measured.figure(metrics), figure)
     if as_json:
-        _print_json(measured.scalars(found))
+        _print_json(measured.scalars(metrics))
         return
     screen = console()
-    for table in measured.tables(found):
+    for table in measured.tables(metrics):
         screen.print(table)
     if figure is not None:
         screen.print(f"Plot: {figure}", soft_wrap=True)
@@ -295,15 +295,15 @@ def metrics_command(
 @app.command()
 def components(as_json: AsJson = False) -> None:
     """List what is registered, by kind, installed plug-ins included."""
-    found = {
+    registered = {
         kind: {_name(key): _name(component) for key, component in soframe.available(kind).items()}
         for kind in KINDS
     }
     if as_json:
-        _print_json(found)
+        _print_json(registered)
         return
     table = Table("kind", "name", "class")
-    for kind, entries in found.items():
+    for kind, entries in registered.items():
         for name, component in sorted(entries.items()):
             table.add_row(kind, name, component)
         table.add_section()

@@ -34,17 +34,17 @@ def build_model(path: str) -> nn.Module:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
-    found: Any = _import(module_name)
+    target: Any = _import(module_name)
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise InspectionError(f"there is no {attribute!r} in module {module_name!r}")
-        found = getattr(found, name)
-    if isinstance(found, nn.Module):
-        return found
-    if not callable(found):
-        raise InspectionError(f"{path} is no callable but a {type(found).__name__}")
+        target = getattr(target, name)
+    if isinstance(target, nn.Module):
+        return target
+    if not callable(target):
+        raise InspectionError(f"{path} is no callable but a {type(target).__name__}")
     try:
-        model = found()
+        model = target()
     except Exception as error:  # whatever the user's own code does wrong, it has to be named
         raise InspectionError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."

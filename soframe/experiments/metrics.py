@@ -51,19 +51,19 @@ def read(path: Path) -> dict[str, Any]:
         ValueError: If it has something else, or what a newer soframe has written.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        metrics = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(metrics, dict) or metrics.get("format") != FORMAT:
         raise ValueError(
             f"{path} has no metrics: write json.dumps(preconditioner.metrics()) into it"
         )
-    if found.get("version") != VERSION:
+    if metrics.get("version") != VERSION:
         raise ValueError(
-            f"{path} has metrics of version {found.get('version')!r}, and this soframe reads "
+            f"{path} has metrics of version {metrics.get('version')!r}, and this soframe reads "
             f"{VERSION}"
         )
-    return found
+    return metrics
 
 
 def tables(metrics: Mapping[str, Any]) -> list[Table]:
@@ -82,8 +82,8 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
     )
     for name, block in metrics["blocks"].items():
         norms = [block[f"{kind}_norm"] for kind in ("gradient", "direction", "weight")]
-        own = [name, "", *map(_show, (block["damping"], *norms)), "", "", "", "", ""]
-        blocks.add_row(*own)
+        of_block = [name, "", *map(_show, (block["damping"], *norms)), "", "", "", "", ""]
+        blocks.add_row(*of_block)
         for factor, one in block["factors"].items():
             spectrum = one["spectrum"] or {}
             blocks.add_row(
@@ -146,9 +146,9 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
     spectra.set(yscale="log", xlabel="number", ylabel="eigenvalue over the largest")
     if spectra.lines:
         spectra.legend(frameon=False, fontsize=8)
-    found = [(one["spectrum"] or {}).get("condition") for _, one in factors]
-    _bars(conditions, names, [found], ("condition number",))
-    if any(value is not None for value in found):
+    condition_numbers = [(one["spectrum"] or {}).get("condition") for _, one in factors]
+    _bars(conditions, names, [condition_numbers], ("condition number",))
+    if any(value is not None for value in condition_numbers):
         conditions.set_xscale("log")
     kinds = ("statistics_age", "solve_age")
     _bars(ages, names, [[one[kind] for _, one in factors] for kind in kinds], kinds)

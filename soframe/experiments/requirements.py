@@ -30,12 +30,12 @@ def require(*modules: str) -> list[ModuleType]:
             that installs them.
         ModuleNotFoundError: If one of them is installed, but lacks what it needs itself.
     """
-    found: list[ModuleType] = []
+    imported: list[ModuleType] = []
     missing: list[str] = []
     for name in modules:
         top = name.partition(".")[0]
         try:
-            found.append(importlib.import_module(name))
+            imported.append(importlib.import_module(name))
         except ModuleNotFoundError as error:
             # A broken installation, whose own imports fail, keeps its own message.
             if error.name is None or error.name.partition(".")[0] != top:
@@ -47,4 +47,4 @@ def require(*modules: str) -> list[ModuleType]:
             f"missing: {', '.join(dict.fromkeys(missing))}. "
             f"Install what the experiments need with: pip install soframe[{extras}]"
         )
-    return found
+    return imported

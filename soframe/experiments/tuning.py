@@ -174,18 +174,18 @@ def configure(
     Returns:
         The configuration.
     """
-    own: dict[str, Any] = {}
+    of_run: dict[str, Any] = {}
     arguments: dict[str, Any] = {"preconditioner": {}, "options": {}, "method": {}}
     for name, value in settings.items():
         prefix, dot, argument = name.partition(".")
         if dot:
             arguments[prefix][argument] = value
         else:
-            own[name] = tuple(value) if isinstance(value, list) else value
-    if own.get("schedule_steps") is not None:
-        own["schedule"] = "cosine"
-    own.update(fields)
-    return RunConfig(workload=workload_name, optimizer=optimizer, **arguments, **own)
+            of_run[name] = tuple(value) if isinstance(value, list) else value
+    if of_run.get("schedule_steps") is not None:
+        of_run["schedule"] = "cosine"
+    of_run.update(fields)
+    return RunConfig(workload=workload_name, optimizer=optimizer, **arguments, **of_run)
 
 
 def tuned(workload_name: str, optimizer: OptimizerName, **fields: Any) -> RunConfig:

@@ -70,12 +70,12 @@ def precondition(
                 sharded[block] = _Whole(block, batches.join(block, place, mine(block, place)))
             continue
         spec = (TensorSpec(tuple(block.shape)),)
-        own = batches.join(block, place, mine(block, place))
+        joined = batches.join(block, place, mine(block, place))
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
             parcel = Parcel(worker, group, spec, block.dtype, block.device)
-            if worker == backend.rank and own is not None:
-                parcel.made_by(functools.partial(own.result, block))
+            if worker == backend.rank and joined is not None:
+                parcel.made_by(functools.partial(joined.result, block))
             parcels.append((block, parcel))
     # What stays here may be made in any order: the largest last, whose solving takes the longest.
     order = sorted((p for _, p in parcels), key=lambda p: 0 if p.travels else p.numel)
@@ -138,10 +138,12 @@ def _scattered(
             )
             for name, shards in block.shards.items()
         }
-    scatter(placed.backend, [s for own in splits.values() for s in own.values()], "exchange")
+    scatter(
+        placed.backend, [s for of_block in splits.values() for s in of_block.values()], "exchange"
+    )
     return {
-        block: {name: split.part for name, split in own.items() if split.part is not None}
-        for block, own in splits.items()
+        block: {name: split.part for name, split in of_block.items() if split.part is not None}
+        for block, of_block in splits.items()
     }
 
 

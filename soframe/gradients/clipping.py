@@ -119,7 +119,10 @@ def clip(
         if directions.matrices and not _finite(list(known.values()), gradients):
             return Clipped(finite=False)
         known = {block: known[block].double() for block in blocks if block in known}
-        raw = {block: own if own is None else own.double() for block, own in raw.items()}
+        raw = {
+            block: gradient if gradient is None else gradient.double()
+            for block, gradient in raw.items()
+        }
     if not blocks or (limits.kl is None and limits.norm is None):
         return Clipped(finite=True)
     every = [tensor for block in blocks for tensor in directions.tensors(block)]
@@ -130,7 +133,7 @@ def clip(
         told = gradients.spoken_for(blocks)
         kl_factor = kl_clip_factor(
             [known[block] for block in told],
-            [own for block in told if (own := raw[block]) is not None],
+            [gradient for block in told if (gradient := raw[block]) is not None],
             rates.of(told, step),
             limits.kl,
             gradients.total,

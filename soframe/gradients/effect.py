@@ -64,8 +64,8 @@ class Effect:
         self._model, self._blocks, self._capture = model, blocks, capture
         self._accumulation, self._home = accumulation, home
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
-        own = {p for parameters in self._parameters.values() for p in parameters}
-        self._others = [p for p in model.parameters() if p not in own]
+        of_blocks = {p for parameters in self._parameters.values() for p in parameters}
+        self._others = [p for p in model.parameters() if p not in of_blocks]
         self._partial = rebuilt
         self._before: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -111,7 +111,9 @@ class Effect:
         blocks = self._of(due)
         taken = self._taken([block for block in blocks if block.window.counts.calls])
         missed = self._reached([block for block in blocks if not self._seen(block)])
-        given = any(self._home.has(p) for own in self._parameters.values() for p in own)
+        given = any(
+            self._home.has(p) for parameters in self._parameters.values() for p in parameters
+        )
         others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
         for block in blocks:
@@ -287,9 +289,9 @@ def _beside(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def _not_zero(tensors: dict[Block, list[Tensor]]) -> set[Block]:
     """Return the blocks of which a tensor is not zero; the host waits once."""
-    parts = [(block, tensor.any()) for block, own in tensors.items() for tensor in own]
+    parts = [(block, tensor.any()) for block, each in tensors.items() for tensor in each]
     if not parts:
         return set()
     device = parts[0][1].device
-    found = torch.stack([flag.to(device) for _, flag in parts]).tolist()
-    return {block for (block, _), flag in zip(parts, found, strict=True) if flag}
+    flags = torch.stack([flag.to(device) for _, flag in parts]).tolist()
+    return {block for (block, _), flag in zip(parts, flags, strict=True) if flag}

@@ -47,17 +47,17 @@ class Incoming:
     def raw(self) -> dict[Block, Tensor | None]:
         """Return the gradients of the blocks whose methods make directions now."""
         averaged = self._average()
-        found: dict[Block, Tensor | None] = {}
+        gradients: dict[Block, Tensor | None] = {}
         for block in self._blocks:
             if not block.active:
                 continue
             if block in averaged:
-                found[block] = averaged[block]
+                gradients[block] = averaged[block]
             elif self._every is not None and block in self._every:
-                found[block] = self._every[block]
+                gradients[block] = self._every[block]
             elif (gradient := self._source.later(block)) is not None:
-                found[block] = gradient
-        return found
+                gradients[block] = gradient
+        return gradients
 
     def _average(self) -> Mapping[Block, Tensor | None]:
         if self._averaged is None:

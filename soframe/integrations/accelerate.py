@@ -115,8 +115,8 @@ def require_plain(optimizer: Any) -> None:
     Raises:
         TypeError: If it does.
     """
-    own = getattr(plain(optimizer), "preconditioner", None)
-    if isinstance(own, Preconditioner):
+    preconditioner = getattr(plain(optimizer), "preconditioner", None)
+    if isinstance(preconditioner, Preconditioner):
         raise TypeError(
             "the optimizer is a soframe optimizer, which has a preconditioner of its own: give it "
             "to the trainer as any other optimizer, and leave this one out"
@@ -132,10 +132,10 @@ def unscale(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
     """
     if scaler is None or not scaler.is_enabled():
         return
-    own = plain(optimizer)
+    inner = plain(optimizer)
     # The scaler itself raises where gradients, clipped in between, would be unscaled twice.
-    if scaler._per_optimizer_states[id(own)]["stage"] is OptState.READY:
-        scaler.unscale_(own)
+    if scaler._per_optimizer_states[id(inner)]["stage"] is OptState.READY:
+        scaler.unscale_(inner)
 
 
 def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:

@@ -166,14 +166,14 @@ def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
     if not given:
         return None
     dtype = FACTOR_DTYPES[0]
-    for name, own in given.items():
-        if not isinstance(own, torch.dtype) or not own.is_floating_point:
-            raise ValueError(f"{name} must be a dtype of floating-point numbers, not {own!r}")
-        dtype = torch.promote_types(dtype, own)
-    for name, own in given.items():
-        if own != dtype:
+    for name, asked in given.items():
+        if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
+            raise ValueError(f"{name} must be a dtype of floating-point numbers, not {asked!r}")
+        dtype = torch.promote_types(dtype, asked)
+    for name, asked in given.items():
+        if asked != dtype:
             _warn(
-                f"{name}={own} becomes {dtype}: factors and second-order data have one dtype, in "
+                f"{name}={asked} becomes {dtype}: factors and second-order data have one dtype, in "
                 f"which matrices are factorised"
             )
     return dtype
@@ -206,14 +206,17 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         ValueError: If it is not of this form or not of these layers, or another rank's is not;
             nothing has changed then, on any rank.
     """
-    own = preconditioner
     layers: dict[str, dict[str, Tensor]] = {}
 
     def check() -> None:
-        layers.update(_layers(own, state))
+        layers.update(_layers(preconditioner, state))
 
-    agree(own.backend, check, lambda: checksums.text([state["steps"], checksums.seal(layers)]))
-    target = own.state_dict()
+    agree(
+        preconditioner.backend,
+        check,
+        lambda: checksums.text([state["steps"], checksums.seal(layers)]),
+    )
+    target = preconditioner.state_dict()
     for name, factors in layers.items():
         target["blocks"][name].update(
             mass=1.0 if factors else 0.0,
@@ -224,15 +227,16 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
             updates=0,
         )
     target.update(step=state["steps"], owed_statistics=0)
-    own.load_state_dict(checksums.seal(target))
-    _compare_constants(own, state)
+    preconditioner.load_state_dict(checksums.seal(target))
+    _compare_constants(preconditioner, state)
 
 
-def _layers(own: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
+def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
     """Return, by block, its factors as they are packed; those without any have an empty dict."""
-    if own._scaling != "kaisa":
+    scaling = preconditioner._scaling
+    if scaling != "kaisa":
         raise ValueError(
-            f"factors of kfac-pytorch differ by constants from those of scaling={own._scaling!r}: "
+            f"factors of kfac-pytorch differ by constants from those of scaling={scaling!r}: "
             f"build the preconditioner with scaling='kaisa' (kfac_pytorch.settings says it)"
         )
     steps = state.get("steps") if isinstance(state, Mapping) else None
@@ -243,7 +247,7 @@ def _layers(own: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
         raise ValueError("the state has no factors: save it with include_factors=True")
     if saved and all(name.startswith("module.") for name in saved):
         saved = {name.removeprefix("module."): layer for name, layer in saved.items()}
-    blocks = {block.name: block for block in own.blocks}
+    blocks = {block.name: block for block in preconditioner.blocks}
     if set(saved) != set(blocks):
         raise ValueError(
             f"the state is of other layers: it lacks "
@@ -266,7 +270,7 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
         )
     if layer["A"] is None and layer["G"] is None:
         return {}
-    found = {}
+    packed = {}
     for name, spec in specs.items():
         matrix, shape = layer[name], (spec.size, spec.size)
         if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
@@ -278,8 +282,8 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
         if name == "A" and isinstance(block.layout.module, nn.Conv2d):
             order = _patch_order(block.layout.module, spec.size).to(block.device)
             matrix = matrix[order][:, order]
-        found[name] = pack_triangle(matrix[None])
-    return found
+        packed[name] = pack_triangle(matrix[None])
+    return packed
 
 
 def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
@@ -292,10 +296,10 @@ def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
     return torch.cat([order, torch.arange(len(order), size)])  # and the bias, where there is one
 
 
-def _compare_constants(own: Preconditioner, state: Mapping[str, Any]) -> None:
+def _compare_constants(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
     """Warn of settings that the checkpoint has otherwise."""
     for theirs, name in _CONSTANTS.items():
-        value = getattr(own, name)
+        value = getattr(preconditioner, name)
         if theirs in state and state[theirs] != value:
             _warn(
                 f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "

@@ -112,10 +112,10 @@ def _correlation(image: Tensor, geometry: Geometry) -> Tensor:
         for some in image.split(number)
         for start in range(0, image.shape[2] - reach, high)
     ]
-    found = _weight_gradient(parts[0], geometry)
+    correlation = _weight_gradient(parts[0], geometry)
     for part in parts[1:]:
-        found += _weight_gradient(part, geometry)
-    return found
+        correlation += _weight_gradient(part, geometry)
+    return correlation
 
 
 def _weight_gradient(image: Tensor, geometry: Geometry) -> Tensor:
@@ -123,7 +123,7 @@ def _weight_gradient(image: Tensor, geometry: Geometry) -> Tensor:
     rows, columns = geometry.rows, geometry.columns
     reach, span = rows.reach, columns.reach
     shape = (image.shape[1], geometry.channels, rows.kernel, 2 * columns.kernel - 1)
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         image[:, :, reach:, span : image.shape[3] - span],
         image,
         image.new_empty(1).expand(shape),
@@ -136,19 +136,19 @@ def _weight_gradient(image: Tensor, geometry: Geometry) -> Tensor:
         geometry.groups,
         [False, True, False],
     )[1]
-    return found
+    return gradient
 
 
-def _lines(found: Tensor, geometry: Geometry) -> Tensor:
+def _lines(sums: Tensor, geometry: Geometry) -> Tensor:
     """Return the blocks of two kernel rows, by their distance.
 
     Returns:
         ``[rows, groups, kernel columns, channels, kernel columns, channels]``, in new memory.
     """
     number, channels = geometry.columns.kernel, geometry.channels
-    by_distance = found.unflatten(0, (geometry.groups, channels)).permute(3, 0, 1, 4, 2)
+    by_distance = sums.unflatten(0, (geometry.groups, channels)).permute(3, 0, 1, 4, 2)
     shape = (*by_distance.shape[:2], number, channels, number, channels)
-    lines = found.new_empty(shape)
+    lines = sums.new_empty(shape)
     for k in range(number):
         lines[:, :, k] = by_distance[:, :, :, number - 1 - k : 2 * number - 1 - k]
     return lines
@@ -166,17 +166,17 @@ def _add_columns(lines: Tensor, image: Tensor, strip: Range, geometry: Geometry)
         met = _met(axis, u)
         lower = max(-met[-1], -(u // step))
         upper = min(axis.kernel - 1 - met[0], (axis.size - 1 - u) // step)
-        own = part[:, reach:, :, u - first].flatten(1, 2)
+        column = part[:, reach:, :, u - first].flatten(1, 2)
         others = part[:, :, :, u - first + lower * step : u - first + upper * step + 1 : step]
         number = upper + 1 - lower
-        found = lines.new_empty((len(lines), len(own), own.shape[2], number, own.shape[2]))
+        sums = lines.new_empty((len(lines), len(column), column.shape[2], number, column.shape[2]))
         for i in range(len(lines)):
             start = i * geometry.rows.dilation
             shifted = others[:, start : start + height].flatten(1, 2).flatten(2)
-            _product(own, shifted, found[i].flatten(2))
+            _product(column, shifted, sums[i].flatten(2))
         for k in met:
             a, b = max(-k, lower), min(axis.kernel - 1 - k, upper) + 1
-            lines[:, :, k, :, k + a : k + b] += found[:, :, :, a - lower : b - lower]
+            lines[:, :, k, :, k + a : k + b] += sums[:, :, :, a - lower : b - lower]
 
 
 def _add_rows(kernels: Tensor, x: Tensor, strip: Range, geometry: Geometry, scale: float) -> None:
@@ -191,14 +191,14 @@ def _add_rows(kernels: Tensor, x: Tensor, strip: Range, geometry: Geometry, scal
     for u in range(*strip):
         met = _met(axis, u)
         back = min(met[-1], u // step)
-        own = part[:, :, u - first]
+        row = part[:, :, u - first]
         others = part[:, :, u - first - back * step : u - first + 1 : step]
-        found = own.new_empty((len(own), own.shape[2], back + 1, own.shape[2]))
-        _product(own, others.flatten(2), found.flatten(2))
+        sums = row.new_empty((len(row), row.shape[2], back + 1, row.shape[2]))
+        _product(row, others.flatten(2), sums.flatten(2))
         for k in met:
             number = min(k, back) + 1
             blocks = kernels[:, k, :, k + 1 - number : k + 1]
-            blocks.add_(found[:, :, back + 1 - number :], alpha=scale)
+            blocks.add_(sums[:, :, back + 1 - number :], alpha=scale)
 
 
 def _positions_first(x: Tensor, order: tuple[int, int, int], geometry: Geometry) -> Tensor:

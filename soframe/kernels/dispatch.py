@@ -216,16 +216,16 @@ def _fourier(geometry: Geometry, copied: int, threads: int) -> float:
     rows, columns, channels = geometry.rows, geometry.columns, geometry.channels
     high, wide = (axis.size + axis.reach for axis in (rows, columns))
     half = wide // 2 + 1
-    own = geometry.batch * channels * rows.size
-    transforms = copied * 2.0 * half + own * 4.0 * half * high
+    lines = geometry.batch * channels * rows.size
+    transforms = copied * 2.0 * half + lines * 4.0 * half * high
     squares = float(half * high * channels**2)
     lags = rows.kernel * columns.kernel + (rows.kernel - 1) * (columns.kernel - 1)
     products = squares * (3.0 * geometry.batch + 2 * SKINNY * lags)
-    work = (products + fourier.border_work(geometry)) * MULTIPLY_ADD
+    multiplied = (products + fourier.border_work(geometry)) * MULTIPLY_ADD
     moved = (WRITTEN_TWICE * squares + geometry.features**2) * READ
     # Threads wait for memory, and share transforms less well than products.
     transforms *= SKINNY * MULTIPLY_ADD / math.sqrt(threads)
-    return transforms + (work + moved) / threads + FOURIER_CALLS * CALL
+    return transforms + (multiplied + moved) / threads + FOURIER_CALLS * CALL
 
 
 def _product(

@@ -52,10 +52,10 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
         return
     x = x.detach().contiguous()
     rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
-    found = [_correlations(x, geometry)]
-    found += [_lines(x, strips) for strips in _strips(geometry)]
-    found += [_corners(x, *both) for both in product(rows, columns)]
-    _add(total, torch.cat(found), geometry, scale)
+    matrices = [_correlations(x, geometry)]
+    matrices += [_lines(x, strips) for strips in _strips(geometry)]
+    matrices += [_corners(x, *both) for both in product(rows, columns)]
+    _add(total, torch.cat(matrices), geometry, scale)
 
 
 def serves(geometry: Geometry) -> bool:
@@ -73,12 +73,12 @@ def border_work(geometry: Geometry) -> int:
     Args:
         geometry: A geometry that is served.
     """
-    work = 0
+    multiply_adds = 0
     for strips in _strips(geometry):
         lines = sum(len(windows.at) for _, windows in strips.windows) * len(strips.distances)
         positions = geometry.batch * (strips.axis.size + strips.axis.reach)
-        work += lines * positions * (strips.number * geometry.channels) ** 2
-    return work
+        multiply_adds += lines * positions * (strips.number * geometry.channels) ** 2
+    return multiply_adds
 
 
 # -- all windows -----------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan
     def both(real: Tensor, imaginary: Tensor) -> Tensor:
         return torch.stack([real, imaginary], 1).flatten(0, 1).to(device, dtype)
 
-    own = angles(half, geometry.columns.size, wide)
-    other = angles(high, geometry.rows.size, high)
+    horizontal = angles(half, geometry.columns.size, wide)
+    vertical = angles(high, geometry.rows.size, high)
     lags = torch.tensor(_lags(geometry))
     rows = lags[:, :1] * geometry.rows.dilation * torch.arange(high)
     columns = lags[:, 1:] * geometry.columns.dilation * torch.arange(half)
@@ -139,9 +139,9 @@ def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan
         weights[-1] = 1
     weights /= high * wide
     return _Plan(
-        both(own.cos(), -own.sin()),
-        both(other.cos(), -other.sin()),
-        both(other.sin(), other.cos()),
+        both(horizontal.cos(), -horizontal.sin()),
+        both(vertical.cos(), -vertical.sin()),
+        both(vertical.sin(), vertical.cos()),
         (weights * inverse.cos()).to(device, dtype),
         (weights * inverse.sin()).to(device, dtype),
     )
@@ -172,10 +172,10 @@ def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
             taken = len(part) * channels
             line = lines[: 2 * count, : taken * height]
             torch.mm(along, part.view(-1, width).T, out=line)
-            own = line.view(count, 2, taken, height).mT
+            transformed = line.view(count, 2, taken, height).mT
             spectrum = spectra[: count * 2 * high * taken].view(count, 2 * high, taken)
-            torch.bmm(plan.real.expand(count, -1, -1), own[:, 0], out=spectrum)
-            spectrum.baddbmm_(plan.imaginary.expand(count, -1, -1), own[:, 1])
+            torch.bmm(plan.real.expand(count, -1, -1), transformed[:, 0], out=spectrum)
+            spectrum.baddbmm_(plan.imaginary.expand(count, -1, -1), transformed[:, 1])
             # Of each frequency the real parts of all images, and the imaginary ones.
             both = spectrum.view(count * high, 2 * len(part), channels)
             beta = min(first, 1)
@@ -185,8 +185,8 @@ def _correlations(x: Tensor, geometry: Geometry) -> Tensor:
         even.addmm_(plan.cosines[:, these].flatten(1), power[now].flatten(1))
         odd.addmm_(plan.sines[:, these].flatten(1), cross[now].flatten(1))
     sines = odd.view(-1, channels, channels)
-    found: Tensor = even.view_as(sines).sub_(sines).add_(sines.mT)
-    return found
+    sums: Tensor = even.view_as(sines).sub_(sines).add_(sines.mT)
+    return sums
 
 
 # -- windows beyond the outputs --------------------------------------------------------------
@@ -213,15 +213,15 @@ class _Windows:
 @lru_cache(maxsize=256)
 def _beyond(axis: Axis) -> tuple[_Windows, ...]:
     """Return the windows that meet the image and are no outputs."""
-    found: dict[int, tuple[list[tuple[int, ...]], list[slice]]] = {}
+    by_number: dict[int, tuple[list[tuple[int, ...]], list[slice]]] = {}
     for window in range(-axis.reach, axis.size):  # by its first position in the image
         places = [window + axis.dilation * k for k in range(axis.kernel)]
         met = [k for k, place in enumerate(places) if 0 <= place < axis.size]
         if met and window + axis.before not in range(axis.out):
-            kernels, at = found.setdefault(len(met), ([], []))
+            kernels, at = by_number.setdefault(len(met), ([], []))
             kernels.append(tuple(met))
             at.append(slice(places[met[0]], places[met[-1]] + 1, axis.dilation))
-    return tuple(_Windows(tuple(kernels), tuple(at)) for kernels, at in found.values())
+    return tuple(_Windows(tuple(kernels), tuple(at)) for kernels, at in by_number.values())
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,12 @@ class _Strips:
 @lru_cache(maxsize=256)
 def _strips(geometry: Geometry) -> tuple[_Strips, ...]:
     """Return the lines beyond the outputs: those above and beside it together where they can be."""
-    found: dict[tuple[Axis, int], list[tuple[int, _Windows]]] = {}
+    together: dict[tuple[Axis, int], list[tuple[int, _Windows]]] = {}
     rows, columns = geometry.rows, geometry.columns
-    for dim, own, along in ((2, rows, columns), (3, columns, rows)):
-        for windows in _beyond(own):
-            found.setdefault((along, windows.number), []).append((dim, windows))
-    return tuple(_Strips(along, tuple(windows)) for (along, _), windows in found.items())
+    for dim, across, along in ((2, rows, columns), (3, columns, rows)):
+        for windows in _beyond(across):
+            together.setdefault((along, windows.number), []).append((dim, windows))
+    return tuple(_Strips(along, tuple(windows)) for (along, _), windows in together.items())
 
 
 def _lines(x: Tensor, strips: _Strips) -> Tensor:
@@ -283,16 +283,16 @@ def _lines(x: Tensor, strips: _Strips) -> Tensor:
     positions = inner.view(len(each), batch, line, number, channels)
     for zeros in (padded[:, :reach], positions[:, :, axis.size :], padded[:, reach + count :]):
         zeros.zero_()
-    for own, lines in zip(positions, each, strict=True):
-        own[:, : axis.size] = lines.permute(1, 2, 0, 3)
+    for target, lines in zip(positions, each, strict=True):
+        target[:, : axis.size] = lines.permute(1, 2, 0, 3)
     lags = strips.distances
-    found = x.new_empty(len(lags), len(each), width, width)
-    for lag, out in zip(lags, found, strict=True):
+    sums = x.new_empty(len(lags), len(each), width, width)
+    for lag, out in zip(lags, sums, strict=True):
         start = reach + axis.dilation * lag
         torch.bmm(inner.mT, padded[:, start : start + count], out=out)
     if number == 1:
-        return found.view(-1, channels, channels)
-    by_pair = found.view(-1, number, channels, number, channels).transpose(2, 3)
+        return sums.view(-1, channels, channels)
+    by_pair = sums.view(-1, number, channels, number, channels).transpose(2, 3)
     return by_pair.reshape(-1, channels, channels)
 
 
@@ -306,8 +306,8 @@ def _corners(x: Tensor, rows: _Windows, columns: _Windows) -> Tensor:
     number = rows.number * columns.number
     parts = [x[:, :, up, across].permute(0, 2, 3, 1) for up, across in product(rows.at, columns.at)]
     pixels = torch.stack(parts).view(-1, batch, number * channels)
-    found = torch.bmm(pixels.mT, pixels).view(-1, number, channels, number, channels)
-    return found.transpose(2, 3).reshape(-1, channels, channels)
+    products = torch.bmm(pixels.mT, pixels).view(-1, number, channels, number, channels)
+    return products.transpose(2, 3).reshape(-1, channels, channels)
 
 
 # -- blocks ----------------------------------------------------------------------------------
@@ -335,24 +335,24 @@ def _terms(geometry: Geometry) -> tuple[_Term, ...]:
     """Return where the matrices belong, in the order in which `add` computes them."""
     rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
     height, width = geometry.rows.kernel, geometry.columns.kernel
-    found = []
+    terms = []
     for i, j in _lags(geometry):
         place = (-i, max(0, -j))
-        found.append(_Term(1, place, (0, max(0, j)), (height + i, width - abs(j))))
+        terms.append(_Term(1, place, (0, max(0, j)), (height + i, width - abs(j))))
     for strips in _strips(geometry):
         for lag, (dim, windows) in product(strips.distances, strips.windows):
-            own, other, run = max(0, -lag), max(0, lag), strips.axis.kernel - abs(lag)
+            here, there, run = max(0, -lag), max(0, lag), strips.axis.kernel - abs(lag)
             for met in windows.kernels:
                 for a, b in product(met, met):
                     if dim == 2:
-                        found.append(_Term(-1, (a, own), (b, other), (1, run)))
+                        terms.append(_Term(-1, (a, here), (b, there), (1, run)))
                     else:
-                        found.append(_Term(-1, (own, a), (other, b), (run, 1)))
+                        terms.append(_Term(-1, (here, a), (there, b), (run, 1)))
     for one, two in product(rows, columns):
         for met, across in product(one.kernels, two.kernels):
             places = [*product(met, across)]
-            found += [_Term(1, a, b, (1, 1)) for a, b in product(places, places)]
-    return tuple(found)
+            terms += [_Term(1, a, b, (1, 1)) for a, b in product(places, places)]
+    return tuple(terms)
 
 
 @lru_cache(maxsize=64)
@@ -361,25 +361,25 @@ def _sums(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tenso
     width = geometry.columns.kernel
     places = geometry.rows.kernel * width
     terms = _terms(geometry)
-    found = torch.zeros(places, places, len(terms), dtype=dtype)
+    signs = torch.zeros(places, places, len(terms), dtype=dtype)
     for number, term in enumerate(terms):
         for i, j in product(*map(range, term.run)):
-            own, other = ((a + i) * width + b + j for a, b in (term.place, term.other))
-            if other <= own:
-                found[own, other, number] = term.sign
-    return found.flatten(0, 1).to(device)
+            row, column = ((a + i) * width + b + j for a, b in (term.place, term.other))
+            if column <= row:
+                signs[row, column, number] = term.sign
+    return signs.flatten(0, 1).to(device)
 
 
 @lru_cache(maxsize=256)
 def _blocks(geometry: Geometry) -> tuple[Blocks | None, ...]:
     """Return the blocks of each matrix; None where they are above the diagonal."""
     size, width = geometry.channels, geometry.columns.kernel
-    found = []
+    each = []
     for term in _terms(geometry):
         row, column = ((a * width + b) * size for a, b in (term.place, term.other))
-        own = Blocks(size, term.run, (width * size, size), row, column)
-        found.append(own if column <= row else None)
-    return tuple(found)
+        of_term = Blocks(size, term.run, (width * size, size), row, column)
+        each.append(of_term if column <= row else None)
+    return tuple(each)
 
 
 def _add(total: Tensor, matrices: Tensor, geometry: Geometry, scale: float) -> None:
@@ -392,6 +392,6 @@ def _add(total: Tensor, matrices: Tensor, geometry: Geometry, scale: float) -> N
         whole = total[0].unflatten(1, (places, -1)).unflatten(0, (places, -1))
         whole.add_(by_block.transpose(1, 2), alpha=scale)
         return
-    for term, blocks, own in zip(_terms(geometry), _blocks(geometry), matrices, strict=True):
+    for term, blocks, matrix in zip(_terms(geometry), _blocks(geometry), matrices, strict=True):
         if blocks is not None:
-            blocks.of(total).add_(own, alpha=term.sign * scale)
+            blocks.of(total).add_(matrix, alpha=term.sign * scale)

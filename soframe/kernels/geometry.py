@@ -128,7 +128,7 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
         The segments, by the length of their shift. Each block's range is the disjoint union of the
         segments whose run contains its ``k``.
     """
-    stride, found = axis.stride, []
+    stride, runs = axis.stride, []
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for k in range(axis.kernel):
         origin = axis.dilation * k - axis.before
@@ -140,18 +140,18 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
                 offset = origin // stride
                 key = (other - k, origin % stride)
                 ranges[key].append((start + offset, stop + offset, k))
-    for (other, residue), own in ranges.items():
-        edges = sorted({edge for start, stop, _ in own for edge in (start, stop)})
+    for (other, residue), spans in ranges.items():
+        edges = sorted({edge for start, stop, _ in spans for edge in (start, stop)})
         for start, stop in pairwise(edges):
-            ks = sorted(k for a, b, k in own if a <= start and stop <= b)
+            ks = sorted(k for a, b, k in spans if a <= start and stop <= b)
             if not ks:
                 continue
             step = ks[1] - ks[0] if len(ks) > 1 else 1
             assert ks == list(range(ks[0], ks[-1] + 1, step))
             shift = axis.dilation * other
             run = (ks[0], step, len(ks), other)
-            found.append(Segment(start * stride + residue, stop - start, shift, *run))
-    return tuple(sorted(found, key=lambda s: (abs(s.shift), s.shift, s.start)))
+            runs.append(Segment(start * stride + residue, stop - start, shift, *run))
+    return tuple(sorted(runs, key=lambda s: (abs(s.shift), s.shift, s.start)))
 
 
 @dataclass(frozen=True)

@@ -117,19 +117,19 @@ def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     size, number = rows.shape[1], halvings(rows.shape[1])
     down, right = total.stride()
     for level in range(number + 1):
-        parts = 2**level
-        width = size // parts
+        count = 2**level
+        width = size // count
         if level == number:  # what is left on the diagonal
-            own = rows.unflatten(1, (parts, width)).permute(1, 0, 2)
-            first, second, offset = own, own, 0
+            by_part = rows.unflatten(1, (count, width)).permute(1, 0, 2)
+            first, second, offset = by_part, by_part, 0
         else:
             width //= 2
-            halves = rows.unflatten(1, (parts, 2, width)).permute(1, 2, 0, 3)
+            halves = rows.unflatten(1, (count, 2, width)).permute(1, 2, 0, 3)
             first, second, offset = halves[:, 0], halves[:, 1], width * down
-        step = size // parts * (down + right)
+        step = size // count * (down + right)
         begin = total.storage_offset() + offset
-        blocks = total.as_strided((parts, width, width), (step, down, right), begin)
-        if parts == 1:
+        blocks = total.as_strided((count, width, width), (step, down, right), begin)
+        if count == 1:
             blocks[0].addmm_(second[0].T, first[0], alpha=scale)
         else:
             blocks.add_(torch.bmm(second.mT, first), alpha=scale)
@@ -151,8 +151,8 @@ def add_by_lines(total: Tensor, lines: Tensor, scale: float = 1.0) -> None:
     size = len(lines)
     number = -(-size // APART)
     for start, stop in pairwise(size * i // number for i in range(number + 1)):
-        found = products.times(lines[start:], lines[start:stop].T)
-        total[start:, start:stop].add_(found, alpha=scale)
+        block = products.times(lines[start:], lines[start:stop].T)
+        total[start:, start:stop].add_(block, alpha=scale)
 
 
 def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
@@ -214,11 +214,11 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         total.baddbmm_(flat.mT, flat, alpha=scale)
         return
     for group in range(groups):
-        own, part = total[group], rows[group]
+        moment, part = total[group], rows[group]
         if part.stride(2) != 1 and part.stride(1) == 1:
-            add_maps(own, part.mT, scale)
+            add_maps(moment, part.mT, scale)
         else:
-            add_rows(own, part.reshape(batch * shared, size), scale)
+            add_rows(moment, part.reshape(batch * shared, size), scale)
 
 
 def add_bias(total: Tensor, sums: Tensor, count: int, scale: float = 1.0) -> None:

@@ -50,7 +50,7 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
     # The gradient of the weight of a convolution of one position, whose inputs and output gradients
     # are the two matrices. Its dilation means nothing, and keeps torch from its own convolution,
     # which it prefers otherwise where there is one thread and one image.
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         _image(left),
         _image(right),
         left.new_empty(1).expand(size, right.shape[1], 1, 1),
@@ -63,7 +63,7 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
         1,
         [False, True, False],
     )[1]
-    return found.flatten(1)
+    return gradient.flatten(1)
 
 
 def add_inner(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
@@ -97,8 +97,8 @@ def times(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if not (right.is_contiguous() or right.T.is_contiguous()):
         right = right.contiguous()  # oneDNN has no fast way for others
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    return product
 
 
 def linear(
@@ -117,14 +117,14 @@ def linear(
     """
     rows = x.reshape(-1, x.shape[-1])
     if added is None:
-        found = times(rows, weight.T)
+        outputs = times(rows, weight.T)
     elif _both(rows, weight, rows.numel() * len(weight)):
-        found = added.view(len(rows), -1).add_(times(rows, weight.T))
+        outputs = added.view(len(rows), -1).add_(times(rows, weight.T))
     else:
-        found = added.view(len(rows), -1).addmm_(rows, weight.T)
+        outputs = added.view(len(rows), -1).addmm_(rows, weight.T)
     if bias is not None:
-        found.add_(bias)
-    return found.view(*x.shape[:-1], len(weight))
+        outputs.add_(bias)
+    return outputs.view(*x.shape[:-1], len(weight))
 
 
 def pays(left: Tensor, right: Tensor) -> bool:
@@ -138,14 +138,14 @@ def pays(left: Tensor, right: Tensor) -> bool:
     return rows >= LEAST_ROWS and _both(left, right, rows * size * right.shape[1])
 
 
-def serves(x: Tensor, work: int) -> bool:
+def serves(x: Tensor, multiply_adds: int) -> bool:
     """Return whether oneDNN multiplies so many numbers faster than torch does, and as exactly.
 
     Args:
         x: An operand.
-        work: Multiply-adds.
+        multiply_adds: How many there are.
     """
-    return work >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
+    return multiply_adds >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
 
 
 def are_exact(x: Tensor) -> bool:
@@ -159,10 +159,10 @@ def are_exact(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and exact
 
 
-def _both(left: Tensor, right: Tensor, work: int) -> bool:
+def _both(left: Tensor, right: Tensor, multiply_adds: int) -> bool:
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return False  # autograd knows torch's products only
-    return left.dtype == right.dtype and left.device == right.device and serves(left, work)
+    return left.dtype == right.dtype and left.device == right.device and serves(left, multiply_adds)
 
 
 def has_primitives(x: Tensor) -> bool:

@@ -49,9 +49,9 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     # Columns of one residue side by side, so that a range of them is contiguous.
     phases = [grid[:, first::stride].contiguous() for first in range(stride)]
     for product in plan(geometry):
-        found = torch.bmm(product.left.of(phases), product.right.of(phases))
+        sums = torch.bmm(product.left.of(phases), product.right.of(phases))
         for part in product.parts:
-            part.blocks.of(total).add_(found[part.first : part.stop].sum(0), alpha=scale)
+            part.blocks.of(total).add_(sums[part.first : part.stop].sum(0), alpha=scale)
 
 
 def positions_first(x: Tensor) -> Tensor:
@@ -128,24 +128,24 @@ def plan(geometry: Geometry) -> tuple[Product, ...]:
         if rows.other <= 0:
             together[rows.other, rows.start % geometry.rows.stride].append(rows)
     return tuple(
-        _product(own, columns, geometry)
+        _product(row_segments, columns, geometry)
         for columns in segments(geometry.columns)
-        for (other, _), own in together.items()
+        for (other, _), row_segments in together.items()
         if (other, columns.other) <= (0, 0)  # not above the diagonal
     )
 
 
-def _product(own: list[Segment], columns: Segment, geometry: Geometry) -> Product:
+def _product(row_segments: list[Segment], columns: Segment, geometry: Geometry) -> Product:
     """Return the product of some segments of rows, of one shift and residue."""
-    step, start = geometry.rows.stride, min(rows.start for rows in own)
-    number = max((rows.start - start) // step + rows.count for rows in own)
+    step, start = geometry.rows.stride, min(rows.start for rows in row_segments)
+    number = max((rows.start - start) // step + rows.count for rows in row_segments)
     left = _operand(start, columns.start, number, columns.count, geometry)
     shifted = columns.start + columns.shift
-    right = _operand(start + own[0].shift, shifted, number, columns.count, geometry)
+    right = _operand(start + row_segments[0].shift, shifted, number, columns.count, geometry)
     (count, length, channels), (down, along, one), offset = left.view
     left = Operand(left.phase, ((count, channels, length), (down, one, along), offset))
     parts = []
-    for rows in own:
+    for rows in row_segments:
         first = (rows.start - start) // step
         parts.append(Part(first, first + rows.count, blocks(rows, columns, geometry)))
     return Product(left, right, tuple(parts))

@@ -49,8 +49,8 @@ def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Ten
     for inputs, gradients in zip(
         rows.split(samples, 1), output_rows.split(samples, 1), strict=True
     ):
-        own = torch.matmul(gradients.mT, inputs)
-        total += own.square_().sum(1)
+        by_sample = torch.matmul(gradients.mT, inputs)
+        total += by_sample.square_().sum(1)
     return total
 
 
@@ -107,8 +107,8 @@ def moments_by_samples(
     for inputs, gradients in zip(
         rows.split(samples, 1), output_rows.split(samples, 1), strict=True
     ):
-        own = torch.matmul(gradients.mT, inputs)  # [groups, samples, out, in]
-        wide, tall = own.transpose(1, 2).flatten(2), own.flatten(1, 2)
+        by_sample = torch.matmul(gradients.mT, inputs)  # [groups, samples, out, in]
+        wide, tall = by_sample.transpose(1, 2).flatten(2), by_sample.flatten(1, 2)
         left += wide @ wide.mT
         right += tall.mT @ tall
     return left, right

@@ -61,9 +61,9 @@ class AttentionHelper(LayerHelper):
         super().__init__(module, weight=False, bias=False)
         self._weights, self._groups = dict(weights), groups
         names = (weight, bias)
-        found = [None if name is None else parameter_of(module, name) for name in names]
-        self.weight, self.bias = found
-        pairs = zip(names, found, strict=True)
+        parameters = [None if name is None else parameter_of(module, name) for name in names]
+        self.weight, self.bias = parameters
+        pairs = zip(names, parameters, strict=True)
         self._named = {n: p for n, p in pairs if n is not None and p is not None}
         some = parameter_of(module, next(iter(self._weights)))
         assert some is not None

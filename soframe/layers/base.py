@@ -164,8 +164,8 @@ class LayerHelper(ABC):
             By default the module's own ``weight`` and ``bias``; dotted where they are a
             submodule's, which then has no blocks of its own.
         """
-        own = module._parameters
-        return tuple(name for name in ("weight", "bias") if own.get(name) is not None)
+        registered = module._parameters
+        return tuple(name for name in ("weight", "bias") if registered.get(name) is not None)
 
     @property
     def multiplies(self) -> bool:
@@ -251,8 +251,8 @@ class LayerHelper(ABC):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
-        own = {"weight": self.weight, "bias": self.bias}
-        return {name: p for name, p in own.items() if p is not None}
+        named = {"weight": self.weight, "bias": self.bias}
+        return {name: p for name, p in named.items() if p is not None}
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return the tensors of a call, however they were given.

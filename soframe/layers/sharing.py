@@ -78,10 +78,10 @@ class SharedInputs:
         Returns:
             The sum. It is ``total`` if that was given.
         """
-        own = helper.input_key()
-        if own is None:
+        input_key = helper.input_key()
+        if input_key is None:
             return helper.input_moment(inputs, output_rows, total, scale)
-        key = (own, content(inputs), output_rows.dtype, output_rows.shape[:3])
+        key = (input_key, content(inputs), output_rows.dtype, output_rows.shape[:3])
         known = self._known
         # Whatever was written since then, to the input or to the sum, has changed its version.
         if known is not None and known.key == key and known.total._version == known.version:

@@ -116,8 +116,8 @@ class SumLoss(Loss):
     @property
     def means(self) -> bool | None:
         """See `Loss.means`: what all terms are."""
-        found = {term.own.means for term in self.terms}
-        return found.pop() if len(found) == 1 else None
+        kinds = {term.own.means for term in self.terms}
+        return kinds.pop() if len(kinds) == 1 else None
 
     @property
     def floor(self) -> float | None:

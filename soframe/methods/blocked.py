@@ -71,8 +71,8 @@ class Region(NamedTuple):
         Args:
             groups: The groups of the matrix.
         """
-        parts = self.rows.pieces * self.columns.pieces
-        return BlockShape(groups * parts, self.rows.length, self.columns.length)
+        number = self.rows.pieces * self.columns.pieces
+        return BlockShape(groups * number, self.rows.length, self.columns.length)
 
     def cut(self, matrix: Tensor) -> Tensor:
         """Return the parts of a matrix.
@@ -153,20 +153,20 @@ class Blocked(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of each shape of parts."""
-        found = []
+        factors = []
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
                 needs = tuple(_outer(number, need) for need in factor.needs)
-                found.append(replace(factor, name=_outer(number, factor.name), needs=needs))
-        return tuple(found)
+                factors.append(replace(factor, name=_outer(number, factor.name), needs=needs))
+        return tuple(factors)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
-        found: dict[str, Tensor] = {}
+        observed: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(gradient)):
-            own = self._method.observe(region.cut(gradient), self._data(number, data))
-            found |= {_outer(number, name): value for name, value in own.items()}
-        return found
+            of_region = self._method.observe(region.cut(gradient), self._data(number, data))
+            observed |= {_outer(number, name): value for name, value in of_region.items()}
+        return observed
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: that of each shape of parts."""
@@ -186,14 +186,14 @@ class Blocked(Method):
         matrix = torch.empty_like(given.incoming, memory_format=torch.contiguous_format)
         state: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(given.incoming)):
-            own = replace(
+            of_region = replace(
                 given,
                 gradient=region.cut(given.gradient),
                 incoming=region.cut(given.incoming),
                 data=self._data(number, given.data),
                 state=_own(number, self._method.state_names(), given.state),
             )
-            made = self._method.direct(own)
+            made = self._method.direct(of_region)
             region.put(matrix, made.matrix)
             state |= {_outer(number, name): value for name, value in made.state.items()}
         return Direction(matrix, state)
@@ -202,13 +202,15 @@ class Blocked(Method):
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
         """See `Method.rebase`."""
-        found: dict[str, Tensor] = {}
+        rebased: dict[str, Tensor] = {}
         for number in range(_SHAPES):
-            own = _own(number, self._method.state_names(), state)
-            if own:
-                made = self._method.rebase(own, self._data(number, old), self._data(number, new))
-                found |= {_outer(number, name): value for name, value in made.items()}
-        return found
+            of_region = _own(number, self._method.state_names(), state)
+            if of_region:
+                made = self._method.rebase(
+                    of_region, self._data(number, old), self._data(number, new)
+                )
+                rebased |= {_outer(number, name): value for name, value in made.items()}
+        return rebased
 
     def unsuited(self, candidate: Candidate) -> str | None:
         """See `Method.unsuited`: the first reason for a part."""

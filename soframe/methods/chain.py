@@ -137,30 +137,30 @@ class Chain(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of the stages."""
-        found = []
+        factors = []
         for number, stage in enumerate(self.stages):
             for factor in stage.factors(shape):
                 name = self._factor_names.outer(number, factor.name)
                 needs = tuple(self._factor_names.outer(number, need) for need in factor.needs)
-                found.append(replace(factor, name=name, needs=needs))
-        return tuple(found)
+                factors.append(replace(factor, name=name, needs=needs))
+        return tuple(factors)
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
         """See `Method.statistics`."""
-        found: dict[str, Tensor | Addend] = {}
+        statistics: dict[str, Tensor | Addend] = {}
         for number, stage in enumerate(self.stages):
             if stage.captures:
-                own = stage.statistics(replace(call, data=self._data(number, call.data)))
-                found |= {self._factor_names.outer(number, k): v for k, v in own.items()}
-        return found
+                of_stage = stage.statistics(replace(call, data=self._data(number, call.data)))
+                statistics |= {self._factor_names.outer(number, k): v for k, v in of_stage.items()}
+        return statistics
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         """See `Method.observe`."""
-        found: dict[str, Tensor] = {}
+        observed: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
-            own = stage.observe(gradient, self._data(number, data))
-            found |= {self._factor_names.outer(number, k): v for k, v in own.items()}
-        return found
+            of_stage = stage.observe(gradient, self._data(number, data))
+            observed |= {self._factor_names.outer(number, k): v for k, v in of_stage.items()}
+        return observed
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         """See `Method.solver`: the stage's choice."""
@@ -183,15 +183,15 @@ class Chain(Method):
         matrix = given.incoming
         state: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
-            own = replace(
+            of_stage = replace(
                 given,
                 incoming=matrix,
                 data=self._data(number, given.data),
                 state=_chosen(given.state, self._state_names.of(number)),
             )
-            if not _is_ready(stage, own):
+            if not _is_ready(stage, of_stage):
                 continue
-            made = stage.direct(own)
+            made = stage.direct(of_stage)
             matrix = made.matrix
             state |= {self._state_names.outer(number, k): v for k, v in made.state.items()}
         return Direction(matrix.clone() if matrix is given.incoming else matrix, state)
@@ -200,15 +200,15 @@ class Chain(Method):
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
         """See `Method.rebase`."""
-        found: dict[str, Tensor] = {}
+        rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
-            own = stage.rebase(
+            of_stage = stage.rebase(
                 _chosen(state, self._state_names.of(number)),
                 self._data(number, old),
                 self._data(number, new),
             )
-            found |= {self._state_names.outer(number, k): v for k, v in own.items()}
-        return found
+            rebased |= {self._state_names.outer(number, k): v for k, v in of_stage.items()}
+        return rebased
 
     # -- what it is for ---------------------------------------------------------------------------
 

@@ -102,8 +102,8 @@ def nearest_orthogonal(
     scaled: Tensor = (wide / norm).to(matrix.dtype if dtype is None else dtype)
     long = scaled.shape[-1] >= LONG * scaled.shape[-2]
     iterate = _by_gram_matrices if long and scaled.dtype in _PRECISE else _by_products
-    found = iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
-    return found if wide is matrix else found.mT.contiguous()
+    nearest = iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
+    return nearest if wide is matrix else nearest.mT.contiguous()
 
 
 def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:

@@ -203,7 +203,7 @@ class Scale:
             )
             by_degree = (1.0 / k,) * 3 if self.own_gradients else (1.0 / k, 1.0, float(k))
             return Contribution(by_degree, 1.0, positions / k, each)
-        samples = sum(counts.samples.get(c, own) for c, own in passes.items())
+        samples = sum(counts.samples.get(c, in_pass) for c, in_pass in passes.items())
         each = _added_up(counts.group_rows.values())
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)
 

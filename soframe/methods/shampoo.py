@@ -71,14 +71,14 @@ def gradient_moments(
         ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``: without weights ``G G^T`` and ``G^T G``.
     """
     weights = {} if weights is None else weights
-    found = {}
+    moments = {}
     if "L" in names:
         rows = times(gradient, weights["R"]) if "R" in weights else gradient
-        found["L"] = times(rows, rows.mT)
+        moments["L"] = times(rows, rows.mT)
     if "R" in names:
         columns = times(weights["L"].mT, gradient) if "L" in weights else gradient
-        found["R"] = times(columns.mT, columns)
-    return found
+        moments["R"] = times(columns.mT, columns)
+    return moments
 
 
 @register("method", "shampoo")

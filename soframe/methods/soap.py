@@ -151,9 +151,9 @@ class SOAP(Method):
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
         """See `Method.rebase`: m and v follow."""
-        found = {}
+        moved = {}
         if "rotated_mean" in state:
-            found["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)
+            moved["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)
         square = state["square"]
         for name, dim in (("L", -2), ("R", -1)):
             if name not in old or name not in new:
@@ -167,7 +167,7 @@ class SOAP(Method):
             else:
                 overlap = times(new[name]["vectors"].mT, old[name]["vectors"]).square()
                 square = times(overlap, square) if name == "L" else times(square, overlap.mT)
-        return {**found, "square": square}
+        return {**moved, "square": square}
 
 
 @functools.lru_cache(maxsize=4096)

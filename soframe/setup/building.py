@@ -144,8 +144,8 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
     for block in registration.blocks:
-        own = block.parameters.items()
-        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in own)
+        named = block.parameters.items()
+        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in named)
     return registration
 
 
@@ -244,8 +244,8 @@ def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     Returns:
         One line each.
     """
-    parts = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
-    return "\n".join(map(describe, (*settings, *parts)))
+    of_blocks = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
+    return "\n".join(map(describe, (*settings, *of_blocks)))
 
 
 def require(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -336,8 +336,8 @@ def check_cut(cut: object) -> None:
             f"cut is a mapping from patterns on module names to numbers of parts, such as "
             f"{{'c_attn': 3}}, not {cut!r}"
         )
-    for pattern, parts in cut.items():
-        require_integer(f"cut[{pattern!r}]", parts, 1)
+    for pattern, number in cut.items():
+        require_integer(f"cut[{pattern!r}]", number, 1)
 
 
 def check_count(terms: bool, samples: Samples, scaling: str) -> None:

@@ -34,7 +34,7 @@ def in_force(
     names = [name for name in inspect.signature(constructor).parameters if name not in left_out]
     settings = {name: given[name] for name in names}
     for group in groups:
-        settings.update({own: getattr(group, field) for field, own in group.names.items()})
+        settings.update({keyword: getattr(group, field) for field, keyword in group.names.items()})
     return settings
 
 

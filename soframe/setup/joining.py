@@ -126,8 +126,8 @@ class Shadow(JoinHook):
             return
         backend, model = self._backend, self._model
         device = backend.wire_device(torch.device("cpu"))
-        own = torch.tensor([int(is_last_joiner)], device=device)
-        source = [int(last) for last in backend.all_gather(own, "join")].index(1)
+        mine = torch.tensor([int(is_last_joiner)], device=device)
+        source = [int(last) for last in backend.all_gather(mine, "join")].index(1)
         everyone = tuple(range(backend.world_size))
         for tensor in (*model.parameters(), *model.buffers()):
             flat = tensor.detach().contiguous().to(backend.wire_device(tensor.device))

@@ -56,10 +56,10 @@ class Inverse(Solver):
             return super().unsupported(factors)
         if len(factors) == 2 and factors[0].groups == factors[1].groups:
             return super().unsupported(factors)
-        found = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
+        listed = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
         return (
             f"split={self.split!r} shares the damping between two factors of as many groups, and "
-            f"these are {found}; pass split='full', or a solver such as 'eigen' that damps their "
+            f"these are {listed}; pass split='full', or a solver such as 'eigen' that damps their "
             f"product"
         )
 

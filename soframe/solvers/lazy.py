@@ -65,8 +65,8 @@ class Lazy(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`."""
-        own = {"sketch": sketch(matrix), "share": damping.clone()}
-        return {**self.solver.solve(matrix, damping), **own}
+        reference = {"sketch": sketch(matrix), "share": damping.clone()}
+        return {**self.solver.solve(matrix, damping), **reference}
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
@@ -81,8 +81,8 @@ class Lazy(Solver):
             small &= (damping - last["share"]).abs() <= self.tolerance * last["share"]
         if bool(small.all()):
             return dict(last)
-        own = {"sketch": now, "share": damping.clone()}
-        return {**self.solver.solve_again(matrix, damping, last), **own}
+        reference = {"sketch": now, "share": damping.clone()}
+        return {**self.solver.solve_again(matrix, damping, last), **reference}
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Solver.follow`."""

@@ -44,8 +44,8 @@ class Relative(Solver):
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         """See `Solver.unsupported`: the mean eigenvalue is that of factors of as many groups."""
         if len({factor.groups for factor in factors}) > 1:
-            found = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
-            return f"relative damping needs factors of as many groups, not {found}"
+            listed = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
+            return f"relative damping needs factors of as many groups, not {listed}"
         return self.solver.unsupported(factors)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:

@@ -122,8 +122,8 @@ class Background:
         """
         now, later = self._split(due, step)
         landing = self._land(-1 if step is None else step, due)
-        own = _blocks(landing).union(changed).difference(now)
-        follow(placed, own)
+        followers = _blocks(landing).union(changed).difference(now)
+        follow(placed, followers)
         self._begin(placed, later, damping, step)
         return update(
             placed, now, damping=damping, counters=counters, gradients=gradients, landing=landing

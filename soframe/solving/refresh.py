@@ -133,10 +133,10 @@ class Refresh:
         if _solves_calls(placed.blocks):
             self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
-        own = self._turns(placed, step).solves
+        solve_turns = self._turns(placed, step).solves
         return [
             block
-            for block, its in zip(placed.blocks, own, strict=True)
+            for block, its in zip(placed.blocks, solve_turns, strict=True)
             if block.tensors and block.mass > 0 and (turn == its or not block.solved)
         ]
 
@@ -157,8 +157,10 @@ class Refresh:
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}
         rows = [float(sum(block.window.counts.rows.values())) for block in blocks]
-        own = [n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)]
-        sums = add_over_ranks(placed.backend, rows + own, "start")
+        indexed_rows = [
+            n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)
+        ]
+        sums = add_over_ranks(placed.backend, rows + indexed_rows, "start")
         for block, total, where in zip(blocks, sums, sums[len(blocks) :], strict=False):
             if total > 0:
                 agreed = where % total == 0
@@ -178,10 +180,10 @@ class Refresh:
             self._of, self._known = placement, {}
         if key not in self._known:
             if self.stagger is True and any(rows):
-                own = all_turns(placement, *every, rows, inputs)
+                staggered = all_turns(placement, *every, rows, inputs)
             else:
-                own = Turns((0,) * len(blocks), turns(placement, every[1]))
-            self._known[key] = own
+                staggered = Turns((0,) * len(blocks), turns(placement, every[1]))
+            self._known[key] = staggered
         return self._known[key]
 
 

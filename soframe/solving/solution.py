@@ -70,15 +70,15 @@ def update(
         # directions without, depends on which blocks are solved for the first time.
         solution.conclude(counters)
     raw = gradients()
-    parts = (*landing, solution)
+    solutions = (*landing, solution)
 
     def arrive(block: Block) -> None:
-        for part in parts:
-            part.arrive(block)
+        for one in solutions:
+            one.arrive(block)
 
     directions = precondition(placed, damping=damping, gradients=raw, arrive=arrive)
-    for part in parts:
-        part.conclude(counters)
+    for one in solutions:
+        one.conclude(counters)
     return directions
 
 
@@ -119,15 +119,15 @@ class Solution:
             return
         settle(placed.backend, placed.of(due))
         traces = _mean_traces(placed, due)
-        own = [job for job in self._every if job.owner == placed.rank]
+        mine = [job for job in self._every if job.owner == placed.rank]
         shares = {
             block: functools.cache(functools.partial(block.shares, each, damping))
             for block, each in traces.items()
         }
-        for job in own:
+        for job in mine:
             job.parcel.made_by(functools.partial(job.solve, shares[job.block]))
         if worker is not None:
-            for job in own:
+            for job in mine:
                 job.begin(worker, shares[job.block], traces[job.block])
 
     @property
@@ -180,9 +180,9 @@ class Solution:
             block: The block, due or not.
         """
         jobs = self._jobs.get(block, ())
-        found = [job.arrive(self._backend.rank) for job in jobs]
+        arrived = [job.arrive(self._backend.rank) for job in jobs]
         # All of a block or nothing: what the damping was split into belongs together.
-        good = [data for data in found if data is not None]
+        good = [data for data in arrived if data is not None]
         if jobs and len(good) == len(jobs):
             new = {job.factor.name: data for job, data in zip(jobs, good, strict=True)}
             old = dict(block.second_order)
@@ -351,7 +351,7 @@ def _mean_traces(placed: PlacedBlocks, due: Sequence[Block]) -> dict[Block, list
 
 def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
     """Raise on every rank, if a solver raised on any."""
-    raised = [job for job, how in zip(jobs, failed, strict=True) if how == _RAISED]
+    raised = [job for job, outcome in zip(jobs, failed, strict=True) if outcome == _RAISED]
     for job in raised:
         if job.error is not None:
             raise job.error

@@ -29,9 +29,9 @@ def of_tensor(tensor: Tensor) -> int:
     Args:
         tensor: Dense, of any shape, dtype and device.
     """
-    own = tensor.detach().cpu().contiguous()
-    data = memoryview(own.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return zlib.crc32(data, zlib.crc32(f"{own.dtype}{list(own.shape)}".encode()))
+    contiguous = tensor.detach().cpu().contiguous()
+    data = memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return zlib.crc32(data, zlib.crc32(f"{contiguous.dtype}{list(contiguous.shape)}".encode()))
 
 
 def of_plain(value: Any) -> int:
@@ -90,11 +90,11 @@ def tensors_of(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
     elif isinstance(value, Mapping):
-        for key, own in value.items():
-            yield from tensors_of(own, f"{where}/{key}" if where else str(key))
+        for key, inner in value.items():
+            yield from tensors_of(inner, f"{where}/{key}" if where else str(key))
     elif isinstance(value, list | tuple):
-        for number, own in enumerate(value):
-            yield from tensors_of(own, f"{where}/{number}")
+        for number, inner in enumerate(value):
+            yield from tensors_of(inner, f"{where}/{number}")
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: See `of_plain`.
     """
     plain = {key: value for key, value in state.items() if key != KEY}
-    found = {where: of_tensor(tensor) for where, tensor in tensors_of(plain)}
-    return {**plain, KEY: {"plain": of_plain(plain), "tensors": found}}
+    tensors = {where: of_tensor(tensor) for where, tensor in tensors_of(plain)}
+    return {**plain, KEY: {"plain": of_plain(plain), "tensors": tensors}}
 
 
 def verify(state: Mapping[str, Any], what: str = "the state") -> None:
@@ -128,12 +128,12 @@ def verify(state: Mapping[str, Any], what: str = "the state") -> None:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):
         raise ValueError(f"{what} is truncated: it lacks its {KEY}")
     try:
-        found = seal(state)[KEY]
+        actual = seal(state)[KEY]
     except TypeError as error:
         raise ValueError(f"{what} is damaged: {error}") from error
     known = saved["tensors"]
-    differ = [where for where in found["tensors"] if known.get(where) != found["tensors"][where]]
-    differ += [str(where) for where in known if where not in found["tensors"]]
+    differ = [where for where in actual["tensors"] if known.get(where) != actual["tensors"][where]]
+    differ += [str(where) for where in known if where not in actual["tensors"]]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(
@@ -141,7 +141,7 @@ def verify(state: Mapping[str, Any], what: str = "the state") -> None:
             f"differs, as it does where somebody casts a tensor to another dtype; what is changed "
             f"on purpose needs soframe.checkpoint.seal"
         )
-    if saved.get("plain") != found["plain"]:
+    if saved.get("plain") != actual["plain"]:
         raise ValueError(
             f"{what} is damaged: its numbers and names are not those that were saved, their "
             f"checksum differs; what is changed on purpose needs soframe.checkpoint.seal"

@@ -90,7 +90,7 @@ def save(
             _write(beside / STATE, lambda file: torch.save(dict(state), file))
 
     def finish() -> None:
-        files = {name: entry for own in digests for name, entry in own.items()}
+        files = {name: entry for of_rank in digests for name, entry in of_rank.items()}
         plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
         manifest = json.dumps(checksums.seal(plain), indent=1)
         _write(beside / MANIFEST, lambda file: file.write(manifest.encode()))
@@ -102,7 +102,7 @@ def save(
         ranks.all(failure, write)
         names = ranks.first(failure, lambda: sorted(p.name for p in beside.iterdir()))
         digests = ranks.all(
-            failure, lambda: {own: _digest(beside / own) for own in ranks.share(names, sharded)}
+            failure, lambda: {file: _digest(beside / file) for file in ranks.share(names, sharded)}
         )
         ranks.first(failure, finish)
     except RuntimeError:
@@ -135,16 +135,16 @@ def latest(
     """
     ranks, root = _Ranks.of(process_group), Path(folder)
     names = ranks.first(f"{root} cannot be read", lambda: _names(root))
-    found = []
+    problems = []
     for name in reversed(names):
         problem = _problem(ranks, root / name)
         if not problem:
             return root / name
-        found.append(problem)
+        problems.append(problem)
         if ranks.rank == 0:
             warnings.warn(f"soframe: {problem}; the checkpoint before it is taken", stacklevel=2)
-    if found:
-        raise ValueError(f"no checkpoint in {root} is whole: {'; '.join(found)}")
+    if problems:
+        raise ValueError(f"no checkpoint in {root} is whole: {'; '.join(problems)}")
     return None
 
 
@@ -179,13 +179,13 @@ def read(
             f"{path} is sharded: load the preconditioner with soframe.checkpoint.load, and the "
             f"rest with torch.distributed.checkpoint.load"
         )
-    found: list[dict[str, Any]] = []
+    contents: list[dict[str, Any]] = []
 
-    def own() -> None:
-        found.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
+    def load() -> None:
+        contents.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
 
-    ranks.all(f"{path} cannot be read", own)
-    return found[0]
+    ranks.all(f"{path} cannot be read", load)
+    return contents[0]
 
 
 # -- the folder --------------------------------------------------------------------------------
@@ -258,17 +258,17 @@ def _manifest(path: Path) -> dict[str, Any]:
         ValueError: If there is none, or it is damaged.
     """
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(manifest, dict):
         raise ValueError(f"{path} is damaged: its manifest is none")
-    checksums.verify(found, f"the manifest of {path}")
-    if (found["format"], found["version"]) != (FORMAT, VERSION):
+    checksums.verify(manifest, f"the manifest of {path}")
+    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path} is of another version of soframe.checkpoint.save")
-    return found
+    return manifest
 
 
 def _problem(ranks: _Ranks, path: Path) -> str:
@@ -317,7 +317,7 @@ class _Ranks:
         """Return which files this rank looks at; a plain checkpoint is rank 0's."""
         return names[self.rank :: self.size] if sharded else names if self.rank == 0 else ()
 
-    def all(self, failure: str, own: Callable[[], T]) -> list[T]:
+    def all(self, failure: str, action: Callable[[], T]) -> list[T]:
         """Do something on every rank.
 
         Returns:
@@ -328,7 +328,7 @@ class _Ranks:
         """
         result, error, text = None, None, ""
         try:
-            result = own()
+            result = action()
         except (CheckpointException, Exception) as raised:  # the former is no Exception
             error, text = raised, f"rank {self.rank}: {_reason(raised)}"
         said: list[Any] = [(result, text)]
@@ -340,7 +340,7 @@ class _Ranks:
             raise RuntimeError(f"{failure}. {'; '.join(texts)}") from error
         return [result for result, _ in said]
 
-    def first(self, failure: str, own: Callable[[], T]) -> T:
+    def first(self, failure: str, action: Callable[[], T]) -> T:
         """Do something on rank 0.
 
         Returns:
@@ -349,8 +349,8 @@ class _Ranks:
         Raises:
             RuntimeError: On every rank, if it raised.
         """
-        found: Any = self.all(failure, lambda: own() if self.rank == 0 else None)[0]
-        result: T = found
+        answer: Any = self.all(failure, lambda: action() if self.rank == 0 else None)[0]
+        result: T = answer
         return result
 
 
@@ -358,6 +358,6 @@ def _reason(error: BaseException) -> str:
     """Return an error as text, with its causes: of a full disk torch tells the effects."""
     reasons = [f"{type(error).__name__}: {error}"]
     if isinstance(error, CheckpointException):
-        reasons = [f"on rank {r}: {_reason(own[0])}" for r, own in error.failures.items()]
+        reasons = [f"on rank {r}: {_reason(failure[0])}" for r, failure in error.failures.items()]
     cause = error.__cause__ or error.__context__
     return "; ".join(reasons) + (f" (after {_reason(cause)})" if cause is not None else "")

@@ -122,25 +122,25 @@ def parse(data: bytes) -> Metadata:
         NotPlainError: If there is something else in it, or it is damaged. Nothing of it was run.
     """
     try:
-        found = _Plain(io.BytesIO(data)).load()
+        metadata = _Plain(io.BytesIO(data)).load()
     except NotPlainError as error:
         raise NotPlainError(f"the .metadata of the checkpoint is refused: {error}") from error
     except Exception as error:  # a damaged pickle may fail in any way
         raise NotPlainError(
             f"the .metadata of the checkpoint is damaged: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise NotPlainError("the .metadata of the checkpoint is damaged: it describes none")
-    for where in found.storage_data.values():
+    for where in metadata.storage_data.values():
         path = getattr(where, "relative_path", None)
         if not isinstance(where, dcp_files._StorageInfo) or not _within(path):
             raise NotPlainError("the .metadata of the checkpoint names files outside its folder")
-    return found
+    return metadata
 
 
 def _within(path: Any) -> bool:
-    own = isinstance(path, str) and path not in ("", "..")
-    return own and PurePosixPath(path).name == path
+    named = isinstance(path, str) and path not in ("", "..")
+    return named and PurePosixPath(path).name == path
 
 
 class _PlainMetadata(FileSystemReader):
@@ -157,11 +157,11 @@ class _PlainMetadata(FileSystemReader):
         """
         del args
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-            found = parse(stream.read())
-        if not isinstance(found.storage_meta, StorageMeta):
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            metadata = parse(stream.read())
+        if not isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class PlainReader(_PlainMetadata):

@@ -133,26 +133,26 @@ def _gather_factors(
 ) -> dict[Block, dict[str, Tensor]]:
     """Bring the running factors of every block to every rank, packed and settled."""
     backend = placed.backend
-    found: dict[Block, dict[str, Tensor]] = {}
+    factors: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
-        found[block] = {}
+        factors[block] = {}
         if not block.running.masses:
             continue
         held = settled(backend, block, place, "state")
         for index, factor in enumerate(block.factors):
             if factor.name not in block.running.masses:
                 continue
-            own = held.get(factor.name)
+            tensor = held.get(factor.name)
             if place.holding(index) != place.everyone:
                 spec = TensorSpec(factor.packed_shape)
-                tensors = None if own is None else [own]
+                tensors = None if tensor is None else [tensor]
                 source = place.owners[index]
-                (own,) = to_everyone(backend, block, source, (spec,), tensors, "state")
-            assert own is not None
+                (tensor,) = to_everyone(backend, block, source, (spec,), tensors, "state")
+            assert tensor is not None
             # What is packed already is the running factor itself, which will change.
             packed = place.packed or factor.kind != "psd"
-            found[block][factor.name] = own.clone() if packed else own
-    return found
+            factors[block][factor.name] = tensor.clone() if packed else tensor
+    return factors
 
 
 def _gather_second_order(
@@ -167,9 +167,11 @@ def _gather_second_order(
             continue
         source = place.gradient_workers[0]
         names = block.flat_specs()
-        own = [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
+        tensors = (
+            [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
+        )
         specs = tuple(spec for _, _, spec in names)
-        parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+        parcel = Parcel(source, everyone, specs, block.dtype, block.device, tensors)
         parcels.append((block, parcel))
     if parcels:
         deliver(backend, [parcel for _, parcel in parcels], "state")
@@ -190,19 +192,19 @@ def _gather_states(
 ) -> dict[Block, dict[str, Tensor]]:
     """Bring what methods keep to every rank."""
     backend = placed.backend
-    found: dict[Block, dict[str, Tensor]] = {}
+    states: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
         if not block.state.updates or not block.states:
             continue
         if len(place.gradient_workers) == backend.world_size:
-            found[block] = {name: tensor.clone() for name, tensor in block.state.items()}
+            states[block] = {name: tensor.clone() for name, tensor in block.state.items()}
             continue
         source = place.gradient_workers[0]
-        own = [block.state[name] for name in block.states] if backend.rank == source else None
+        held = [block.state[name] for name in block.states] if backend.rank == source else None
         specs = tuple(block.states.values())
-        tensors = to_everyone(backend, block, source, specs, own, "state")
-        found[block] = dict(zip(block.states, tensors, strict=True))
-    return found
+        tensors = to_everyone(backend, block, source, specs, held, "state")
+        states[block] = dict(zip(block.states, tensors, strict=True))
+    return states
 
 
 def check(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:

@@ -143,9 +143,9 @@ def _move_factor(
 ) -> None:
     stored = block.running.take(factor.name)
     if not set(place.holding(index)) <= set(was.holding(index)):
-        own = None if stored is None else [pack(stored, factor)]
+        packed = None if stored is None else [pack(stored, factor)]
         spec = TensorSpec(factor.packed_shape)
-        (stored,) = to_everyone(backend, block, was.owners[index], (spec,), own, "move")
+        (stored,) = to_everyone(backend, block, was.owners[index], (spec,), packed, "move")
     if place.holds(backend.rank, index):
         assert stored is not None
         block.running.put(factor.name, store(stored, factor, place))
@@ -158,9 +158,9 @@ def _move_second_order(
     data = block.second_order.take(name)
     if not set(place.needing(index)) <= set(was.needing(index)):
         specs = block.tensors[name]
-        own = None if data is None else [data[key] for key in specs]
+        held = None if data is None else [data[key] for key in specs]
         source = was.gradient_workers[0]
-        tensors = to_everyone(backend, block, source, tuple(specs.values()), own, "move")
+        tensors = to_everyone(backend, block, source, tuple(specs.values()), held, "move")
         data = dict(zip(specs, map(own_memory, tensors), strict=True))
     if backend.rank in place.needing(index):
         assert data is not None
@@ -171,9 +171,9 @@ def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: Bloc
     state = block.state.take()
     if not set(place.gradient_workers) <= set(was.gradient_workers):
         source = was.gradient_workers[0]
-        own = [state[name] for name in block.states] if backend.rank == source else None
+        held = [state[name] for name in block.states] if backend.rank == source else None
         specs = tuple(block.states.values())
-        tensors = to_everyone(backend, block, source, specs, own, "move")
+        tensors = to_everyone(backend, block, source, specs, held, "move")
         state = dict(zip(block.states, map(own_memory, tensors), strict=True))
     if backend.rank in place.gradient_workers:
         block.state.put(state)
@@ -184,7 +184,7 @@ def to_everyone(
     block: Block,
     source: int,
     specs: tuple[TensorSpec, ...],
-    own: list[Tensor] | None,
+    tensors: list[Tensor] | None,
     phase: str,
 ) -> list[Tensor]:
     """Bring tensors of a block from one rank to all; every rank must call.
@@ -194,15 +194,15 @@ def to_everyone(
         block: The block.
         source: The rank that has them.
         specs: What they are.
-        own: The tensors, on that rank.
+        tensors: The tensors, on that rank.
         phase: The phase that the traffic is counted under.
 
     Returns:
         The tensors, on every rank.
     """
     everyone = tuple(range(backend.world_size))
-    own = own if backend.rank == source else None
-    parcel = Parcel(source, everyone, specs, block.dtype, block.device, own)
+    tensors = tensors if backend.rank == source else None
+    parcel = Parcel(source, everyone, specs, block.dtype, block.device, tensors)
     deliver(backend, [parcel], phase)
     assert parcel.tensors is not None
     return parcel.tensors

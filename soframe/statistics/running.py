@@ -197,13 +197,13 @@ def settled(backend: Backend, block: Block, place: BlockPlacement, phase: str) -
     if block.running.pending == 0:
         running = block.running
         return {f.name: pack(running[f.name], f) for f in block.factors if f.name in running}
-    found = _settled(backend, [(block, place)], phase)
-    return {factor.name: total for _, _, factor, total in found if total is not None}
+    totals = _settled(backend, [(block, place)], phase)
+    return {factor.name: total for _, _, factor, total in totals if total is not None}
 
 
 def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total]:
     locals_ = {block: dict(block.running.accumulators) for block, _ in due}
-    found: list[_Total] = []
+    totals: list[_Total] = []
     jobs = _jobs(backend, due, locals_)
     add_up(backend, [job.sum for job in jobs], phase)
     for job in jobs:
@@ -214,8 +214,8 @@ def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total
             if name in block.running:
                 share = (block.mass - block.running.pending) / block.mass
                 new.add_(pack(block.running[name], job.factor), alpha=share)
-        found.append((block, job.place, job.factor, new))
-    return found
+        totals.append((block, job.place, job.factor, new))
+    return totals
 
 
 @dataclass
@@ -246,14 +246,14 @@ def _jobs(
         for index, factor in enumerate(block.factors):
             if factor.name not in block.window.gathered:
                 continue
-            own = parts[block].pop(factor.name, None)
+            mine = parts[block].pop(factor.name, None)
             one = Sum(
                 way=place.reductions[index],
                 shape=factor.shape,
                 dtype=block.dtype,
                 wire=wire,
                 device=block.device,
-                tensor=own,
+                tensor=mine,
                 symmetric=factor.kind == "psd",
             )
             jobs.append(_Job(block, place, factor, one, place.holds(backend.rank, index)))

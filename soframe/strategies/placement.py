@@ -331,15 +331,15 @@ class Placement:
         Returns:
             The sets of two or more ranks.
         """
-        found: set[tuple[int, ...]] = set()
+        groups: set[tuple[int, ...]] = set()
         for block in self.blocks:
-            found.update(map(block.sharing, range(len(block.owners))))
+            groups.update(map(block.sharing, range(len(block.owners))))
             for worker in block.gradient_workers:
-                found.add(exchange_group(worker, block.sources))
+                groups.add(exchange_group(worker, block.sources))
             for way in block.reductions:
                 # All ranks together are a group that is always there.
-                found.update(g for g in (way.group, way.spread) if g != block.everyone)
-        return sorted(group for group in found if len(group) > 1)
+                groups.update(g for g in (way.group, way.spread) if g != block.everyone)
+        return sorted(group for group in groups if len(group) > 1)
 
     def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
         """Return the bytes that a rank holds after a solve, from shapes alone.
@@ -547,10 +547,10 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Format ranks as ranges: ``0-3,6``."""
-    parts: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
         else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)
+            ranges.append([rank])
+    return ",".join("-".join(map(str, part)) for part in ranges)

@@ -124,8 +124,8 @@ def traffic(
         reduced = [(w, p) for w, p in due if p.deferred]
         reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]
         for eager in (True, False):
-            own = [(w, p) for w, p in reduced if p.deferred != eager]
-            _count(phases, "reduce", _reductions(own, rank, first))
+            together = [(w, p) for w, p in reduced if p.deferred != eager]
+            _count(phases, "reduce", _reductions(together, rank, first))
         for after in (False, True):
             _count(phases, "share", _shares([(w, p) for w, p in due if w.after == after], rank))
         _count(phases, "exchange", _exchanges(active, rank, fused))

@@ -97,8 +97,8 @@ def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
     lengths = sorted({len(members) for members in groups})
     if lengths == [min(size, ranks)]:
         return groups, []
-    found = " or ".join(map(str, lengths))
-    note = f"groups of {size} do not divide {ranks} ranks: {number} group(s) of {found} ranks"
+    sizes = " or ".join(map(str, lengths))
+    note = f"groups of {size} do not divide {ranks} ranks: {number} group(s) of {sizes} ranks"
     return groups, [f"{note} instead"]
 
 

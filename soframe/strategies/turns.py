@@ -80,27 +80,27 @@ def all_turns(
     for index, name in enumerate(inputs):
         together[name].append(index)
     solves = list(map(_solve_cost, placement.work))
-    follow = solve_every % statistics_every == 0
-    share = statistics_every / solve_every if follow else 0.0
+    aligned = solve_every % statistics_every == 0
+    share = statistics_every / solve_every if aligned else 0.0
     costs = [
         statistics_cost([placement.work[i] for i in members], [rows[i] for i in members])
         + share * sum(solves[i] for i in members)
         for members in together.values()
     ]
-    own = [0] * len(inputs)
+    taken = [0] * len(inputs)
     chosen = assign(costs, _empty(statistics_every, len(costs)))
     for members, turn in zip(together.values(), chosen, strict=True):
         for index in members:
-            own[index] = turn
-    if not follow:
-        return Turns(tuple(own), turns(placement, solve_every))
+            taken[index] = turn
+    if not aligned:
+        return Turns(tuple(taken), turns(placement, solve_every))
     solved = [0] * len(inputs)
-    for turn in sorted(set(own)):
-        mine = [index for index, its in enumerate(own) if its == turn]
+    for turn in sorted(set(taken)):
+        mine = [index for index, its in enumerate(taken) if its == turn]
         visits = _empty(solve_every // statistics_every, len(mine))
         for index, visit in zip(mine, assign([solves[i] for i in mine], visits), strict=True):
             solved[index] = turn + visit * statistics_every
-    return Turns(tuple(own), tuple(solved))
+    return Turns(tuple(taken), tuple(solved))
 
 
 def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
@@ -117,8 +117,8 @@ def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
     return float(
         sum(
             number * (factor.groups if factor.kind == "diagonal" else prod(factor.shape))
-            for index, (own, number) in enumerate(zip(work, rows, strict=True))
-            for factor in own.factors
+            for index, (block, number) in enumerate(zip(work, rows, strict=True))
+            for factor in block.factors
             if factor.captured and (index == 0 or factor.reads != "inputs")
         )
     )

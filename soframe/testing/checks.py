@@ -89,10 +89,10 @@ class _Case:
     settings: dict[str, Any]
 
     def _copy(self, trained: Sequence[str]) -> nn.Module:
-        own = copy.deepcopy(self.module).double()
-        for name, parameter in own.named_parameters():
+        copied = copy.deepcopy(self.module).double()
+        for name, parameter in copied.named_parameters():
             parameter.requires_grad_(name in trained)
-        return own
+        return copied
 
     def _call(self, module: nn.Module) -> Tensor:
         output = module(*self.inputs, **self.settings)
@@ -123,13 +123,13 @@ class _Case:
         assert not lost, f"{name}: inputs given by keyword are lost"
         calls, exact = self._calls(module, made)
         for one in made:
-            own = calls[one]
-            assert own, f"{name}: no call was seen"
-            by_rows = sum(_samples(one, inputs, g, exact[one], name) for inputs, g in own)
+            seen = calls[one]
+            assert seen, f"{name}: no call was seen"
+            by_rows = sum(_samples(one, inputs, g, exact[one], name) for inputs, g in seen)
             assert isinstance(by_rows, Tensor)
             for n, gradient in enumerate(exact[one]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
-            for inputs, gradient in own:
+            for inputs, gradient in seen:
                 rows = one.output_rows(gradient)
                 _check_moments(one, inputs, rows, name)
                 _check_taking(one, inputs, rows, name)
@@ -176,7 +176,7 @@ class _Case:
         holder = nn.Module()
         holder.module = self._copy(self.helper.names(self.module))
         samples = self._call(holder.module).shape[self.batch_dim]
-        own = Preconditioner(
+        preconditioner = Preconditioner(
             holder,
             layers={"^module$": self.helper},
             samples=lambda: samples,
@@ -184,7 +184,7 @@ class _Case:
             statistics_every=1,
             solve_every=1,
         )
-        blocks = {tuple(block.parameters): block for block in own._blocks}
+        blocks = {tuple(block.parameters): block for block in preconditioner._blocks}
         made = self.helper.of(holder.module, self.helper.names(self.module))
         missing = {tuple(one.parameters) for one in made} - set(blocks)
         assert not missing, f"{name}: a Preconditioner has no block of {missing}"
@@ -193,8 +193,8 @@ class _Case:
         output.backward(start / samples)
         before = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
         before = {key: grad.clone() for key, grad in before.items()}
-        own.step()
-        own.close()
+        preconditioner.step()
+        preconditioner.close()
         after = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
         changed = {key for key, grad in after.items() if not torch.equal(grad, before[key])}
         assert changed == set(before), f"{name}: step() leaves {set(before) - changed} as it was"
@@ -306,14 +306,14 @@ def _lower(factor: Tensor) -> Tensor:
 
 
 def _check_packing(helper: LayerHelper, name: str) -> None:
-    parts = {k: torch.randn_like(p) for k, p in helper.parameters.items()}
-    matrix = helper.pack(parts)
+    tensors = {k: torch.randn_like(p) for k, p in helper.parameters.items()}
+    matrix = helper.pack(tensors)
     assert tuple(matrix.shape) == tuple(helper.shape), f"{name}: pack gives {matrix.shape}"
     back = helper.unpack(matrix)
-    for key, given in parts.items():
+    for key, given in tensors.items():
         assert key in back, f"{name}: unpack loses the {key}"
         compare(back[key], given, f"{name}: {key} after pack and unpack")
-    invented = set(back) - set(parts)
+    invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
 
 

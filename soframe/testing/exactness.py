@@ -88,9 +88,9 @@ def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(len(units), generator=generator, dtype=torch.float64).to(columns)
     wanted = columns @ probe
-    found = _directed(preconditioner, block, probe.to(block.dtype)).double()
+    directed = _directed(preconditioner, block, probe.to(block.dtype)).double()
     tolerance = max(_LINEAR, 1e2 * torch.finfo(block.dtype).eps)
-    if not float((found - wanted).norm()) <= tolerance * float(wanted.norm()):
+    if not float((directed - wanted).norm()) <= tolerance * float(wanted.norm()):
         raise ValueError(
             f"{name}: what {block.method!r} makes of gradients is not linear in them, so it stands "
             f"for no matrix; natural_gradient_cosines takes any method"
@@ -137,7 +137,7 @@ def block_errors(
     Raises:
         ValueError: See `implied_curvature` and `dense_fisher`.
     """
-    found: dict[str, BlockError] = {}
+    errors: dict[str, BlockError] = {}
     for block in preconditioner.blocks:
         curvature = implied_curvature(preconditioner, block.name)
         fisher = dense_fisher(
@@ -152,12 +152,12 @@ def block_errors(
         error, size = float((curvature - fisher).norm()), float(fisher.norm())
         none = 0.0 if error == 0 else float("inf")
         traces = float(curvature.trace()), float(fisher.trace())
-        found[block.name] = BlockError(
+        errors[block.name] = BlockError(
             frobenius=error,
             relative=error / size if size > 0 else none,
             trace_ratio=traces[0] / traces[1] if traces[1] != 0 else float("nan"),
         )
-    return found
+    return errors
 
 
 def natural_gradient_cosines(
@@ -197,7 +197,7 @@ def natural_gradient_cosines(
     blocks = list(preconditioner.blocks)
     of_last = preconditioner.metrics()["blocks"]
     names = [_names(model, [block]) for block in blocks]
-    every = [name for own in names for name in own]
+    every = [name for of_block in names for name in of_block]
     data = {"parameters": every, "kind": kind, "reduction": reduction}
     fisher = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
     each = sample_gradients(model, inputs, loss, targets, parameters=every)
@@ -213,15 +213,15 @@ def natural_gradient_cosines(
     dampings = [of_last[block.name]["damping"] if damping is None else damping for block in blocks]
     added = torch.cat([fisher.new_full((n,), d) for n, d in zip(sizes, dampings, strict=True)])
     damped = fisher + added.diag()
-    found: dict[str, float] = {}
+    cosines: dict[str, float] = {}
     naturals, start = [], 0
     for block, size in zip(blocks, sizes, strict=True):
         part = slice(start, start + size)
         naturals.append(torch.linalg.solve(damped[part, part], gradient[part]))
-        found[block.name] = _cosine(direction[part], naturals[-1])
+        cosines[block.name] = _cosine(direction[part], naturals[-1])
         start += size
     return Cosines(
-        blocks=found,
+        blocks=cosines,
         block_diagonal=_cosine(direction, torch.cat(naturals)),
         full=_cosine(direction, torch.linalg.solve(damped, gradient)),
     )
@@ -254,10 +254,10 @@ def _require_alone(preconditioner: Preconditioner, block: Block) -> None:
 def _names(model: nn.Module, blocks: Sequence[Block]) -> list[str]:
     """Return the names of blocks' parameters in a model, in the blocks' order."""
     names = {id(p): name for name, p in model.named_parameters()}
-    own = [parameter for block in blocks for parameter in block.parameters.values()]
-    if not all(id(parameter) in names for parameter in own):
+    parameters = [parameter for block in blocks for parameter in block.parameters.values()]
+    if not all(id(parameter) in names for parameter in parameters):
         raise ValueError("the preconditioner is of another model: pass the model that it was given")
-    return [names[id(parameter)] for parameter in own]
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> Tensor:

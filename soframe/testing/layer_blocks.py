@@ -29,9 +29,9 @@ def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
     Returns:
         Qualified names, of the weight, the bias, then any others in the order of registration.
     """
-    own = {k: p for k, p in model.get_submodule(layer)._parameters.items() if p is not None}
-    order = sorted(own, key=lambda k: {"weight": 0, "bias": 1}.get(k, 2))
-    return tuple(f"{layer}.{k}" if layer else k for k in order if own[k].requires_grad)
+    parameters = {k: p for k, p in model.get_submodule(layer)._parameters.items() if p is not None}
+    order = sorted(parameters, key=lambda k: {"weight": 0, "bias": 1}.get(k, 2))
+    return tuple(f"{layer}.{k}" if layer else k for k in order if parameters[k].requires_grad)
 
 
 def dense_blocks(

@@ -218,8 +218,8 @@ def check_method(
             runs = [replace(one, strategy=strategy) for strategy in here]
             runs.append(replace(one, passes=2 if number < 4 else 3))
             each = launch(_train_each, number, runs)
-            for rank, found in enumerate(each):
-                for run, trained in zip(runs, found, strict=True):
+            for rank, of_rank in enumerate(each):
+                for run, trained in zip(runs, of_rank, strict=True):
                     where = (
                         f"{name}, rank {rank} of {number}, {run.strategy!r}, {run.passes} passes"
                     )

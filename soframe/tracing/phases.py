@@ -213,11 +213,13 @@ class Clock:
             name, first, last = self._pending.popleft()
             last.synchronize()
             self._add(name, first, last)
-        return {name: Seconds(own.host, own.device) for name, own in self._seconds.items()}
+        return {
+            name: Seconds(seconds.host, seconds.device) for name, seconds in self._seconds.items()
+        }
 
     def _add(self, name: str, first: Any, last: Any) -> None:
-        own = self._of(name)
-        own.device = (own.device or 0.0) + first.elapsed_time(last) / 1e3  # milliseconds
+        seconds = self._of(name)
+        seconds.device = (seconds.device or 0.0) + first.elapsed_time(last) / 1e3  # milliseconds
 
     def _of(self, name: str) -> Seconds:
         return self._seconds.setdefault(name, Seconds())

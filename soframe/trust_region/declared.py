@@ -103,11 +103,11 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
         return Fit(samples, 1 / closures, problem=problem)
     actual = [product * samples for product in forward.hessian_product(first)]
     terms = declared.term_sums if len(outputs) == 1 else Loss.each_sample
-    own, theirs, unsure = (
+    measured, theirs, unsure = (
         [terms(a * b).double() for a, b in zip(first, products, strict=True)]
         for products in (actual, expected, flat)
     )
-    total, wanted = (sum(float(one.sum()) for one in each) for each in (own, theirs))
+    total, wanted = (sum(float(one.sum()) for one in each) for each in (measured, theirs))
     if not math.isfinite(total) or not math.isfinite(wanted):
         return nothing
     # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
@@ -118,17 +118,17 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
     if plain and wanted < 1e3 * noise:
         return nothing
     times = total / wanted if wanted else math.inf
-    found = Fit(samples, times, plain, tolerance=tolerance)
+    scaled = Fit(samples, times, plain, tolerance=tolerance)
     sizes = [float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one in (*theirs, *unsure)]
     sure = rounding * max(sizes)
     if not 0 < times < math.inf or all(
         bool(((a - times * b).abs() <= times * (4 * tolerance * b.abs() + sure)).all())
-        for a, b in zip(own, theirs, strict=True)
+        for a, b in zip(measured, theirs, strict=True)
     ):
-        return found
+        return scaled
     weights = [
         torch.where(b > 100 * sure, a / b / times, 1.0).to(output)
-        for a, b, output in zip(own, theirs, outputs, strict=True)
+        for a, b, output in zip(measured, theirs, outputs, strict=True)
     ]
     # Weights that are those of one direction are those of another too.
     rows = zip(
@@ -145,7 +145,7 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
     least = min(float(weight.min()) for weight in weights)
     if not differs <= 0.02 or least < -tolerance:
         if not plain:
-            return found  # it is told that its scale is another one
+            return scaled  # it is told that its scale is another one
         problem = (
             f"the closure's loss is not loss={declared!r}, whatever weights samples have: its "
             f"curvature along a direction differs by {differs:.2g} of it; declare the loss "
@@ -267,7 +267,7 @@ def require_only_through(
     Raises:
         RuntimeError: If it does not: such a term has no place in the model of the loss.
     """
-    own = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
     seen = {None, *(output.grad_fn for output in outputs)}
     todo = [loss.grad_fn]
     while todo:
@@ -276,7 +276,7 @@ def require_only_through(
             continue
         assert node is not None
         seen.add(node)
-        if id(getattr(node, "variable", None)) in own:
+        if id(getattr(node, "variable", None)) in ids:
             raise RuntimeError(
                 "the closure's loss depends on parameters other than through the model's output; "
                 "decay weights with weight_decay="
@@ -290,14 +290,14 @@ def _tangents(outputs: Sequence[Tensor], which: int) -> list[Tensor]:
     Fractional parts of multiples of irrational numbers: evenly spread, and no two alike.
     """
     feature, sample = ((0.6180339887, 0.7548776662), (0.4142135624, 0.7320508076))[which]
-    found = []
+    tangents = []
     for output in outputs:
         one = torch.ones((), dtype=torch.float64, device=output.device)
         features = (one.expand(output[:1].numel()).cumsum(0) * feature).frac()
         samples = (one.expand(len(output)).cumsum(0) * sample).frac()
         both = features.to(output.dtype) + samples.to(output.dtype).unsqueeze(1)
-        found.append((both.frac() - 0.5).view(output.shape))
-    return found
+        tangents.append((both.frac() - 0.5).view(output.shape))
+    return tangents
 
 
 def _hessian_products(

@@ -91,15 +91,15 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
     Raises:
         ValueError: If one is out of range.
     """
-    found = []
+    checked = []
     for group in groups:
         lr, decay = group["lr"], group["weight_decay"]
         if not is_number(lr) or not lr >= 0:
             raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
         if not is_number(decay) or not 0 <= decay <= MOST:
             raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
-        found.append((float(lr), float(decay)))
-    return found
+        checked.append((float(lr), float(decay)))
+    return checked
 
 
 def _require_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -174,10 +174,10 @@ def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
     Args:
         decayed: Parameters and their weight decays.
     """
-    found: dict[float, list[Tensor]] = {}
+    by_decay: dict[float, list[Tensor]] = {}
     for parameter, decay in decayed:
-        found.setdefault(decay, []).append(parameter)
-    return sum(0.5 * d * inner_products([own]).item() for d, own in found.items() if d)
+        by_decay.setdefault(decay, []).append(parameter)
+    return sum(0.5 * d * inner_products([weights]).item() for d, weights in by_decay.items() if d)
 
 
 def slope_and_metric(
@@ -205,7 +205,7 @@ def slope_and_metric(
     lengths = torch.zeros_like(metric)
     for decay in dict.fromkeys(decays):
         rows = [
-            [tensor for tensor, own in zip(row, decays, strict=True) if own == decay]
+            [tensor for tensor, of_tensor in zip(row, decays, strict=True) if of_tensor == decay]
             for row in (gradients, *directions)
         ]
         products = inner_products(rows)

@@ -41,12 +41,12 @@ def part_of_each(
     wanted = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p in wanted]
-        wanted.difference_update(own)
-        if own:
-            layers.append(own)
+        layer = [p for p in module.parameters(recurse=False) if p in wanted]
+        wanted.difference_update(layer)
+        if layer:
+            layers.append(layer)
     *others, last = layers
-    numbers = {p: n * (parts - 1) // len(others) for n, own in enumerate(others) for p in own}
+    numbers = {p: n * (parts - 1) // len(others) for n, layer in enumerate(others) for p in layer}
     return numbers | dict.fromkeys(last, parts - 1)
 
 
@@ -86,13 +86,13 @@ def split(direction: Direction, numbers: Sequence[int]) -> list[Direction]:
     Returns:
         A direction for every part that is not zero.
     """
-    found: list[Direction] = []
+    parts: list[Direction] = []
     for number in sorted(set(numbers)):
         rows = zip(direction, numbers, strict=True)
-        part = [tensor if own == number else None for tensor, own in rows]
+        part = [tensor if of_tensor == number else None for tensor, of_tensor in rows]
         if any(tensor is not None for tensor in part):
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def uncovered(

@@ -73,8 +73,8 @@ class Quadratic:
             return self.along([*chosen, *range(2 * count, len(self.slope))])
 
         def promised(taken: Sequence[bool]) -> float:
-            own = model(taken)
-            return own.change(own.minimise())
+            quadratic = model(taken)
+            return quadratic.change(quadratic.minimise())
 
         free = [True] * count if barred is None else [not bad for bad in barred]
         # Of equal promises the first: what is stays.
@@ -167,7 +167,7 @@ def curvature_along(
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     for forward in forwards:
         scale = forward.isotropy() if isotropic else None
-        if scale is not None and forward.tape.follows():
+        if scale is not None and forward.tape.holds():
             end = forward.tape.linear_end(parameters, directions)
             if end is not None:
                 total += scale * end.gram()
@@ -178,9 +178,9 @@ def curvature_along(
             # One by one: copies of outputs into one matrix would cost more than the products.
             for product, *others in zip(products, *tangents[: i + 1], strict=True):
                 row = torch.stack([product.flatten() @ other.flatten() for other in others])
-                own = row.double().cpu() * (1.0 if scale is None else scale)
-                total[i, : i + 1] += own
-                total[:i, i] += own[:i]
+                scaled = row.double().cpu() * (1.0 if scale is None else scale)
+                total[i, : i + 1] += scaled
+                total[:i, i] += scaled[:i]
     return total
 
 
@@ -195,12 +195,14 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
     """
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
     # Of parts few have the same parameters: each group of directions is added where it belongs.
-    found: dict[Any, list[list[Tensor]]] = {}
+    groups: dict[Any, list[list[Tensor]]] = {}
     for tensors in zip(*directions, strict=True):
-        own = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
-        for first in [*own.values()][:1]:
-            found.setdefault(((*own,), first.dtype, first.device), []).append([*own.values()])
-    for (which, *_), columns in found.items():
+        present = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
+        for first in [*present.values()][:1]:
+            groups.setdefault(((*present,), first.dtype, first.device), []).append(
+                [*present.values()]
+            )
+    for (which, *_), columns in groups.items():
         at = torch.tensor(which)
         for small in _together(columns):
             rows = torch.cat([t.reshape(-1) for row in zip(*small, strict=True) for t in row])

@@ -264,7 +264,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-UNFOLLOWED = {
+NOT_TAPED = {
     "attention, dropout": "attention has dropout, or shares its keys",
     "largest": "there is no rule for max",
     "in-place": "relu changes its arguments",
@@ -334,8 +334,8 @@ def test_equals_the_plain_twin(name: str) -> None:
     twins = Twins(model, closure_of(model, x))
     buffers = [buffer.clone() for buffer in model.buffers()]
     random = torch.get_rng_state()
-    assert twins.tape.follows() == (name not in UNFOLLOWED)
-    assert twins.tape.problem == UNFOLLOWED.get(name)
+    assert twins.tape.holds() == (name not in NOT_TAPED)
+    assert twins.tape.problem == NOT_TAPED.get(name)
     twins.compare(name)
     # Nothing is left of it, and directions stay as they were.
     assert torch.equal(torch.get_rng_state(), random)
@@ -433,10 +433,10 @@ def test_what_has_changed_is_refused(what: str, freed: bool) -> None:
     twins = Twins(model, closure_of(model, x))
     if freed:
         twins.forward.backward()
-    assert twins.tape.follows()
+    assert twins.tape.holds()
     with torch.no_grad():
         (x if what == "inputs" else model[2].weight).add_(1.0)
-    assert not twins.tape.follows()
+    assert not twins.tape.holds()
     with pytest.raises(RuntimeError, match="give each closure inputs of its own"):
         twins.by_tape()
 
@@ -483,7 +483,7 @@ def test_what_changes_without_gradients(when: str) -> None:
     model = fill(Clamped(when))
     model.clamp()  # so that it changes nothing more, whatever runs again
     twins = Twins(model, closure_of(model, randn(5, 3)))
-    assert twins.tape.follows() == (when == "before")
+    assert twins.tape.holds() == (when == "before")
     twins.compare("tangent")
 
 
@@ -627,7 +627,7 @@ def test_compiled_models_run_as_they_are_written() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(first, backend=backend)
     twins = Twins(first, closure_of(compiled, x))
-    assert twins.tape.follows()
+    assert twins.tape.holds()
     twins.compare("tangent")
     assert not graphs
     found = steps_of(first, compiled)
@@ -755,7 +755,7 @@ def test_dropout_of_what_lies_otherwise_in_memory() -> None:
 
     model = Model()
     twins = Twins(model, closure_of(model, randn(5, 3)))
-    assert twins.tape.follows()
+    assert twins.tape.holds()
     twins.compare("tangent")
 
 
