@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -280,7 +281,8 @@ class Preconditioner(Joinable):
             self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._closed = False
             self._blocks: list[Block] = []
-        self._build()
+        with self._shaped():
+            self._build()
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
@@ -346,6 +348,14 @@ class Preconditioner(Joinable):
         self._take_step()
 
     def _take_step(self) -> None:
+        with self._shaped():
+            self._take_shaped_step()
+
+    def _shaped(self) -> AbstractContextManager[None]:
+        """Let parameters that stacks share out have their shapes."""
+        return self.home.shaped(self._model.parameters())
+
+    def _take_shaped_step(self) -> None:
         phase = self.backend.phases
         self._statistics.arrive()
         with phase("agree"):
@@ -458,14 +468,15 @@ class Preconditioner(Joinable):
                 solve stay with it until they solve.
         """
         due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
-        directions = self._background.update(
-            self._placed,
-            due,
-            damping=damping,
-            counters=self.counters,
-            gradients=self._raw.now,
-        )
-        directions.write()
+        with self._shaped():
+            directions = self._background.update(
+                self._placed,
+                due,
+                damping=damping,
+                counters=self.counters,
+                gradients=self._raw.now,
+            )
+            directions.write()
         if self._taken is not None:
             self._taken = replace(self._taken, damping=damping, norms=None)
 

@@ -13,13 +13,14 @@ part that is. Reading is never a collective: gradients are read on some ranks an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import dtensors
+from soframe.blocks import dtensors, zero
 from soframe.blocks.stacks import require_served
 from soframe.specs import Shards
 
@@ -189,14 +190,57 @@ class GradientHome(ABC):
         """
         require_served(parameters)
 
+    def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """Return why the gradients of a step are not complete, and the remedy; asked as it begins.
+
+        Args:
+            parameters: The parameters of the blocks.
+
+        Returns:
+            None, the default, where they are. A home in which gradients are averaged some time
+            after a backward pass says so where they are not yet.
+        """
+        return None
+
+    def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Let parameters have their shapes meanwhile, whatever this rank has of them.
+
+        Args:
+            parameters: The parameters.
+
+        Returns:
+            A context. The default changes nothing: parameters have their shapes.
+        """
+        return nullcontext()
+
+    def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
+        """Return the parameters of a model that each param group of an optimizer is of.
+
+        Where parameters are shared out the optimizer may have others in their place.
+
+        Args:
+            optimizer: The optimizer, or what wraps it.
+
+        Returns:
+            By default what the groups have, in their order.
+        """
+        return [group["params"] for group in optimizer.param_groups]
+
 
 class PlainGrad(GradientHome):
-    """Gradients live in ``.grad``, where autograd leaves them; in this rank's part of a DTensor."""
+    """Gradients live in ``.grad``, where autograd leaves them; in this rank's part of a DTensor.
+
+    Of a model that DeepSpeed's ZeRO shares out they live in this rank's partition
+    (`soframe.blocks.zero`).
+    """
 
     filled_by_autograd = True
+    _zero: Mapping[nn.Parameter, zero.Partitions] = {}
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """See `GradientHome.read`."""
+        if self._zero and parameter in self._zero:
+            return self._zero[parameter].read(parameter)
         gradient = parameter.grad
         # The exact type: this is asked for every parameter, several times in a step.
         if gradient is None or type(gradient) is Tensor:
@@ -204,7 +248,10 @@ class PlainGrad(GradientHome):
         return dtensors.local(gradient)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`."""
+        """See `GradientHome.put`. In ZeRO's partitions a copy of it, and zeros for none."""
+        if self._zero and parameter in self._zero:
+            self._zero[parameter].put(parameter, gradient)
+            return
         parameter.grad = None if gradient is None else dtensors.like(gradient, parameter)
 
     def is_partial(self, parameter: nn.Parameter) -> bool:
@@ -216,14 +263,74 @@ class PlainGrad(GradientHome):
         if parameter.grad is not None:
             parameter.grad = dtensors.settled(parameter.grad, parameter)
 
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """See `GradientHome.local`."""
+        if self._zero and parameter in self._zero:
+            return self._zero[parameter].local(parameter)
+        return super().local(parameter)
+
+    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
+        """See `GradientHome.shards`.
+
+        Args:
+            parameter: The parameter.
+            ranks: The global ranks of the group.
+
+        Returns:
+            The parts, or None.
+
+        Raises:
+            ValueError: If it is shared out over other ranks; or DeepSpeed's ZeRO has the gradients
+                of other parameters, and not this one's.
+        """
+        if not self._zero:
+            return super().shards(parameter, ranks)
+        if parameter not in self._zero:
+            raise ValueError(
+                "it is trained, and not in the optimizer that deepspeed.initialize was given, so "
+                "nobody averages its gradient: give it to the optimizer, freeze it before "
+                "deepspeed.initialize, or skip the module"
+            )
+        return self._zero[parameter].shards(parameter, ranks)
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """See `GradientHome.check`."""
+        named = list(parameters)
+        if found := zero.find(named, self._zero):
+            self._zero = {**self._zero, **found}
+        others = ((n, p) for n, p in named if p not in self._zero and not zero.has_engine(p))
+        require_served(others)
+
+    def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """See `GradientHome.incomplete`."""
+        if not self._zero:
+            return None
+        found = dict.fromkeys(self._zero[p] for p in parameters if p in self._zero)
+        return next((why for partitions in found if (why := partitions.incomplete())), None)
+
+    def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `GradientHome.shaped`."""
+        return zero.shaped(parameters)
+
+    def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
+        """See `GradientHome.groups`."""
+        for partitions in dict.fromkeys(self._zero.values()):
+            if (groups := partitions.groups(optimizer)) is not None:
+                return list(groups)
+        return super().groups(optimizer)
+
     # What follows is the same as without these, with fewer calls in every step.
 
     def has(self, parameter: nn.Parameter) -> bool:
         """See `GradientHome.has`."""
+        if self._zero:
+            return super().has(parameter)
         return parameter.grad is not None
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """See `GradientHome.of`."""
+        if self._zero:
+            return super().of(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
         return [g if type(g) is Tensor else dtensors.local(g) for g in gradients]
 

@@ -2,7 +2,7 @@
 
 A preconditioner reads a layer's gradient from ``.grad`` and writes the result there: the whole, or
 this rank's part of a DTensor that ``fully_shard`` or a tensor-parallel plan has made
-(`soframe.blocks.dtensors`). Where
+(`soframe.blocks.dtensors`); or in the partitions of DeepSpeed's ZeRO (`soframe.blocks.zero`). Where
 parameters are parts of others' buffers, neither means anything: what it wrote would have no effect.
 So it refuses to be built, and where the stack comes later, to step.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from soframe.blocks import dtensors
+from soframe.blocks import dtensors, zero
 
 _INSTEAD = (
     "shard the model by torch.distributed.fsdp.fully_shard; or use DistributedDataParallel, with "
@@ -24,9 +24,11 @@ _INSTEAD = (
 )
 _MARKS = {
     "_fsdp_flattened": "FullyShardedDataParallel, in whose flat buffers it lies",
-    "ds_id": "DeepSpeed's ZeRO stage 3, which shares it out over ranks",
-    "_hp_mapping": "DeepSpeed (ZeRO stage 1 or 2, or its bf16 optimizer), which keeps its gradient "
-    "in a buffer of its own",
+    zero.SHARED: "DeepSpeed's ZeRO stage 3, and to no engine (build the Preconditioner after "
+    "deepspeed.initialize where deepspeed.zero.Init has made the model), or another home= is given",
+    zero.MARK: "DeepSpeed, which keeps its gradient in a buffer of its own: one that is looked at "
+    "where its optimizer is ZeRO's (and not its bf16 optimizer, nor an engine that is gone), and "
+    "no other home= is given",
 }
 
 
@@ -83,11 +85,32 @@ def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> 
         ValueError: If one is.
     """
     for name, parameter in parameters:
-        if dtensors.is_dtensor(parameter):
+        plan = "fully_shard or a tensor-parallel plan"
+        stack = plan if dtensors.is_dtensor(parameter) else "DeepSpeed's ZeRO"
+        if dtensors.is_dtensor(parameter) or zero.is_marked(parameter):
             raise ValueError(
-                f"{what} needs whole parameters on every rank, and {name} is sharded by "
-                f"fully_shard or a tensor-parallel plan: use DistributedDataParallel"
+                f"{what} needs whole parameters and gradients on every rank, and {name} is sharded "
+                f"by {stack}: use DistributedDataParallel"
             )
+
+
+def require_own_step(parameters: Iterable[nn.Parameter]) -> None:
+    """Check that nobody else moves parameters that a ``soframe.Optimizer`` moves.
+
+    Args:
+        parameters: The parameters.
+
+    Raises:
+        ValueError: If DeepSpeed's ZeRO does.
+    """
+    if zero.count(parameters):
+        raise ValueError(
+            "a soframe.Optimizer moves the parameters of a model itself, and DeepSpeed's ZeRO has "
+            "copies of them that only its own optimizer moves: give deepspeed.initialize an "
+            "optimizer of torch, and its engine to "
+            "soframe.integrations.deepspeed.DeepSpeedPreconditioner, with the same method=; or "
+            "shard the model by torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _owner(parameter: nn.Parameter) -> str | None:

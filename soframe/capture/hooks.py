@@ -36,6 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import dtensors
+from soframe.blocks.zero import shaped
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -519,7 +520,8 @@ class Capture:
                 gradient = dtensors.blank(gradient)
             gradient = dtensors.whole(gradient)
             own = gradient if view is None else view.of(gradient)
-            self.sink(helper, inputs, own, number, self._probe, batch)
+            with shaped(helper.module._parameters.values()):
+                self.sink(helper, inputs, own, number, self._probe, batch)
 
 
 class _GradientHook:

@@ -51,7 +51,14 @@ class AveragedGradients:
         self._rest = [p for p in model.parameters() if p not in covered]
 
     def check(self) -> None:
-        """Raise if this rank's gradients are none that can be averaged."""
+        """Raise if this rank's gradients are not complete, or none that can be averaged.
+
+        Raises:
+            RuntimeError: If their home does not have them yet.
+        """
+        why = self._home.incomplete(p for own in self._of_block.values() for p in own)
+        if why is not None:
+            raise RuntimeError(why)
 
     def alike(self) -> tuple[str, ...]:
         """Return what all ranks must have alike: which blocks with a memory have gradients.
@@ -147,6 +154,7 @@ class LocalGradients(AveragedGradients):
         Raises:
             TypeError: If a gradient is sparse.
         """
+        super().check()
         if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
 from soframe.schedules import Schedule, Scheduled
 
 ASSUMED_LR = 0.1
@@ -95,9 +96,9 @@ class LearningRates:
         Raises:
             ValueError: If it lacks one.
         """
-        if self._optimizer is None:
+        if self._optimizer is None or not blocks:
             return
-        self._read_groups(self._optimizer)
+        self._read_groups(self._optimizer, blocks[0].home)
         for block in blocks:
             for name, parameter in block.parameters.items():
                 if id(parameter) not in self._group_of:
@@ -111,9 +112,8 @@ class LearningRates:
                         f"parameter group, or skip the module (skip=[{block.name!r}])"
                         + (
                             ". It has no parameter of any block: it is another model's, or one "
-                            "that shares parameters out over ranks (DeepSpeed's ZeRO) and does not "
-                            "read what a Preconditioner writes into .grad; lr= would not change "
-                            "that"
+                            "that shares parameters out over ranks and does not read what a "
+                            "Preconditioner writes into .grad; lr= would not change that"
                             if others
                             else "; where another optimizer has it, pass lr= instead of optimizer="
                         )
@@ -247,11 +247,11 @@ class LearningRates:
         }
         return block.layout.pack(filled)
 
-    def _read_groups(self, optimizer: torch.optim.Optimizer) -> None:
+    def _read_groups(self, optimizer: torch.optim.Optimizer, home: GradientHome) -> None:
         groups = optimizer.param_groups
         self._sizes = [len(group["params"]) for group in groups]
         self._begin_groups(groups)
-        self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        self._group_of = {id(p): i for i, own in enumerate(home.groups(optimizer)) for p in own}
 
     def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups[len(self._initial) :]:

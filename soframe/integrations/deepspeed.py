@@ -1,4 +1,4 @@
-"""A preconditioner for DeepSpeed's engine, under plain data parallelism (ZeRO stage 0).
+"""A preconditioner for DeepSpeed's engine, under ZeRO stages 0 to 3.
 
 ::
 
@@ -33,22 +33,18 @@ class DeepSpeedPreconditioner:
 
     Raises:
         TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
-        ValueError: If the engine shares out states, gradients or parameters (ZeRO stages 1 to 3),
-            or trains in half precision, or a setting is out of range.
+        ValueError: If the engine keeps gradients in the host's memory, or trains in float16, or
+            without ZeRO in bfloat16; or a setting is out of range.
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
-        if (stage := engine.zero_optimization_stage()) > 0:
+        if engine.fp16_enabled() or (
+            engine.zero_optimization_stage() == 0 and engine.bfloat16_enabled()
+        ):
             raise ValueError(
-                f"ZeRO stage {stage} keeps gradients elsewhere than in .grad, so that "
-                f"preconditioning would have no effect: use stage 0, or "
-                f"DistributedDataParallel with soframe's strategy='sharded', which shares out "
-                f"factors and second-order data"
-            )
-        if engine.fp16_enabled() or engine.bfloat16_enabled():
-            raise ValueError(
-                "DeepSpeed's fp16 and bf16 keep gradients in copies of their own: train in "
-                "float32, with torch.autocast if that is wanted"
+                "DeepSpeed's fp16, and bf16 under ZeRO stage 0, keep gradients in copies of their "
+                "own, or scale them: use bf16 under ZeRO stage 1 to 3, or train in float32, by "
+                "torch_autocast of DeepSpeed's settings in bfloat16 if that is wanted"
             )
         require_plain(engine.optimizer)
         self._engine = engine

@@ -391,8 +391,8 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
         if block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
-                f"each rank's own: those of fully_shard are averaged, and those of a "
-                f"tensor-parallel plan of the same batch, so pass gradients='averaged'"
+                f"each rank's own: the stack averages them (and those of a tensor-parallel plan "
+                f"are of the same batch), so pass gradients='averaged'"
             )
 
 

@@ -60,8 +60,8 @@ def check(
     everyone = tuple(range(placement.world_size))
     if any(work.shards for work in placement.work):
         raise ValueError(
-            "Join does not go with fully_shard or a tensor-parallel plan, which need every rank in "
-            "every pass: let ranks have equally many batches"
+            "Join does not go with fully_shard, a tensor-parallel plan or DeepSpeed's ZeRO, which "
+            "need every rank in every pass: let ranks have equally many batches"
         )
     apart = [b.block for b in placement.blocks if tuple(sorted(b.gradient_workers)) != everyone]
     if backend.process_group is None:

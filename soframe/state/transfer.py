@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from soframe.blocks import dtensors
+from soframe.blocks import dtensors, zero
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
@@ -34,9 +34,11 @@ class Watch:
         self._sharded = dtensors.units(model)
         self._seen = self._look()
 
-    def _look(self) -> tuple[list[tuple[int, bool]], list[int]]:
-        parameters = [(id(p), p.requires_grad) for p in self.parameters()]
-        return parameters, [id(child) for slots in self._children for child in slots.values()]
+    def _look(self) -> tuple[list[tuple[int, bool]], list[int], int]:
+        own = self.parameters()
+        parameters = [(id(p), p.requires_grad) for p in own]
+        children = [id(child) for slots in self._children for child in slots.values()]
+        return parameters, children, zero.count(own)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the known places hold now: a walk through the modules takes longer."""
@@ -44,7 +46,11 @@ class Watch:
         return [p for slots, name in self._slots if (p := slots.get(name)) is not None]
 
     def changed(self) -> bool:
-        """Return whether a parameter was frozen, thawed or replaced, or a module exchanged."""
+        """Return whether the model, or who has its gradients, has changed since it was registered.
+
+        A parameter may have been frozen, thawed or replaced, a module exchanged, and DeepSpeed's
+        ZeRO may have taken the gradients over.
+        """
         return self._look() != self._seen
 
 
