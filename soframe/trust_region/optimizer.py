@@ -1,5 +1,7 @@
 """The optimizer that owns the step: K-FAC with a trust region (Martens and Grosse, 2015).
 
+Directions of other methods, alone or beside K-FAC's, are weighed in the same model.
+
 The preconditioned gradient says where to go; the exact quadratic model says how far, and how much
 of the last update to add. Levenberg-Marquardt damping says how far that model is to be trusted. So
 there is no learning rate to tune::
@@ -45,7 +47,8 @@ from soframe.preconditioner import Preconditioner
 from soframe.setup import building
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import groups, settings
+from soframe.trust_region import candidates, groups, settings
+from soframe.trust_region.candidates import Beside, Candidates
 from soframe.trust_region.declared import (
     Fit,
     fit,
@@ -55,6 +58,7 @@ from soframe.trust_region.declared import (
     require_only_through,
 )
 from soframe.trust_region.exact import ExactModel, Objective
+from soframe.trust_region.memory import Memory
 from soframe.trust_region.parts import Parts
 from soframe.trust_region.proposals import Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
@@ -120,7 +124,9 @@ class TrustRegion(torch.optim.Optimizer):
         on_step: Is called with a `soframe.trust_region.Readout` after each step, as is
             `soframe.trust_region.History`.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
-            `PRECONDITIONER`.
+            `PRECONDITIONER`. ``method`` may be a list: the model weighs the directions of each, see
+            `soframe.trust_region.candidates`. ``auxiliary``, the method of what the first leaves
+            out, is ``"adamw"`` by default where a method remembers gradients, and else none.
 
     Raises:
         ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
@@ -138,7 +144,7 @@ class TrustRegion(torch.optim.Optimizer):
         momentum: bool = True,
         parts: int = 3,
         lr: float = 1.0,
-        fisher: str = "monte-carlo",
+        fisher: str = settings.FISHER,
         preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
         full_batch: bool = False,
@@ -159,6 +165,10 @@ class TrustRegion(torch.optim.Optimizer):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
             given = {"fisher": fisher, **preconditioner}
             built = settings.check(model, loss, params, given)
+            methods = candidates.methods_of(preconditioner)
+            if preconditioner_damping is None and not methods.damped:
+                own = 1.0  # no trial finds a damping for what is not damped
+            settings.require_damped(own, methods.damped)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
@@ -175,10 +185,11 @@ class TrustRegion(torch.optim.Optimizer):
                 burn_in=burn_in,
                 reuse_activations=reuse_activations,
                 flush_denormals=flush_denormals,
+                methods=methods,
             )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
             self._watch = LossWatch(max_increase)
-            self._steps, self._own_damping = 0, own
+            self._steps, self._own_damping, self._loss = 0, own, built
             self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
@@ -193,23 +204,48 @@ class TrustRegion(torch.optim.Optimizer):
                 self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
             )
             further = settings.of_preconditioner(preconditioner, burn_in)
+        # A method that reads no calls has no Fisher; one that nobody has, and was asked for, is
+        # refused.
+        reads = [methods.captures(which) for which in range(len(methods.others) + 1)]
+        reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
+        plain: dict[str, Any] = {"fisher": "empirical"}
+        fishers = [{"fisher": fisher, "loss": built} if own else plain for own in reads]
         self.preconditioner = Preconditioner(
             self._model,
-            fisher=fisher,
-            loss=built,
+            method=methods.first,
+            auxiliary=methods.auxiliary,
+            backend=backend,
             damping=told,
             kl_clip=None,
+            **fishers[0],
             **further,
         )
+        others: list[Beside] = []
         try:
-            settings.require_memoryless(self.preconditioner.blocks)
-        except ValueError:
-            self.preconditioner.close()
+            for number, method in enumerate(methods.others, start=1):
+                damping = settings.PreconditionersDamping(self._tied_damping, chosen, number)
+                others.append(
+                    Beside(
+                        self.preconditioner,
+                        method=method,
+                        damping=damping,
+                        kl_clip=None,
+                        **fishers[number],
+                        **further,
+                    )
+                )
+            for one in (self.preconditioner, *others):
+                candidates.require_recallable(one.blocks)
+        except Exception:
+            for one in (*others, self.preconditioner):
+                one.close()
             raise
+        self._candidates = Candidates(self.preconditioner, others)
+        self._memory = Memory(self._candidates.every)
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self.preconditioner)
+        self._exact = ExactModel(self.preconditioner, built)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
         self.readout: Readout | None = None
@@ -231,6 +267,17 @@ class TrustRegion(torch.optim.Optimizer):
         del step  # it counts burn-in too
         damping, own = self._mean_damping(), self._own_damping
         return max(own.at(damping)) if isinstance(own, AdaptiveDamping) else own * damping
+
+    def _tied_damping(self, step: int) -> float:
+        """Return the damping of further methods: nobody tries others for them."""
+        del step
+        own = self._own_damping
+        return self._mean_damping() * (1.0 if isinstance(own, AdaptiveDamping) else own)
+
+    @property
+    def candidates(self) -> tuple[Preconditioner, ...]:
+        """What makes the directions of each method, `preconditioner` first: see its ``report``."""
+        return self._candidates.every
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -265,9 +312,14 @@ class TrustRegion(torch.optim.Optimizer):
             self.preconditioner.home,
         )
         skipped = self.preconditioner.counters["skipped_updates"]
+        shares, lr = groups.shares(self.param_groups)
         self._proposer.begin(self._mean_damping())
+        self._memory.note()
         with flushed_denormals(self._flush):
             self.preconditioner.step()
+            further = self._candidates.propose(parameters, gradients, shares, self._parts.numbers)
+        if self.preconditioner.updated:
+            self._notes += [f"{one} made no finite direction" for one in self._candidates.lost]
         undoable = any("update" in state for state in self.state.values())
         made: dict[str, Any] = {}
         if self._burn_in > 0:
@@ -281,22 +333,29 @@ class TrustRegion(torch.optim.Optimizer):
             self._step_back("the loss is far above the last ones")
         else:
             with flushed_denormals(self._flush):
-                shares, lr = groups.shares(self.param_groups)
                 decays = groups.setting(self.param_groups, "weight_decay")
                 objective = Objective(parameters, gradients, decays)
+                covered = self._candidates.covered()
                 if self._steps == 0 and self.damping.to_be_measured():
-                    self._measure_damping(objective, forwards, shares, loss=loss, lr=lr)
+                    also, _ = self._proposer.rest(parameters, gradients, [], shares, covered)
+                    also = [*further, *also]
+                    self._measure_damping(objective, forwards, shares, also, loss=loss, lr=lr)
                 proposals = self._proposer.propose(parameters, gradients, shares, self._steps)
                 last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-                rest = self._proposer.rest(parameters, gradients, last, shares)
+                rest, names = self._proposer.rest(parameters, gradients, last, shares, covered)
+                rest, names = [*further, *rest], [*self._candidates.names, *names]
                 directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
                 damping = self.damping.at(self._steps)
                 quadratic = self._exact.along(objective, forwards, directions, damping=damping)
             chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
             if quadratic.finite():
                 made = self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
+                names = [*["preconditioned"] * len(chosen), *names]
+                made |= {"directions": tuple(names)} if made else {}
             else:
                 self._step_back("the model of the loss is not finite")
+        if not self._reduction.waits:
+            self._memory.forget()
         self._tell({**seen, **made, "loss": loss})
         return torch.tensor(loss)
 
@@ -329,9 +388,11 @@ class TrustRegion(torch.optim.Optimizer):
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
-        self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
+        for one in self.candidates:
+            one.reset_batch()  # a step whose closure raised has left its statistics
         parameters = groups.trainable(self.param_groups)
-        compared = not self._checked or self.preconditioner.takes_statistics
+        taking = any(one.takes_statistics for one in self.candidates)
+        compared = not self._checked or taking
         forwards: list[Forward] = []
         fits: list[Fit] = []
         total = 0.0
@@ -347,7 +408,7 @@ class TrustRegion(torch.optim.Optimizer):
                 require_only_through(outputs, loss, parameters)
                 forward = Forward(closure, replay, outputs, gradients, tape)
                 if compared:
-                    fits.append(fit(self.preconditioner.loss, forward, len(closures)))
+                    fits.append(fit(self._loss, forward, len(closures)))
                 with tape.in_same_kernels():  # the Fisher's passes go through checkpoints too
                     self._observe(outputs, fits[-1] if compared else None, len(closures))
                 forward.backward()
@@ -360,21 +421,23 @@ class TrustRegion(torch.optim.Optimizer):
         if compared and math.isfinite(mean):
             backend = self.preconditioner.backend
             ranks = 1 if backend.on_paper else backend.world_size
-            require_agreement(self.preconditioner.loss, fits, sums, ranks, alike=self._alike)
+            require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
 
     def _observe(self, outputs: Sequence[Tensor], found: Fit | None, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
-        fisher = self.preconditioner._fisher
-        if found is not None:
-            if found.problem is not None:
-                return
-            fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
-            share = found.share(closures, alike=self._alike)
-            self.preconditioner._statistics.weigh(share)
+        if found is not None and found.problem is not None:
+            return
         heads = outputs if len(outputs) > 1 else outputs[0]
-        fisher.observe(heads, self.preconditioner._capture)
+        for one in self.candidates:
+            fisher = one._fisher
+            if fisher.kind == "empirical":  # no method of it reads calls
+                continue
+            if found is not None:
+                fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
+                one._statistics.weigh(found.share(closures, alike=self._alike))
+            fisher.observe(heads, one._capture)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, wherever they live.
@@ -394,6 +457,7 @@ class TrustRegion(torch.optim.Optimizer):
         objective: Objective,
         forwards: Sequence[Forward],
         shares: Sequence[float],
+        also: Sequence[Direction],
         *,
         loss: float,
         lr: float,
@@ -405,7 +469,6 @@ class TrustRegion(torch.optim.Optimizer):
         """
         parameters, gradients = objective.parameters, objective.gradients
         before = [p.data for p in parameters]
-        rest = self._proposer.rest(parameters, gradients, [], shares)
         own = self._own_damping
         decay = groups.mean_decay(self.param_groups)
 
@@ -416,7 +479,7 @@ class TrustRegion(torch.optim.Optimizer):
             )
 
         def after(damping: float) -> float:
-            directions = [*proposal(damping).parts, *rest]
+            directions = [*proposal(damping).parts, *also]
             model = self._exact.along(objective, forwards, directions, damping=damping)
             if not model.finite():
                 return math.inf
@@ -504,8 +567,7 @@ class TrustRegion(torch.optim.Optimizer):
         start = self.damping.at(self._steps)
         coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), start
-        loss = self.preconditioner.loss
-        floor = None if loss is None else loss.floor
+        floor = self._loss.floor
         # Below its floor the closure's loss is another one, by a constant at least.
         if floor is None or not objective > floor or not -predicted > objective - floor:
             return coefficients, predicted, damping
@@ -529,7 +591,10 @@ class TrustRegion(torch.optim.Optimizer):
         penalty = groups.penalty(self._reduction.decayed(self.state))
         accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
         self.counters["rejected_steps"] += not accepted
-        if not accepted:
+        if accepted:
+            self._memory.forget()
+        else:
+            self._memory.recall()
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
         self._silent = self._silent + 1 if self._reduction.silent else 0
         if self._reduction.silent:
@@ -572,6 +637,7 @@ class TrustRegion(torch.optim.Optimizer):
         """Undo the last update: it, or this batch, made something that is large or not finite."""
         self.counters["skipped_steps"] += 1
         self._undone = why
+        self._memory.recall()
         self.damping.observe(-math.inf)
         for parameter, state in self.state.items():  # what has been frozen since is among them
             last = state.pop("update", None)
@@ -629,11 +695,29 @@ class TrustRegion(torch.optim.Optimizer):
                 save `soframe.checkpoint.part` of ``preconditioner`` beside.
 
         Returns:
-            For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
+            For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it. With
+            several methods the state of each; while a step waits for its verdict also what methods
+            that remember gradients had before it.
+
+        Raises:
+            ValueError: If methods remember gradients, and ``curvature`` is false.
         """
         own = self._own_damping
+        if not curvature and (self._memory.any or self._candidates.others):
+            raise ValueError(
+                "curvature=False leaves the state of one preconditioner to soframe.checkpoint, and "
+                "here several methods, or one that remembers gradients, have theirs, as it is and "
+                "as it was before a step that may be undone: save state_dict() whole"
+            )
+        methods: dict[str, Any] = {}
+        if self._candidates.others:
+            methods[settings.FURTHER] = [one.state_dict() for one in self._candidates.others]
+        if self._reduction.waits and self._memory.noted:
+            with self._memory.as_before():
+                methods[settings.BEFORE] = [one.state_dict() for one in self.candidates]
         found = {
             **super().state_dict(),
+            **methods,
             "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
                 "version": settings.VERSION,
@@ -662,13 +746,15 @@ class TrustRegion(torch.optim.Optimizer):
                 damaged, or another rank's is, or the ranks' states differ; nothing has changed
                 then, on any rank.
         """
+        checks = [one._check for one in self.candidates]
 
         def check() -> None:
             damping = self._own_damping
             adaptive = damping if isinstance(damping, AdaptiveDamping) else None
             settings.check_state(state_dict, self.damping, adaptive, self.param_groups)
-            if state_dict["curvature"] is not None:
-                self.preconditioner._check(state_dict["curvature"])
+            settings.check_methods(
+                state_dict, len(self.candidates), remembers=self._memory.any, checks=checks
+            )
 
         def common() -> str:
             own = settings.sealed_part(state_dict)["trust_region"]
@@ -676,9 +762,16 @@ class TrustRegion(torch.optim.Optimizer):
 
         agree(self.preconditioner.backend, check, common)
         own = state_dict["trust_region"]
-        if state_dict["curvature"] is not None:
-            self.preconditioner._load(state_dict["curvature"], lambda: None)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in settings.KEYS})
+        self._memory.forget()
+        if settings.BEFORE in state_dict:
+            for one, saved in zip(self.candidates, state_dict[settings.BEFORE], strict=True):
+                one._load(saved, lambda: None)
+            self._memory.note()
+        for one, saved in zip(self.candidates, settings.of_methods(state_dict), strict=True):
+            if saved is not None:
+                one._load(saved, lambda: None)
+        keys = {*settings.KEYS, settings.FURTHER, settings.BEFORE}
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
         if isinstance(self._own_damping, AdaptiveDamping):
@@ -689,7 +782,8 @@ class TrustRegion(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove every hook."""
-        self.preconditioner.close()
+        for one in self.candidates:
+            one.close()
         self._outputs.close()
 
 
