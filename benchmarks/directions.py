@@ -1,7 +1,7 @@
 """Which directions help the trust region: its methods alone and together, on problems of the suite.
 
     python benchmarks/directions.py autoencoder transformer --seeds 0,1
-    python benchmarks/directions.py pinn --methods kfac,soap,kfac+soap
+    python benchmarks/directions.py cnn --methods kfac,muon@10      # a model at every tenth step
 
 The trust regions of a problem and a seed take turns in one process, beside tuned AdamW, whose
 lowest loss is the target. Reported are medians over seeds: a method's steps and processor time to
@@ -27,10 +27,12 @@ METHODS = "kfac,kfac+soap,kfac+muon,soap,muon"
 ADAMW = "adamw"
 
 
-def method_of(text: str) -> Any:
-    """Return what ``method=`` is: ``"kfac+soap"`` is a list of two."""
-    parts = text.split("+")
-    return parts[0] if len(parts) == 1 else parts
+def settings_of(text: str) -> dict[str, Any]:
+    """Return settings: ``"kfac+soap@10"`` is a list of two, with a model at every tenth step."""
+    methods, _, every = text.partition("@")
+    parts = methods.split("+")
+    found: dict[str, Any] = {"method": parts[0] if len(parts) == 1 else parts}
+    return {**found, "model_every": int(every)} if every else found
 
 
 def race(
@@ -41,7 +43,7 @@ def race(
     read = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     found = {name: Curve.of(curve) for name, curve in read.items()}
     runs = {
-        name: suite.run(problem, suite.TRUST_REGION, seed, seconds, {"method": method_of(name)})
+        name: suite.run(problem, suite.TRUST_REGION, seed, seconds, settings_of(name))
         for name in methods
         if name not in found
     }
@@ -90,7 +92,7 @@ def shown(curves: list[dict[str, Curve]], name: str, base: str) -> str:
 def main(
     problems: Annotated[list[str], typer.Argument(help=f"From: {', '.join(PROBLEMS)}.")],
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
-    methods: Annotated[str, typer.Option(help="Separated by commas; + between several.")] = METHODS,
+    methods: Annotated[str, typer.Option(help="Separated by commas; A+B@N.")] = METHODS,
     seconds: Annotated[float, typer.Option(help="Of the processor, for each run.")] = 4.0,
     output: Annotated[Path, typer.Option(help="Of what was run.")] = Path("runs/directions"),
 ) -> None:

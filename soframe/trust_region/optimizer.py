@@ -58,9 +58,10 @@ from soframe.trust_region.declared import (
     require_only_through,
 )
 from soframe.trust_region.exact import ExactModel, Objective
+from soframe.trust_region.lengths import Lengths
 from soframe.trust_region.memory import Memory
 from soframe.trust_region.parts import Parts
-from soframe.trust_region.proposals import Proposal, Proposer
+from soframe.trust_region.proposals import LAST, Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -116,6 +117,9 @@ class TrustRegion(torch.optim.Optimizer):
         max_increase: Undo the last update where a step's loss is more than so many times the
             largest of the ten before, or twice that while there are fewer; None for never. See
             `soframe.trust_region.watch`.
+        model_every: Steps from one quadratic model to the next. Those in between go along the
+            directions of their gradient, by the mean of the last models' coefficients, and cost
+            little more than a first-order step: see `soframe.trust_region.lengths`.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
@@ -149,6 +153,7 @@ class TrustRegion(torch.optim.Optimizer):
         reject: bool = True,
         full_batch: bool = False,
         max_increase: float | None = 1.5,
+        model_every: int = 1,
         burn_in: int = 0,
         reuse_activations: bool = True,
         flush_denormals: bool = True,
@@ -182,6 +187,7 @@ class TrustRegion(torch.optim.Optimizer):
                 reject=reject,
                 full_batch=full_batch,
                 max_increase=max_increase,
+                model_every=model_every,
                 burn_in=burn_in,
                 reuse_activations=reuse_activations,
                 flush_denormals=flush_denormals,
@@ -196,7 +202,9 @@ class TrustRegion(torch.optim.Optimizer):
             # Of unequal batches, whether the statistics of the preconditioner are told already.
             self._alike = preconditioner.get("loss_average") == "global"
             self._checked = False
-            self._reduction = Reduction(self.damping, reject, full_batch)
+            self._rare = model_every > 1
+            self._lengths = Lengths(model_every)
+            self._reduction = Reduction(self.damping, reject, full_batch or self._rare)
             self._on_step, self._eps, self._silent, self._said = on_step, 0.0, 0, False
             self._undone: str | None = None
             self._notes: list[str] = []
@@ -304,8 +312,10 @@ class TrustRegion(torch.optim.Optimizer):
         closures = closures_of(closure)
         parameters = groups.trainable(self.param_groups)
         self._undone, self._notes, seen = None, [], {"step": self._steps}
-        forwards, loss = self._first_passes(closures)
-        self._parts.follow(parameters)
+        if self._parts.follow(parameters):
+            self._lengths.forget()
+        due = self._lengths.due(self._steps)
+        forwards, loss = self._first_passes(closures, due)
         gradients = groups.add_decay(
             parameters,
             groups.setting(self.param_groups, "weight_decay"),
@@ -332,32 +342,66 @@ class TrustRegion(torch.optim.Optimizer):
         elif self._watch.rises(loss, undoable=undoable):
             self._step_back("the loss is far above the last ones")
         else:
-            with flushed_denormals(self._flush):
-                decays = groups.setting(self.param_groups, "weight_decay")
-                objective = Objective(parameters, gradients, decays)
-                covered = self._candidates.covered()
-                if self._steps == 0 and self.damping.to_be_measured():
-                    also, _ = self._proposer.rest(parameters, gradients, [], shares, covered)
-                    also = [*further, *also]
-                    self._measure_damping(objective, forwards, shares, also, loss=loss, lr=lr)
-                proposals = self._proposer.propose(parameters, gradients, shares, self._steps)
-                last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-                rest, names = self._proposer.rest(parameters, gradients, last, shares, covered)
-                rest, names = [*further, *rest], [*self._candidates.names, *names]
-                directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
-                damping = self.damping.at(self._steps)
-                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
-            chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
-            if quadratic.finite():
-                made = self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
-                names = [*["preconditioned"] * len(chosen), *names]
-                made |= {"directions": tuple(names)} if made else {}
-            else:
-                self._step_back("the model of the loss is not finite")
+            objective = Objective(
+                parameters, gradients, groups.setting(self.param_groups, "weight_decay")
+            )
+            made = self._along(objective, forwards, further, (shares, lr), loss=loss, due=due)
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({**seen, **made, "loss": loss})
         return torch.tensor(loss)
+
+    def _along(
+        self,
+        objective: Objective,
+        forwards: Sequence[Forward],
+        further: Sequence[Direction],
+        scale: tuple[Sequence[float], float],
+        *,
+        loss: float,
+        due: bool,
+    ) -> dict[str, Any]:
+        """Move along all directions: to the minimum of the model, or without one.
+
+        Args:
+            objective: The objective.
+            forwards: The passes, where there is a model.
+            further: What `Candidates.propose` returned.
+            scale: See `groups.shares`.
+            loss: The loss.
+            due: Whether the step has a model.
+
+        Returns:
+            What a readout says of it.
+        """
+        parameters, gradients = objective.parameters, objective.gradients
+        shares, lr = scale
+        with flushed_denormals(self._flush):
+            covered = self._candidates.covered()
+            if self._steps == 0 and self.damping.to_be_measured():
+                also, _ = self._proposer.rest(parameters, gradients, [], shares, covered)
+                also = [*further, *also]
+                self._measure_damping(objective, forwards, shares, also, loss=loss, lr=lr)
+            proposals = self._proposer.propose(
+                parameters, gradients, shares, self._steps, trials=due
+            )
+            own = ["preconditioned"] * len(proposals[0].parts)
+            last = [self.state[p].get("update") for p in parameters] if self._momentum else []
+            rest, names = self._proposer.rest(parameters, gradients, last, shares, covered)
+            rest, names = [*further, *rest], [*own, *self._candidates.names, *names]
+            if due:
+                directions = [*chain(*(each.parts for each in proposals)), *rest]
+                damping = self.damping.at(self._steps)
+                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
+        if not due:
+            directions = [*proposals[0].parts, *rest]
+            return self._go_on(parameters, loss, lr, directions, names=without_last(names))
+        chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
+        if not quadratic.finite():
+            self._step_back("the model of the loss is not finite")
+            return {}
+        directions = [*chosen, *rest]
+        return self._move(forwards, parameters, loss, lr, directions, quadratic, names=names)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
         """Judge the last step where it still waits for the next, as with ``full_batch`` it may.
@@ -373,10 +417,18 @@ class TrustRegion(torch.optim.Optimizer):
         closures = closures_of(closure)
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
-    def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
-        """Run closures; if their loss undoes the step that waits, run them again."""
+    def _first_passes(self, closures: Sequence[Closure], due: bool) -> tuple[list[Forward], float]:
+        """Run closures; if their loss undoes the step that waits, run them again.
+
+        Args:
+            closures: The closures.
+            due: Whether the step has a model.
+
+        Returns:
+            The passes, and the loss.
+        """
         if not self._reduction.waits:
-            return self._forward_backward(closures)
+            return self._forward_backward(closures) if due else self._gradients_alone(closures)
         before = Snapshot(self._model)
         forwards, loss = self._forward_backward(closures)
         if self._judge(loss):
@@ -424,6 +476,27 @@ class TrustRegion(torch.optim.Optimizer):
             require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
+
+    def _gradients_alone(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
+        """Run the closures and their backward passes for a step without a model.
+
+        With statistics of calls it takes what a step with a model does: the outputs are needed.
+
+        Returns:
+            The passes where there are any, and the loss.
+        """
+        if any(one.takes_statistics for one in self.candidates):
+            return self._forward_backward(closures)
+        self.zero_grad()
+        for one in self.candidates:
+            one.reset_batch()
+        total = 0.0
+        for closure in closures:
+            with torch.enable_grad():
+                loss = closure()
+                loss.backward()
+            total += float(loss.detach())
+        return [], self._agree(total, None)[0]
 
     def _observe(self, outputs: Sequence[Tensor], found: Fit | None, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
@@ -518,6 +591,8 @@ class TrustRegion(torch.optim.Optimizer):
         lr: float,
         directions: Sequence[Direction],
         quadratic: Quadratic,
+        *,
+        names: Sequence[str],
     ) -> dict[str, Any]:
         """Take the step that minimises the model, and measure what it brought if that is due.
 
@@ -526,7 +601,12 @@ class TrustRegion(torch.optim.Optimizer):
         """
         decays = groups.setting(self.param_groups, "weight_decay")
         objective = loss + groups.penalty(zip(parameters, decays, strict=True))
+        start = self.damping.at(self._steps)
         coefficients, predicted, damping = self._believable(quadratic, lr, objective)
+        if self._rare:
+            model = quadratic.damped(damping - start)
+            own = without_last(names)
+            self._lengths.learn(own, model.along([*range(len(own))]).minimise())
         measure = self._reduction.due(self._steps)
         if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
             self._step_back("the step is not finite")  # nobody would reject it
@@ -534,8 +614,7 @@ class TrustRegion(torch.optim.Optimizer):
         update = combine(parameters, directions, coefficients)
         states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
-        for frozen in set(self.state) - set(parameters):
-            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
+        self._forget_frozen(parameters)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
@@ -543,7 +622,7 @@ class TrustRegion(torch.optim.Optimizer):
         else:
             again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
             after = self._evaluate(again) if again else None
-            told = self._reduction.told(self._steps)
+            told = self._rare or self._reduction.told(self._steps)
             self._reduction.wait(states, update, before, decays, objective, predicted, told=told)
             if after is not None:
                 self._judge(after)
@@ -551,6 +630,46 @@ class TrustRegion(torch.optim.Optimizer):
         self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told_last}
         self._steps += 1
         seen = {"damping": damping, "predicted": predicted, **told_last}
+        told_of = {"coefficients": tuple(coefficients.tolist()), "directions": tuple(names)}
+        return {**seen, **told_of}
+
+    def _forget_frozen(self, parameters: Sequence[nn.Parameter]) -> None:
+        for frozen in set(self.state) - set(parameters):
+            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
+
+    def _go_on(
+        self,
+        parameters: Sequence[nn.Parameter],
+        loss: float,
+        lr: float,
+        directions: Sequence[Direction],
+        *,
+        names: Sequence[str],
+    ) -> dict[str, Any]:
+        """Take a step without a model.
+
+        Returns:
+            What a readout says of it.
+        """
+        coefficients = self._lengths.take(names)
+        if coefficients is None:
+            self._lengths.renew()
+            self._notes.append("directions are others than the last model's: none was taken")
+            return {}
+        coefficients = coefficients * lr
+        update = combine(parameters, directions[: len(names)], coefficients)
+        if not all(bool(tensor.isfinite().all()) for tensor in update):
+            self._step_back("the step is not finite")
+            return {}
+        self._forget_frozen(parameters)
+        with torch.no_grad():
+            torch._foreach_add_(list(parameters), update)
+        self._reduction.keep([self.state[p] for p in parameters], update)
+        now = self.damping.at(self._steps)
+        self.last = {"loss": loss, "damping": now, **self._reduction.tell()}
+        self._steps += 1
+        self._notes.append("without a model")
+        seen = {"damping": now, "directions": tuple(names)}
         return {**seen, "coefficients": tuple(coefficients.tolist())}
 
     def _believable(
@@ -595,6 +714,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._memory.forget()
         else:
             self._memory.recall()
+            self._lengths.renew()
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
         self._silent = self._silent + 1 if self._reduction.silent else 0
         if self._reduction.silent:
@@ -638,6 +758,7 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters["skipped_steps"] += 1
         self._undone = why
         self._memory.recall()
+        self._lengths.renew()
         self.damping.observe(-math.inf)
         for parameter, state in self.state.items():  # what has been frozen since is among them
             last = state.pop("update", None)
@@ -728,6 +849,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
                 "reduction": self._reduction.state(),
+                **({"lengths": self._lengths.state()} if self._rare else {}),
             },
         }
         sealed = checksums.seal(settings.sealed_part(found))
@@ -779,12 +901,18 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters = dict(own["counters"])
         self._watch.load(own.get("losses", []))
         self._reduction.load(own.get("reduction", {}))
+        self._lengths.load(own.get("lengths", {}))
 
     def close(self) -> None:
         """Remove every hook."""
         for one in self.candidates:
             one.close()
         self._outputs.close()
+
+
+def without_last(names: Sequence[str]) -> list[str]:
+    """Return the names of directions before the last update's, which come at the end."""
+    return [name for name in names if name != LAST]
 
 
 def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:

@@ -22,6 +22,9 @@ from soframe.trust_region.quadratic import Quadratic
 
 T = TypeVar("T")
 
+LAST = "last update"
+"""What a readout calls the parts of the last update."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -81,6 +84,8 @@ class Proposer:
         gradients: Sequence[Tensor],
         shares: Sequence[float],
         step: int,
+        *,
+        trials: bool = True,
     ) -> list[Proposal]:
         """Return the preconditioned gradient, and another one where a trial is due.
 
@@ -90,13 +95,14 @@ class Proposer:
             gradients: Their gradients as they were before.
             shares: What each of them is scaled by, after it was preconditioned.
             step: Completed steps.
+            trials: Whether a model will judge them.
         """
         made = [self._proposal(parameters, shares)]
         if self._damping is None:
             return made
         self._dampings(self._damping)  # there are others if the model's blocks are
         self._damping.retreat(made[0].unsolved)
-        others = self._damping.trial(step)
+        others = self._damping.trial(step) if trials else []
         if others:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._preconditioner.home.put(parameter, gradient.clone())
@@ -156,7 +162,7 @@ class Proposer:
         if last:
             moving = scaled(last, [float(share != 0) for share in shares])
             rest += split(moving, [self._parts.numbers[p] for p in parameters])
-        return rest, names + ["last update"] * (len(rest) - len(names))
+        return rest, names + [LAST] * (len(rest) - len(names))
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int

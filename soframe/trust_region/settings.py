@@ -20,6 +20,7 @@ from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.state import checksums
 from soframe.state import saving as state
+from soframe.trust_region import lengths
 from soframe.trust_region.candidates import Methods
 from soframe.trust_region.watch import WINDOW
 
@@ -79,6 +80,7 @@ class Own:
         reject: Whether a step after which the objective rose is undone.
         full_batch: Whether the next step's loss measures the ratio.
         max_increase: How much a loss may grow.
+        model_every: Steps from one model to the next.
         burn_in: Batches that only give statistics.
         reuse_activations: Whether derivatives follow a tape.
         flush_denormals: Whether denormal numbers are zero.
@@ -92,6 +94,7 @@ class Own:
     reject: bool
     full_batch: bool
     max_increase: float | None
+    model_every: int
     burn_in: int
     reuse_activations: bool
     flush_denormals: bool
@@ -102,6 +105,13 @@ class Own:
         for name in flags:
             require_flag(name, getattr(self, name))
         require_integer("burn_in", self.burn_in, 0)
+        require_integer("model_every", self.model_every, 1)
+        if self.full_batch and self.model_every > 1:
+            raise ValueError(
+                f"model_every={self.model_every} is for mini-batches, whose models say little of "
+                f"the next batch: with full_batch=True every step is judged by its model; pass "
+                f"model_every=1"
+            )
         own = self.preconditioner_damping
         if not isinstance(own, AdaptiveDamping) and not (is_number(own) and 0 < own < math.inf):
             raise ValueError(
@@ -275,6 +285,7 @@ def check_state(
     if adaptive is not None:
         adaptive.check_state(own["preconditioner_damping"])
     _check_losses(own.get("losses", []))
+    lengths.check(own.get("lengths", {}))
     _check_reduction(own.get("reduction", {}), waits)
     if version == VERSION:
         checksums.verify({**sealed_part(state_dict), checksums.KEY: own[checksums.KEY]})

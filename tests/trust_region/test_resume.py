@@ -88,6 +88,7 @@ def train(
         {"preconditioner_damping": AdaptiveDamping(interval=2), "solver": "inverse"},
         {"full_batch": True},
         {"method": "soap", "fisher": "monte-carlo", "full_batch": True},
+        {"method": ["kfac", "muon"], "model_every": 2},
         {"method": ["kfac", "soap", "muon"], "solve_every": 2, "full_batch": True},
     ],
     ids=str,
@@ -141,6 +142,7 @@ RANK_CASES: dict[str, dict[str, Any]] = {
     "monte-carlo": adaptive(loss=DrawnByItself(), fisher="monte-carlo", loss_average="global"),
     "sharded": adaptive(strategy="sharded"),
     "several methods": adaptive(method=["kfac", "shampoo", "muon"], strategy="sharded"),
+    "rare models": adaptive(method=["kfac", "muon"], model_every=2),
     "of gradients": {
         "method": ["shampoo", "muon"],
         "fisher": "monte-carlo",
