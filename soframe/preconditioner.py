@@ -461,20 +461,26 @@ class Preconditioner(Joinable):
     def precondition_again(self, damping: float) -> None:
         """After `step`, precondition the gradients as they are now, with another damping.
 
-        Nothing that methods keep changes.
+        Those of blocks that remember earlier gradients stay as they are: the state has gone on with
+        this one. Nothing that methods keep changes.
 
         Args:
             damping: The damping, of blocks without one of their own. Solvers that damp when they
                 solve stay with it until they solve.
         """
-        due = [b for b in self._blocks if b.mass > 0 and b.solver.damps_factors]
+        able = [block for block in self._blocks if not block.remembers]
+        due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
+
+        def raw() -> dict[Block, Tensor | None]:
+            return {b: gradient for b, gradient in self._raw.now().items() if not b.remembers}
+
         with self._shaped():
             directions = self._background.update(
                 self._placed,
                 due,
                 damping=damping,
                 counters=self.counters,
-                gradients=self._raw.now,
+                gradients=raw,
             )
             directions.write()
         if self._taken is not None:
@@ -603,6 +609,7 @@ class Preconditioner(Joinable):
             refresh=self._refresh,
             settings=settings,
             owner=self._capture,
+            beside=self._beside(),
             gradients=self._gradients,
             first=not self._blocks,
         )
@@ -649,6 +656,10 @@ class Preconditioner(Joinable):
         statistics.listen()
         if not old:
             self._begin()
+
+    def _beside(self) -> object | None:
+        """Return who may have the same modules; by default nobody."""
+        return None
 
     # -- what users ask -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.methods import KFAC, SOAP, AdamW, Chain, Momentum
+from soframe.methods import SOAP, AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
 
@@ -179,21 +179,6 @@ def test_groups_are_the_methods() -> None:
     optimizer = soframe.Optimizer(text(), **SETTINGS)
     with pytest.raises(ValueError, match="makes its param groups itself"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
-@pytest.mark.parametrize(
-    ("method", "problem"),
-    [
-        (Chain((KFAC(), Momentum())), "which TrustRegion cannot take back"),
-        ({"0": "soap", "": "kfac"}, "which TrustRegion cannot take back"),
-        ("muon", "no block's method reads any"),
-    ],
-)
-def test_a_trust_region_refuses_what_it_cannot_take_back(method: Any, problem: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=problem):
-        soframe.TrustRegion(model, "cross-entropy", method=method)
-    soframe.Preconditioner(model, kl_clip=None)  # nothing is left behind
 
 
 @pytest.mark.parametrize("method", ["soap-muon", "adamw", "ekfac"])

@@ -118,6 +118,11 @@ class Block:
         return self.method.state(self.shape)
 
     @cached_property
+    def remembers(self) -> bool:
+        """Whether its directions depend on earlier gradients: by a state, or by their factors."""
+        return bool(self.states) or len(self.captured) < len(self.factors)
+
+    @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``rows=`` rather than rows."""
         return self.method.reduces or any(factor.reads == "both" for factor in self.factors)

@@ -186,6 +186,7 @@ def build(
     *,
     owner: object,
     gradients: str,
+    beside: object | None = None,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -203,6 +204,7 @@ def build(
         settings: The others that all ranks must have in common.
         owner: Whose the modules are to be; they may be nobody else's.
         gradients: What a step is given, one of the settings.
+        beside: An owner whose they may be.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
@@ -224,13 +226,13 @@ def build(
         require_eager(registration.blocks, placement)
         require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
-        claims.require_free(owner, modules)
+        claims.require_free(owner, modules, beside)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
     own = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, own, first=first)
-    claims.claim(owner, modules)
+    claims.claim(owner, modules, beside)
     backend.prepare(placement.groups())
     return registration, placement
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from soframe.comm.agreement import add_over_ranks, mean_over_ranks, require_no_failure
 from soframe.derivatives.forward import Forward
 from soframe.derivatives.twice import Direction
+from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.groups import slope_and_metric
 from soframe.trust_region.quadratic import Quadratic, curvature_along
@@ -40,11 +41,12 @@ class ExactModel:
     """Quadratic models of the loss of a model.
 
     Args:
-        preconditioner: Whose ranks and whose declared loss these are.
+        preconditioner: Whose ranks these are.
+        loss: The declared loss.
     """
 
-    def __init__(self, preconditioner: Preconditioner) -> None:
-        self._preconditioner = preconditioner
+    def __init__(self, preconditioner: Preconditioner, loss: Loss) -> None:
+        self._preconditioner, self._loss = preconditioner, loss
         self._verified = False
 
     def along(
@@ -70,14 +72,13 @@ class ExactModel:
         if not self._verified:
             self._verify(objective, forwards)
             self._verified = True
-        loss = self._preconditioner.loss
         own = torch.full((len(directions), len(directions)), torch.nan, dtype=torch.float64)
         with self._told_to_others() as error:
             own = curvature_along(
                 forwards,
                 objective.parameters,
                 directions,
-                isotropic=loss is not None and loss.isotropic,
+                isotropic=self._loss.isotropic,
             )
         curvature = self._mean(own)
         self._require_no_failure(curvature, error)

@@ -1,5 +1,7 @@
 """The optimizer that owns the step: K-FAC with a trust region (Martens and Grosse, 2015).
 
+Directions of other methods, alone or beside K-FAC's, are weighed in the same model.
+
 The preconditioned gradient says where to go; the exact quadratic model says how far, and how much
 of the last update to add. Levenberg-Marquardt damping says how far that model is to be trusted. So
 there is no learning rate to tune::
@@ -45,7 +47,8 @@ from soframe.preconditioner import Preconditioner
 from soframe.setup import building
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import groups, settings
+from soframe.trust_region import candidates, groups, settings
+from soframe.trust_region.candidates import Beside, Candidates
 from soframe.trust_region.declared import (
     Fit,
     fit,
@@ -55,8 +58,10 @@ from soframe.trust_region.declared import (
     require_only_through,
 )
 from soframe.trust_region.exact import ExactModel, Objective
+from soframe.trust_region.lengths import Lengths
+from soframe.trust_region.memory import Memory
 from soframe.trust_region.parts import Parts
-from soframe.trust_region.proposals import Proposal, Proposer
+from soframe.trust_region.proposals import LAST, Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -112,6 +117,9 @@ class TrustRegion(torch.optim.Optimizer):
         max_increase: Undo the last update where a step's loss is more than so many times the
             largest of the ten before, or twice that while there are fewer; None for never. See
             `soframe.trust_region.watch`.
+        model_every: Steps from one quadratic model to the next. Those in between go along the
+            directions of their gradient, by the mean of the last models' coefficients, and cost
+            little more than a first-order step: see `soframe.trust_region.lengths`.
         burn_in: Batches that only give statistics, each of them, before the first update.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
@@ -120,7 +128,9 @@ class TrustRegion(torch.optim.Optimizer):
         on_step: Is called with a `soframe.trust_region.Readout` after each step, as is
             `soframe.trust_region.History`.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
-            `PRECONDITIONER`.
+            `PRECONDITIONER`. ``method`` may be a list: the model weighs the directions of each, see
+            `soframe.trust_region.candidates`. ``auxiliary``, the method of what the first leaves
+            out, is ``"adamw"`` by default where a method remembers gradients, and else none.
 
     Raises:
         ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
@@ -138,11 +148,12 @@ class TrustRegion(torch.optim.Optimizer):
         momentum: bool = True,
         parts: int = 3,
         lr: float = 1.0,
-        fisher: str = "monte-carlo",
+        fisher: str = settings.FISHER,
         preconditioner_damping: AdaptiveDamping | float | None = None,
         reject: bool = True,
         full_batch: bool = False,
         max_increase: float | None = 1.5,
+        model_every: int = 1,
         burn_in: int = 0,
         reuse_activations: bool = True,
         flush_denormals: bool = True,
@@ -159,6 +170,10 @@ class TrustRegion(torch.optim.Optimizer):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
             given = {"fisher": fisher, **preconditioner}
             built = settings.check(model, loss, params, given)
+            methods = candidates.methods_of(preconditioner)
+            if preconditioner_damping is None and not methods.damped:
+                own = 1.0  # no trial finds a damping for what is not damped
+            settings.require_damped(own, methods.damped)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
@@ -172,20 +187,24 @@ class TrustRegion(torch.optim.Optimizer):
                 reject=reject,
                 full_batch=full_batch,
                 max_increase=max_increase,
+                model_every=model_every,
                 burn_in=burn_in,
                 reuse_activations=reuse_activations,
                 flush_denormals=flush_denormals,
+                methods=methods,
             )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
             self._watch = LossWatch(max_increase)
-            self._steps, self._own_damping = 0, own
+            self._steps, self._own_damping, self._loss = 0, own, built
             self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
             # Of unequal batches, whether the statistics of the preconditioner are told already.
             self._alike = preconditioner.get("loss_average") == "global"
             self._checked = False
-            self._reduction = Reduction(self.damping, reject, full_batch)
+            self._rare = model_every > 1
+            self._lengths = Lengths(model_every)
+            self._reduction = Reduction(self.damping, reject, full_batch or self._rare)
             self._on_step, self._eps, self._silent, self._said = on_step, 0.0, 0, False
             self._undone: str | None = None
             self._notes: list[str] = []
@@ -193,23 +212,48 @@ class TrustRegion(torch.optim.Optimizer):
                 self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
             )
             further = settings.of_preconditioner(preconditioner, burn_in)
+        # A method that reads no calls has no Fisher; one that nobody has, and was asked for, is
+        # refused.
+        reads = [methods.captures(which) for which in range(len(methods.others) + 1)]
+        reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
+        plain: dict[str, Any] = {"fisher": "empirical"}
+        fishers = [{"fisher": fisher, "loss": built} if own else plain for own in reads]
         self.preconditioner = Preconditioner(
             self._model,
-            fisher=fisher,
-            loss=built,
+            method=methods.first,
+            auxiliary=methods.auxiliary,
+            backend=backend,
             damping=told,
             kl_clip=None,
+            **fishers[0],
             **further,
         )
+        others: list[Beside] = []
         try:
-            settings.require_memoryless(self.preconditioner.blocks)
-        except ValueError:
-            self.preconditioner.close()
+            for number, method in enumerate(methods.others, start=1):
+                damping = settings.PreconditionersDamping(self._tied_damping, chosen, number)
+                others.append(
+                    Beside(
+                        self.preconditioner,
+                        method=method,
+                        damping=damping,
+                        kl_clip=None,
+                        **fishers[number],
+                        **further,
+                    )
+                )
+            for one in (self.preconditioner, *others):
+                candidates.require_recallable(one.blocks)
+        except Exception:
+            for one in (*others, self.preconditioner):
+                one.close()
             raise
+        self._candidates = Candidates(self.preconditioner, others)
+        self._memory = Memory(self._candidates.every)
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self.preconditioner)
+        self._exact = ExactModel(self.preconditioner, built)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
         self.readout: Readout | None = None
@@ -231,6 +275,17 @@ class TrustRegion(torch.optim.Optimizer):
         del step  # it counts burn-in too
         damping, own = self._mean_damping(), self._own_damping
         return max(own.at(damping)) if isinstance(own, AdaptiveDamping) else own * damping
+
+    def _tied_damping(self, step: int) -> float:
+        """Return the damping of further methods: nobody tries others for them."""
+        del step
+        own = self._own_damping
+        return self._mean_damping() * (1.0 if isinstance(own, AdaptiveDamping) else own)
+
+    @property
+    def candidates(self) -> tuple[Preconditioner, ...]:
+        """What makes the directions of each method, `preconditioner` first: see its ``report``."""
+        return self._candidates.every
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -257,17 +312,24 @@ class TrustRegion(torch.optim.Optimizer):
         closures = closures_of(closure)
         parameters = groups.trainable(self.param_groups)
         self._undone, self._notes, seen = None, [], {"step": self._steps}
-        forwards, loss = self._first_passes(closures)
-        self._parts.follow(parameters)
+        if self._parts.follow(parameters):
+            self._lengths.forget()
+        due = self._lengths.due(self._steps)
+        forwards, loss = self._first_passes(closures, due)
         gradients = groups.add_decay(
             parameters,
             groups.setting(self.param_groups, "weight_decay"),
             self.preconditioner.home,
         )
         skipped = self.preconditioner.counters["skipped_updates"]
+        shares, lr = groups.shares(self.param_groups)
         self._proposer.begin(self._mean_damping())
+        self._memory.note()
         with flushed_denormals(self._flush):
             self.preconditioner.step()
+            further = self._candidates.propose(parameters, gradients, shares, self._parts.numbers)
+        if self.preconditioner.updated:
+            self._notes += [f"{one} made no finite direction" for one in self._candidates.lost]
         undoable = any("update" in state for state in self.state.values())
         made: dict[str, Any] = {}
         if self._burn_in > 0:
@@ -280,25 +342,66 @@ class TrustRegion(torch.optim.Optimizer):
         elif self._watch.rises(loss, undoable=undoable):
             self._step_back("the loss is far above the last ones")
         else:
-            with flushed_denormals(self._flush):
-                shares, lr = groups.shares(self.param_groups)
-                decays = groups.setting(self.param_groups, "weight_decay")
-                objective = Objective(parameters, gradients, decays)
-                if self._steps == 0 and self.damping.to_be_measured():
-                    self._measure_damping(objective, forwards, shares, loss=loss, lr=lr)
-                proposals = self._proposer.propose(parameters, gradients, shares, self._steps)
-                last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-                rest = self._proposer.rest(parameters, gradients, last, shares)
-                directions = [*chain(*(proposal.parts for proposal in proposals)), *rest]
-                damping = self.damping.at(self._steps)
-                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
-            chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
-            if quadratic.finite():
-                made = self._move(forwards, parameters, loss, lr, [*chosen, *rest], quadratic)
-            else:
-                self._step_back("the model of the loss is not finite")
+            objective = Objective(
+                parameters, gradients, groups.setting(self.param_groups, "weight_decay")
+            )
+            made = self._along(objective, forwards, further, (shares, lr), loss=loss, due=due)
+        if not self._reduction.waits:
+            self._memory.forget()
         self._tell({**seen, **made, "loss": loss})
         return torch.tensor(loss)
+
+    def _along(
+        self,
+        objective: Objective,
+        forwards: Sequence[Forward],
+        further: Sequence[Direction],
+        scale: tuple[Sequence[float], float],
+        *,
+        loss: float,
+        due: bool,
+    ) -> dict[str, Any]:
+        """Move along all directions: to the minimum of the model, or without one.
+
+        Args:
+            objective: The objective.
+            forwards: The passes, where there is a model.
+            further: What `Candidates.propose` returned.
+            scale: See `groups.shares`.
+            loss: The loss.
+            due: Whether the step has a model.
+
+        Returns:
+            What a readout says of it.
+        """
+        parameters, gradients = objective.parameters, objective.gradients
+        shares, lr = scale
+        with flushed_denormals(self._flush):
+            covered = self._candidates.covered()
+            if self._steps == 0 and self.damping.to_be_measured():
+                also, _ = self._proposer.rest(parameters, gradients, [], shares, covered)
+                also = [*further, *also]
+                self._measure_damping(objective, forwards, shares, also, loss=loss, lr=lr)
+            proposals = self._proposer.propose(
+                parameters, gradients, shares, self._steps, trials=due
+            )
+            own = ["preconditioned"] * len(proposals[0].parts)
+            last = [self.state[p].get("update") for p in parameters] if self._momentum else []
+            rest, names = self._proposer.rest(parameters, gradients, last, shares, covered)
+            rest, names = [*further, *rest], [*own, *self._candidates.names, *names]
+            if due:
+                directions = [*chain(*(each.parts for each in proposals)), *rest]
+                damping = self.damping.at(self._steps)
+                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
+        if not due:
+            directions = [*proposals[0].parts, *rest]
+            return self._go_on(parameters, loss, lr, directions, names=without_last(names))
+        chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
+        if not quadratic.finite():
+            self._step_back("the model of the loss is not finite")
+            return {}
+        directions = [*chosen, *rest]
+        return self._move(forwards, parameters, loss, lr, directions, quadratic, names=names)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
         """Judge the last step where it still waits for the next, as with ``full_batch`` it may.
@@ -314,10 +417,18 @@ class TrustRegion(torch.optim.Optimizer):
         closures = closures_of(closure)
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures))
 
-    def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
-        """Run closures; if their loss undoes the step that waits, run them again."""
+    def _first_passes(self, closures: Sequence[Closure], due: bool) -> tuple[list[Forward], float]:
+        """Run closures; if their loss undoes the step that waits, run them again.
+
+        Args:
+            closures: The closures.
+            due: Whether the step has a model.
+
+        Returns:
+            The passes, and the loss.
+        """
         if not self._reduction.waits:
-            return self._forward_backward(closures)
+            return self._forward_backward(closures) if due else self._gradients_alone(closures)
         before = Snapshot(self._model)
         forwards, loss = self._forward_backward(closures)
         if self._judge(loss):
@@ -329,9 +440,11 @@ class TrustRegion(torch.optim.Optimizer):
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
         """Run the closures and their backward passes, and the Fisher's where it is due."""
         self.zero_grad()
-        self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
+        for one in self.candidates:
+            one.reset_batch()  # a step whose closure raised has left its statistics
         parameters = groups.trainable(self.param_groups)
-        compared = not self._checked or self.preconditioner.takes_statistics
+        taking = any(one.takes_statistics for one in self.candidates)
+        compared = not self._checked or taking
         forwards: list[Forward] = []
         fits: list[Fit] = []
         total = 0.0
@@ -347,7 +460,7 @@ class TrustRegion(torch.optim.Optimizer):
                 require_only_through(outputs, loss, parameters)
                 forward = Forward(closure, replay, outputs, gradients, tape)
                 if compared:
-                    fits.append(fit(self.preconditioner.loss, forward, len(closures)))
+                    fits.append(fit(self._loss, forward, len(closures)))
                 with tape.in_same_kernels():  # the Fisher's passes go through checkpoints too
                     self._observe(outputs, fits[-1] if compared else None, len(closures))
                 forward.backward()
@@ -360,21 +473,44 @@ class TrustRegion(torch.optim.Optimizer):
         if compared and math.isfinite(mean):
             backend = self.preconditioner.backend
             ranks = 1 if backend.on_paper else backend.world_size
-            require_agreement(self.preconditioner.loss, fits, sums, ranks, alike=self._alike)
+            require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
 
+    def _gradients_alone(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
+        """Run the closures and their backward passes for a step without a model.
+
+        With statistics of calls it takes what a step with a model does: the outputs are needed.
+
+        Returns:
+            The passes where there are any, and the loss.
+        """
+        if any(one.takes_statistics for one in self.candidates):
+            return self._forward_backward(closures)
+        self.zero_grad()
+        for one in self.candidates:
+            one.reset_batch()
+        total = 0.0
+        for closure in closures:
+            with torch.enable_grad():
+                loss = closure()
+                loss.backward()
+            total += float(loss.detach())
+        return [], self._agree(total, None)[0]
+
     def _observe(self, outputs: Sequence[Tensor], found: Fit | None, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
-        fisher = self.preconditioner._fisher
-        if found is not None:
-            if found.problem is not None:
-                return
-            fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
-            share = found.share(closures, alike=self._alike)
-            self.preconditioner._statistics.weigh(share)
+        if found is not None and found.problem is not None:
+            return
         heads = outputs if len(outputs) > 1 else outputs[0]
-        fisher.observe(heads, self.preconditioner._capture)
+        for one in self.candidates:
+            fisher = one._fisher
+            if fisher.kind == "empirical":  # no method of it reads calls
+                continue
+            if found is not None:
+                fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
+                one._statistics.weigh(found.share(closures, alike=self._alike))
+            fisher.observe(heads, one._capture)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, wherever they live.
@@ -394,6 +530,7 @@ class TrustRegion(torch.optim.Optimizer):
         objective: Objective,
         forwards: Sequence[Forward],
         shares: Sequence[float],
+        also: Sequence[Direction],
         *,
         loss: float,
         lr: float,
@@ -405,7 +542,6 @@ class TrustRegion(torch.optim.Optimizer):
         """
         parameters, gradients = objective.parameters, objective.gradients
         before = [p.data for p in parameters]
-        rest = self._proposer.rest(parameters, gradients, [], shares)
         own = self._own_damping
         decay = groups.mean_decay(self.param_groups)
 
@@ -416,7 +552,7 @@ class TrustRegion(torch.optim.Optimizer):
             )
 
         def after(damping: float) -> float:
-            directions = [*proposal(damping).parts, *rest]
+            directions = [*proposal(damping).parts, *also]
             model = self._exact.along(objective, forwards, directions, damping=damping)
             if not model.finite():
                 return math.inf
@@ -455,6 +591,8 @@ class TrustRegion(torch.optim.Optimizer):
         lr: float,
         directions: Sequence[Direction],
         quadratic: Quadratic,
+        *,
+        names: Sequence[str],
     ) -> dict[str, Any]:
         """Take the step that minimises the model, and measure what it brought if that is due.
 
@@ -463,7 +601,12 @@ class TrustRegion(torch.optim.Optimizer):
         """
         decays = groups.setting(self.param_groups, "weight_decay")
         objective = loss + groups.penalty(zip(parameters, decays, strict=True))
+        start = self.damping.at(self._steps)
         coefficients, predicted, damping = self._believable(quadratic, lr, objective)
+        if self._rare:
+            model = quadratic.damped(damping - start)
+            own = without_last(names)
+            self._lengths.learn(own, model.along([*range(len(own))]).minimise())
         measure = self._reduction.due(self._steps)
         if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
             self._step_back("the step is not finite")  # nobody would reject it
@@ -471,8 +614,7 @@ class TrustRegion(torch.optim.Optimizer):
         update = combine(parameters, directions, coefficients)
         states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
-        for frozen in set(self.state) - set(parameters):
-            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
+        self._forget_frozen(parameters)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
@@ -480,7 +622,7 @@ class TrustRegion(torch.optim.Optimizer):
         else:
             again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
             after = self._evaluate(again) if again else None
-            told = self._reduction.told(self._steps)
+            told = self._rare or self._reduction.told(self._steps)
             self._reduction.wait(states, update, before, decays, objective, predicted, told=told)
             if after is not None:
                 self._judge(after)
@@ -488,6 +630,46 @@ class TrustRegion(torch.optim.Optimizer):
         self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told_last}
         self._steps += 1
         seen = {"damping": damping, "predicted": predicted, **told_last}
+        told_of = {"coefficients": tuple(coefficients.tolist()), "directions": tuple(names)}
+        return {**seen, **told_of}
+
+    def _forget_frozen(self, parameters: Sequence[nn.Parameter]) -> None:
+        for frozen in set(self.state) - set(parameters):
+            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
+
+    def _go_on(
+        self,
+        parameters: Sequence[nn.Parameter],
+        loss: float,
+        lr: float,
+        directions: Sequence[Direction],
+        *,
+        names: Sequence[str],
+    ) -> dict[str, Any]:
+        """Take a step without a model.
+
+        Returns:
+            What a readout says of it.
+        """
+        coefficients = self._lengths.take(names)
+        if coefficients is None:
+            self._lengths.renew()
+            self._notes.append("directions are others than the last model's: none was taken")
+            return {}
+        coefficients = coefficients * lr
+        update = combine(parameters, directions[: len(names)], coefficients)
+        if not all(bool(tensor.isfinite().all()) for tensor in update):
+            self._step_back("the step is not finite")
+            return {}
+        self._forget_frozen(parameters)
+        with torch.no_grad():
+            torch._foreach_add_(list(parameters), update)
+        self._reduction.keep([self.state[p] for p in parameters], update)
+        now = self.damping.at(self._steps)
+        self.last = {"loss": loss, "damping": now, **self._reduction.tell()}
+        self._steps += 1
+        self._notes.append("without a model")
+        seen = {"damping": now, "directions": tuple(names)}
         return {**seen, "coefficients": tuple(coefficients.tolist())}
 
     def _believable(
@@ -504,8 +686,7 @@ class TrustRegion(torch.optim.Optimizer):
         start = self.damping.at(self._steps)
         coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), start
-        loss = self.preconditioner.loss
-        floor = None if loss is None else loss.floor
+        floor = self._loss.floor
         # Below its floor the closure's loss is another one, by a constant at least.
         if floor is None or not objective > floor or not -predicted > objective - floor:
             return coefficients, predicted, damping
@@ -529,7 +710,11 @@ class TrustRegion(torch.optim.Optimizer):
         penalty = groups.penalty(self._reduction.decayed(self.state))
         accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
         self.counters["rejected_steps"] += not accepted
-        if not accepted:
+        if accepted:
+            self._memory.forget()
+        else:
+            self._memory.recall()
+            self._lengths.renew()
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
         self._silent = self._silent + 1 if self._reduction.silent else 0
         if self._reduction.silent:
@@ -572,6 +757,8 @@ class TrustRegion(torch.optim.Optimizer):
         """Undo the last update: it, or this batch, made something that is large or not finite."""
         self.counters["skipped_steps"] += 1
         self._undone = why
+        self._memory.recall()
+        self._lengths.renew()
         self.damping.observe(-math.inf)
         for parameter, state in self.state.items():  # what has been frozen since is among them
             last = state.pop("update", None)
@@ -629,11 +816,29 @@ class TrustRegion(torch.optim.Optimizer):
                 save `soframe.checkpoint.part` of ``preconditioner`` beside.
 
         Returns:
-            For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it.
+            For ``torch.save``; see `soframe.Preconditioner.state_dict` for when to call it. With
+            several methods the state of each; while a step waits for its verdict also what methods
+            that remember gradients had before it.
+
+        Raises:
+            ValueError: If methods remember gradients, and ``curvature`` is false.
         """
         own = self._own_damping
+        if not curvature and (self._memory.any or self._candidates.others):
+            raise ValueError(
+                "curvature=False leaves the state of one preconditioner to soframe.checkpoint, and "
+                "here several methods, or one that remembers gradients, have theirs, as it is and "
+                "as it was before a step that may be undone: save state_dict() whole"
+            )
+        methods: dict[str, Any] = {}
+        if self._candidates.others:
+            methods[settings.FURTHER] = [one.state_dict() for one in self._candidates.others]
+        if self._reduction.waits and self._memory.noted:
+            with self._memory.as_before():
+                methods[settings.BEFORE] = [one.state_dict() for one in self.candidates]
         found = {
             **super().state_dict(),
+            **methods,
             "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
                 "version": settings.VERSION,
@@ -644,6 +849,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
                 "reduction": self._reduction.state(),
+                **({"lengths": self._lengths.state()} if self._rare else {}),
             },
         }
         sealed = checksums.seal(settings.sealed_part(found))
@@ -662,13 +868,15 @@ class TrustRegion(torch.optim.Optimizer):
                 damaged, or another rank's is, or the ranks' states differ; nothing has changed
                 then, on any rank.
         """
+        checks = [one._check for one in self.candidates]
 
         def check() -> None:
             damping = self._own_damping
             adaptive = damping if isinstance(damping, AdaptiveDamping) else None
             settings.check_state(state_dict, self.damping, adaptive, self.param_groups)
-            if state_dict["curvature"] is not None:
-                self.preconditioner._check(state_dict["curvature"])
+            settings.check_methods(
+                state_dict, len(self.candidates), remembers=self._memory.any, checks=checks
+            )
 
         def common() -> str:
             own = settings.sealed_part(state_dict)["trust_region"]
@@ -676,9 +884,16 @@ class TrustRegion(torch.optim.Optimizer):
 
         agree(self.preconditioner.backend, check, common)
         own = state_dict["trust_region"]
-        if state_dict["curvature"] is not None:
-            self.preconditioner._load(state_dict["curvature"], lambda: None)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in settings.KEYS})
+        self._memory.forget()
+        if settings.BEFORE in state_dict:
+            for one, saved in zip(self.candidates, state_dict[settings.BEFORE], strict=True):
+                one._load(saved, lambda: None)
+            self._memory.note()
+        for one, saved in zip(self.candidates, settings.of_methods(state_dict), strict=True):
+            if saved is not None:
+                one._load(saved, lambda: None)
+        keys = {*settings.KEYS, settings.FURTHER, settings.BEFORE}
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
         self._steps, self._burn_in = own["steps"], own["burn_in"]
         self.damping.load(own["damping"])
         if isinstance(self._own_damping, AdaptiveDamping):
@@ -686,11 +901,18 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters = dict(own["counters"])
         self._watch.load(own.get("losses", []))
         self._reduction.load(own.get("reduction", {}))
+        self._lengths.load(own.get("lengths", {}))
 
     def close(self) -> None:
         """Remove every hook."""
-        self.preconditioner.close()
+        for one in self.candidates:
+            one.close()
         self._outputs.close()
+
+
+def without_last(names: Sequence[str]) -> list[str]:
+    """Return the names of directions before the last update's, which come at the end."""
+    return [name for name in names if name != LAST]
 
 
 def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:

@@ -66,14 +66,19 @@ class Parts:
         self._model, self._count = model, count
         self.numbers = part_of_each(model, parameters, count)
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+    def follow(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Cut the model anew if other parameters are trained now.
 
         Args:
             parameters: Those that are trained.
+
+        Returns:
+            Whether they are others.
         """
-        if set(parameters) != set(self.numbers):
+        others = set(parameters) != set(self.numbers)
+        if others:
             self.numbers = part_of_each(self._model, parameters, self._count)
+        return others
 
 
 def split(direction: Direction, numbers: Sequence[int]) -> list[Direction]:

@@ -1,13 +1,18 @@
-"""Preconditioned gradients with several dampings, in parts, and the choice among them."""
+"""Preconditioned gradients with several dampings, in parts, and the choice among them.
+
+They are of the blocks whose directions are a matter of this gradient alone. Those of others are
+`soframe.trust_region.candidates`'s: their states have gone on with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from soframe.blocks.block import Block
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.derivatives.twice import Direction
 from soframe.preconditioner import Preconditioner
@@ -17,13 +22,16 @@ from soframe.trust_region.quadratic import Quadratic
 
 T = TypeVar("T")
 
+LAST = "last update"
+"""What a readout calls the parts of the last update."""
+
 
 @dataclass(frozen=True)
 class Proposal:
     """A preconditioned gradient.
 
     Attributes:
-        parts: Its negative, in parts; None where a parameter has no block.
+        parts: Its negative, in parts; None where a parameter has no such block.
         second_order: What each block was preconditioned with.
         unsolved: Which parts have a factor that could not be solved for it.
     """
@@ -48,8 +56,17 @@ class Proposer:
         preconditioner: Preconditioner,
         parts: Parts,
     ) -> None:
-        self._damping, self._preconditioner, self._parts = damping, preconditioner, parts
+        self._adaptive, self._preconditioner, self._parts = damping, preconditioner, parts
         self._start = 1.0
+
+    @property
+    def _damping(self) -> AdaptiveDamping | None:
+        """The dampings, if there is anything to damp."""
+        return self._adaptive if self._blocks() else None
+
+    def _blocks(self) -> list[Block]:
+        """Return the blocks that remember nothing."""
+        return [block for block in self._preconditioner.blocks if not block.remembers]
 
     def begin(self, start: float) -> None:
         """Before the preconditioner's step, damp each block with its part's damping.
@@ -67,6 +84,8 @@ class Proposer:
         gradients: Sequence[Tensor],
         shares: Sequence[float],
         step: int,
+        *,
+        trials: bool = True,
     ) -> list[Proposal]:
         """Return the preconditioned gradient, and another one where a trial is due.
 
@@ -76,13 +95,14 @@ class Proposer:
             gradients: Their gradients as they were before.
             shares: What each of them is scaled by, after it was preconditioned.
             step: Completed steps.
+            trials: Whether a model will judge them.
         """
         made = [self._proposal(parameters, shares)]
         if self._damping is None:
             return made
         self._dampings(self._damping)  # there are others if the model's blocks are
         self._damping.retreat(made[0].unsolved)
-        others = self._damping.trial(step)
+        others = self._damping.trial(step) if trials else []
         if others:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._preconditioner.home.put(parameter, gradient.clone())
@@ -124,8 +144,9 @@ class Proposer:
         gradients: Sequence[Tensor],
         last: Sequence[Tensor | None],
         shares: Sequence[float],
-    ) -> list[Direction]:
-        """Return the directions that belong to every step.
+        covered: Collection[nn.Parameter],
+    ) -> tuple[list[Direction], list[str]]:
+        """Return the directions that belong to every step, whatever the methods, and what they are.
 
         Args:
             parameters: The parameters.
@@ -133,13 +154,15 @@ class Proposer:
             last: The last update, or nothing. It keeps the lengths that it had, but where nothing
                 is to move.
             shares: What each direction is scaled by.
+            covered: The parameters that a method has.
         """
-        rest = uncovered(parameters, gradients, self._preconditioner.covered())
+        rest = uncovered(parameters, gradients, covered)
         rest = [scaled(direction, shares) for direction in rest]
+        names = ["steepest descent"] * len(rest)
         if last:
             moving = scaled(last, [float(share != 0) for share in shares])
             rest += split(moving, [self._parts.numbers[p] for p in parameters])
-        return rest
+        return rest, names + [LAST] * (len(rest) - len(names))
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int
@@ -171,30 +194,30 @@ class Proposer:
         self._damping.choose(taken, step)
         self._damp(self._of_blocks(self._dampings(self._damping)))  # what is in force from now on
         for number, second in enumerate(self._of_blocks(taken)):
-            block = self._preconditioner.blocks[number]
+            block = self._blocks()[number]
             block.second_order.replace((other if second else one).second_order[number])
         pairs = zip(taken, one.parts, other.parts, strict=True)
         return [second if change else first for change, first, second in pairs], model
 
     def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
-        covered = self._preconditioner.covered()
-        read = self._preconditioner.home.read
+        blocks, read = self._blocks(), self._preconditioner.home.read
+        covered = {p for block in blocks for p in block.parameters.values()}
         found = [read(p) if p in covered else None for p in parameters]
         rows = [None if direction is None else -direction for direction in found]
-        data = [dict(block.second_order) for block in self._preconditioner.blocks]
+        data = [dict(block.second_order) for block in blocks]
         parts = split(scaled(rows, shares), [self._parts.numbers[p] for p in parameters])
         return Proposal(parts, data, self._unsolved())
 
     def _unsolved(self) -> list[bool]:
         """Return which parts with blocks have a factor that could not be solved meanwhile."""
         found: dict[int, bool] = {}
-        for block, number in zip(self._preconditioner.blocks, self._part_of_blocks(), strict=True):
+        for block, number in zip(self._blocks(), self._part_of_blocks(), strict=True):
             failed = block.second_order.forgive()
             found[number] = found.get(number, False) or failed
         return [found[number] for number in sorted(found)]
 
     def _damp(self, dampings: Sequence[float]) -> None:
-        for block, damping in zip(self._preconditioner.blocks, dampings, strict=True):
+        for block, damping in zip(self._blocks(), dampings, strict=True):
             block.second_order.damp(damping)
 
     def _dampings(self, damping: AdaptiveDamping) -> list[float]:
@@ -205,8 +228,8 @@ class Proposer:
         return self._preconditioner.covered() <= set(self._parts.numbers)
 
     def _part_of_blocks(self) -> list[int]:
-        numbers, blocks = self._parts.numbers, self._preconditioner.blocks
-        return [numbers[next(iter(block.parameters.values()))] for block in blocks]
+        numbers = self._parts.numbers
+        return [numbers[next(iter(block.parameters.values()))] for block in self._blocks()]
 
     def _of_blocks(self, each: Sequence[T]) -> list[T]:
         """Return what each block has, given what each part with blocks has."""

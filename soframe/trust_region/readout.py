@@ -28,6 +28,9 @@ class Readout:
         damping: The policy's.
         preconditioner_dampings: One for each run of layers.
         coefficients: Of the directions in the update; empty where none was made.
+        directions: What each of these directions is: ``"preconditioned"``, a method's class,
+            ``"steepest descent"`` of parameters without a method, or ``"last update"``; one for
+            each run of layers.
         predicted: By how much the model said that the objective would change; None likewise.
         change: By how much it changed in the step that was judged: this one, or with
             ``full_batch`` the one before; None where none was.
@@ -46,6 +49,7 @@ class Readout:
     ratio: float | None = None
     undone: str | None = None
     notes: tuple[str, ...] = ()
+    directions: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the readout as plain data, for JSON or a table."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
@@ -21,10 +20,18 @@ from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.state import checksums
 from soframe.state import saving as state
+from soframe.trust_region import lengths
+from soframe.trust_region.candidates import Methods
 from soframe.trust_region.watch import WINDOW
 
 KEYS = ("curvature", "trust_region")
 """What a trust region adds to the state of an optimizer."""
+
+FURTHER = "further_methods"
+"""Where it has the states of methods beside the first, if there are any."""
+
+BEFORE = "before"
+"""Where it has those of all methods before a step that waits, if they remember gradients."""
 
 VERSION = 2
 """Of a trust region's own state. 2: with checksums; 1 did not say so, and is otherwise the same."""
@@ -48,6 +55,9 @@ def unscaled() -> float:
     return 1.0
 
 
+FISHER = "monte-carlo"
+"""What methods that read calls read by default."""
+
 REFUSED = {
     "kl_clip": "the quadratic model chooses the length of a step",
     "norm_clip": "the quadratic model chooses the length of a step",
@@ -70,9 +80,11 @@ class Own:
         reject: Whether a step after which the objective rose is undone.
         full_batch: Whether the next step's loss measures the ratio.
         max_increase: How much a loss may grow.
+        model_every: Steps from one model to the next.
         burn_in: Batches that only give statistics.
         reuse_activations: Whether derivatives follow a tape.
         flush_denormals: Whether denormal numbers are zero.
+        methods: What makes directions.
     """
 
     damping: DampingPolicy
@@ -82,15 +94,24 @@ class Own:
     reject: bool
     full_batch: bool
     max_increase: float | None
+    model_every: int
     burn_in: int
     reuse_activations: bool
     flush_denormals: bool
+    methods: Methods
 
     def __post_init__(self) -> None:
         flags = ("momentum", "reject", "full_batch", "reuse_activations", "flush_denormals")
         for name in flags:
             require_flag(name, getattr(self, name))
         require_integer("burn_in", self.burn_in, 0)
+        require_integer("model_every", self.model_every, 1)
+        if self.full_batch and self.model_every > 1:
+            raise ValueError(
+                f"model_every={self.model_every} is for mini-batches, whose models say little of "
+                f"the next batch: with full_batch=True every step is judged by its model; pass "
+                f"model_every=1"
+            )
         own = self.preconditioner_damping
         if not isinstance(own, AdaptiveDamping) and not (is_number(own) and 0 < own < math.inf):
             raise ValueError(
@@ -183,26 +204,22 @@ def whole_model_damping(choice: DampingChoice) -> DampingPolicy:
     return policy
 
 
-def require_memoryless(blocks: Sequence[Block]) -> None:
-    """Check that directions depend on the gradient of the step, and on statistics of calls, alone.
-
-    Several dampings are tried on one gradient, and some steps are taken back: what a method keeps
-    from step to step would not be.
+def require_damped(damping: AdaptiveDamping | float, damped: bool) -> None:
+    """Check that dampings which are tried serve a method.
 
     Args:
-        blocks: The blocks.
+        damping: The damping within the preconditioner.
+        damped: Whether there is a method whose directions are made of one gradient alone.
 
     Raises:
-        ValueError: If a method keeps a state, or takes statistics of averaged gradients.
+        ValueError: If there are dampings to try and nothing to damp.
     """
-    for block in blocks:
-        if block.states or len(block.captured) < len(block.factors):
-            what = "keeps a state" if block.states else "takes statistics of averaged gradients"
-            raise ValueError(
-                f"{block.name}: {block.method!r} {what}, which TrustRegion cannot take back with a "
-                f"step: use soframe.Optimizer(model, method=...) for it, or a method of calls such "
-                f"as 'kfac' or 'ekfac' here"
-            )
+    if isinstance(damping, AdaptiveDamping) and not damped:
+        raise ValueError(
+            f"preconditioner_damping={damping!r} tries dampings on one gradient, and every method "
+            f"here remembers earlier ones: pass a multiple of the policy's damping, "
+            f"preconditioner_damping=1.0, or add a method such as 'kfac'"
+        )
 
 
 def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
@@ -213,6 +230,8 @@ def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
         burn_in: Steps that take statistics and solve, before the first update.
     """
     settings = {**PRECONDITIONER, "grad_scaler": unscaled, **given}
+    for name in ("method", "auxiliary", "backend"):
+        settings.pop(name, None)
     for name in ("statistics_every", "solve_every"):
         if burn_in > 0 and isinstance(settings[name], int):
             settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
@@ -266,11 +285,65 @@ def check_state(
     if adaptive is not None:
         adaptive.check_state(own["preconditioner_damping"])
     _check_losses(own.get("losses", []))
+    lengths.check(own.get("lengths", {}))
     _check_reduction(own.get("reduction", {}), waits)
     if version == VERSION:
         checksums.verify({**sealed_part(state_dict), checksums.KEY: own[checksums.KEY]})
     else:
         state.warn_unverified("the state of the TrustRegion is of a version")
+
+
+def of_methods(state_dict: Mapping[str, Any]) -> list[Any]:
+    """Return the state of each method's preconditioner.
+
+    Args:
+        state_dict: That of the optimizer.
+
+    Returns:
+        The first may be None, where it was saved elsewhere.
+    """
+    return [state_dict["curvature"], *state_dict.get(FURTHER, ())]
+
+
+def check_methods(
+    state_dict: Mapping[str, Any],
+    count: int,
+    *,
+    remembers: bool,
+    checks: Sequence[Callable[[Any], object]],
+) -> None:
+    """Check that methods can go on from a state.
+
+    Args:
+        state_dict: That of the optimizer, which `check_state` has looked at.
+        count: How many preconditioners go on from it.
+        remembers: Whether any of their methods remembers gradients.
+        checks: Raise if a preconditioner cannot load its part; one for each.
+
+    Raises:
+        ValueError: If it is of other methods, truncated or damaged.
+    """
+    for key in (FURTHER, BEFORE):
+        if not isinstance(state_dict.get(key, []), list):
+            raise ValueError(f"the state is damaged: {key} is {type(state_dict[key]).__name__}")
+    every = of_methods(state_dict)
+    if len(every) != count:
+        raise ValueError(f"the state is of {len(every)} method(s), this TrustRegion has {count}")
+    waits = state_dict["trust_region"].get("reduction", {}).get("waiting") is not None
+    if (BEFORE in state_dict) != (waits and remembers):
+        raise ValueError(
+            f"the state is {'damaged' if BEFORE in state_dict else 'truncated'}: methods that "
+            f"remember gradients need what they had before a step that waits, and no other step"
+        )
+    before = state_dict.get(BEFORE, every)
+    if len(before) != count:
+        raise ValueError(f"the state is damaged: {BEFORE} is of {len(before)} method(s)")
+    for check, now, then in zip(checks, every, before, strict=True):
+        if now is None and not remembers and count == 1:
+            continue
+        check(now)
+        if then is not now:
+            check(then)
 
 
 def sealed_part(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,8 +238,8 @@ def test_a_trial_that_overflows_is_not_taken_and_not_repeated_at_once(
     own.step(lambda: F.cross_entropy(model(x), y))
     propose, data = own._proposer.propose, []
 
-    def overflowing(*args: Any) -> list[Proposal]:
-        made = propose(*args)
+    def overflowing(*args: Any, **settings: Any) -> list[Proposal]:
+        made = propose(*args, **settings)
         if len(made) == 2:
             data.append(made[0].second_order)
             infinite = [[t if t is None else t / 0 for t in part] for part in made[where].parts]

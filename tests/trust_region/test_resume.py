@@ -87,6 +87,9 @@ def train(
         {"solve_every": 3, "statistics_every": 2},
         {"preconditioner_damping": AdaptiveDamping(interval=2), "solver": "inverse"},
         {"full_batch": True},
+        {"method": "soap", "fisher": "monte-carlo", "full_batch": True},
+        {"method": ["kfac", "muon"], "model_every": 2},
+        {"method": ["kfac", "soap", "muon"], "solve_every": 2, "full_batch": True},
     ],
     ids=str,
 )
@@ -138,6 +141,14 @@ RANK_CASES: dict[str, dict[str, Any]] = {
     "uneven": adaptive(strategy="hybrid-opt", loss_average="global"),
     "monte-carlo": adaptive(loss=DrawnByItself(), fisher="monte-carlo", loss_average="global"),
     "sharded": adaptive(strategy="sharded"),
+    "several methods": adaptive(method=["kfac", "shampoo", "muon"], strategy="sharded"),
+    "rare models": adaptive(method=["kfac", "muon"], model_every=2),
+    "of gradients": {
+        "method": ["shampoo", "muon"],
+        "fisher": "monte-carlo",
+        "strategy": "mem-opt",
+        "full_batch": True,
+    },
     "deferred": adaptive(
         strategy=Sharded(deferred=True), statistics_every=1, solve_every=2, decay=0.5
     ),

@@ -1,0 +1,250 @@
+"""Candidate directions: of any method, each with coefficients of its own in the quadratic model.
+
+The first method is the preconditioner's of the trust region; each further one has a preconditioner
+of its own on the same model (`Beside`), which is given the same gradient. What is a matter of one
+gradient alone, as K-FAC's direction, `soframe.trust_region.proposals` makes and damps. All
+others are made here, once in a step: those of further methods, and those of methods that remember
+gradients (`Block.remembers`).
+
+The model chooses lengths and signs, so the learning rate, the scale and the bias correction of a
+method do not matter. A method that has no direction yet, as SOAP before its first basis, has that
+of steepest descent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.derivatives.twice import Direction
+from soframe.layers.layout import BlockShape
+from soframe.methods.base import Method
+from soframe.preconditioner import Preconditioner
+from soframe.registry import KINDS, describe
+from soframe.trust_region.groups import scaled
+from soframe.trust_region.parts import split
+
+AUXILIARY = "adamw"
+"""Has the parameters that methods leave out, where one of these remembers gradients."""
+
+_SHAPE = BlockShape(1, 2, 2)
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The methods of a trust region, as they were given.
+
+    Attributes:
+        first: That of the preconditioner, with damping of its own.
+        others: Further ones, each beside it.
+        auxiliary: That of parameters which the first leaves out; None to leave them out.
+    """
+
+    first: Any
+    others: tuple[Any, ...] = ()
+    auxiliary: Any = None
+
+    def captures(self, which: int) -> bool:
+        """Return whether a method, or one that a mapping names, reads calls.
+
+        Args:
+            which: 0 for the first, with its auxiliary, and so on.
+        """
+        own = _built((self.first, *self.others)[which])
+        own += _built(self.auxiliary) if which == 0 else []
+        return any(method.captures for method in own)
+
+    @property
+    def damped(self) -> bool:
+        """Whether the first has directions that are made of one gradient alone."""
+        own = _built(self.first) + _built(self.auxiliary)
+        return any(not _remembers(method) for method in own)
+
+
+def methods_of(settings: Mapping[str, Any]) -> Methods:
+    """Return the methods that are chosen by settings of a preconditioner.
+
+    Args:
+        settings: ``method`` may be a list of methods; ``auxiliary`` may be missing.
+
+    Returns:
+        The methods. Where one of them remembers gradients, and nothing is said of what they leave
+        out, that is `AUXILIARY`'s.
+
+    Raises:
+        ValueError: If the list is empty, or names a method twice.
+        TypeError: If there is no such method.
+    """
+    method = settings.get("method", "kfac")
+    every = tuple(method) if isinstance(method, list | tuple) else (method,)
+    if not every:
+        raise ValueError("method=[] names no method: pass one, or several such as ['kfac', 'soap']")
+    seen: set[str] = set()
+    for one in every:
+        said = describe({k: _built(v) for k, v in _choices(one).items()})
+        if said in seen:
+            raise ValueError(
+                f"method={list(every)!r} names {one!r} twice, and the second direction would be "
+                f"the first: leave it out"
+            )
+        seen.add(said)
+    remembers = any(_remembers(built) for one in every for built in _built(one))
+    auxiliary = settings.get("auxiliary", AUXILIARY if remembers else None)
+    return Methods(every[0], every[1:], auxiliary)
+
+
+def _choices(choice: Any) -> Mapping[str, Any]:
+    return choice if isinstance(choice, Mapping) else {"": choice}
+
+
+def _built(choice: Any) -> list[Method]:
+    """Return the methods that a choice may lead to."""
+    if choice is None:
+        return []
+    return [KINDS["method"].build(one, Method) for one in _choices(choice).values() if one]
+
+
+def _remembers(method: Method) -> bool:
+    factors = method.factors(_SHAPE)
+    return bool(method.state(_SHAPE)) or any(not factor.captured for factor in factors)
+
+
+def require_recallable(blocks: Sequence[Block]) -> None:
+    """Check that what methods remember can be put back with a step that is undone.
+
+    Args:
+        blocks: The blocks.
+
+    Raises:
+        ValueError: If a method that remembers gradients gathers statistics of calls in a basis,
+            which would be put back while they are not.
+    """
+    for block in blocks:
+        for factor in block.captured if block.remembers else ():
+            if factor.needs:
+                raise ValueError(
+                    f"{block.name}: {block.method!r} gathers its factor {factor.name} in the basis "
+                    f"of {' and '.join(factor.needs)}, and keeps a state, which TrustRegion puts "
+                    f"back with a step that is undone, and the basis with it: pass the two as "
+                    f"methods of their own, method=['ekfac', 'muon'] for example"
+                )
+
+
+class Beside(Preconditioner):
+    """A preconditioner beside another one of the same model.
+
+    The other one has the modules still. This one is given the gradient as it was before, and what
+    it writes is taken away.
+
+    Args:
+        other: The other one.
+        **settings: Those of `soframe.Preconditioner`.
+    """
+
+    def __init__(self, other: Preconditioner, **settings: Any) -> None:
+        self._other = other
+        super().__init__(other._model, backend=other.backend, **settings)
+
+    def _beside(self) -> object:
+        return self._other._capture
+
+
+class Candidates:
+    """Makes candidate directions, once in a step.
+
+    Args:
+        first: The preconditioner of the trust region.
+        others: Those beside it.
+
+    Attributes:
+        others: Those beside it.
+        names: Of the directions of the last step, the methods that made them.
+        lost: Methods that made one which was not finite in that step, and was left out.
+    """
+
+    def __init__(self, first: Preconditioner, others: Sequence[Beside] = ()) -> None:
+        self._first, self.others = first, tuple(others)
+        self.names: list[str] = []
+        self.lost: list[str] = []
+
+    @property
+    def every(self) -> tuple[Preconditioner, ...]:
+        """All preconditioners."""
+        return (self._first, *self.others)
+
+    def covered(self) -> set[nn.Parameter]:
+        """Return the parameters that any method has."""
+        return set[nn.Parameter]().union(*(one.covered() for one in self.every))
+
+    def propose(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        shares: Sequence[float],
+        numbers: Mapping[nn.Parameter, int],
+    ) -> list[Direction]:
+        """Let every preconditioner but the first take its step, and return their directions.
+
+        Args:
+            parameters: The parameters, after the first one's step, whose gradients are what that
+                has written, and are so afterwards.
+            gradients: Their gradients as they were before.
+            shares: What each of them is scaled by.
+            numbers: The part of each parameter.
+
+        Returns:
+            For each method its negative direction, in parts; that of an auxiliary method whole.
+        """
+        self.names, self.lost = [], []
+        found = self._read(self._first, parameters, gradients, shares, numbers)
+        if not self.others:
+            return found
+        home = self._first.home
+        written = [home.read(parameter) for parameter in parameters]
+        for other in self.others:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                home.put(parameter, gradient.clone())
+            other.step()
+            if other.updated:
+                found += self._read(other, parameters, gradients, shares, numbers)
+        for parameter, own in zip(parameters, written, strict=True):
+            home.put(parameter, own)
+        return found
+
+    def _read(
+        self,
+        one: Preconditioner,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        shares: Sequence[float],
+        numbers: Mapping[nn.Parameter, int],
+    ) -> list[Direction]:
+        raw, read = dict(zip(parameters, gradients, strict=True)), one.home.read
+        made: dict[tuple[bool, str], dict[nn.Parameter, Tensor]] = {}
+        names: dict[tuple[bool, str], str] = {}
+        for block in one.blocks:
+            if one is self._first and not block.remembers:
+                continue
+            own = {p: g for p in block.parameters.values() if (g := read(p)) is not None}
+            # The first update of some methods is none: it only begins their averages.
+            if block.state.updates <= 1 and not any(bool(tensor.any()) for tensor in own.values()):
+                own = {p: raw[p] for p in own}
+            key = (block.auxiliary, describe(block.method))
+            made.setdefault(key, {}).update(own)
+            names[key] = type(block.method).__name__
+        found: list[Direction] = []
+        for key, tensors in made.items():
+            rows = [-tensors[p] if p in tensors else None for p in parameters]
+            whole = scaled(rows, shares)
+            auxiliary, _ = key
+            if not all(bool(t.isfinite().all()) for t in whole if t is not None):
+                self.lost.append(names[key])
+                continue
+            parts = [whole] if auxiliary else split(whole, [numbers[p] for p in parameters])
+            found += parts
+            self.names += [f"auxiliary {names[key]}" if auxiliary else names[key]] * len(parts)
+        return found
