@@ -19,7 +19,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,17 +67,25 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(map(is_marked, parameters)) if "deepspeed" in sys.modules else 0
 
 
-@contextmanager
-def shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
+def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
     """Let parameters that have no elements now have their shapes meanwhile.
 
     They have no memory, and no values: each element is not a number.
 
     Args:
         parameters: The parameters; None is passed over.
+
+    Returns:
+        A context.
     """
+    # For every gradient of a step: it costs next to nothing where nobody uses DeepSpeed.
+    return _shaped(parameters) if "deepspeed" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
     changed: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter in parameters if "deepspeed" in sys.modules else ():
+    for parameter in parameters:
         if parameter is not None and is_shared(parameter) and parameter.numel() == 0:
             shape = parameter.ds_shape  # type: ignore[attr-defined]
             changed.append((parameter, parameter.data))
