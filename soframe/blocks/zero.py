@@ -222,6 +222,9 @@ class Partitions(ABC):
 
         Returns:
             A flat view of the memory in which it lies; None where there is none.
+
+        Raises:
+            RuntimeError: If it is shorter than it should be.
         """
         place = self._places[parameter]
         entries = self._averaged.get(place.group)
@@ -231,7 +234,12 @@ class Partitions(ABC):
             return parameter.detach().new_empty(0)
         start, stop = place.ranges[place.own]
         part = entries[place.entry].detach().view(-1)
-        assert part.numel() >= stop - start, "DeepSpeed keeps gradients in another order"
+        if part.numel() < stop - start:
+            raise RuntimeError(
+                f"DeepSpeed has {part.numel()} averaged gradients of a parameter where "
+                f"{stop - start} were expected: this version of it lays them out in a way that is "
+                f"not known. {_FULLY_SHARD.capitalize()}, or use another version"
+            )
         return part[: stop - start]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
