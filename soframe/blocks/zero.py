@@ -19,7 +19,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,17 +67,25 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(map(is_marked, parameters)) if "deepspeed" in sys.modules else 0
 
 
-@contextmanager
-def shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
+def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
     """Let parameters that have no elements now have their shapes meanwhile.
 
     They have no memory, and no values: each element is not a number.
 
     Args:
         parameters: The parameters; None is passed over.
+
+    Returns:
+        A context.
     """
+    # For every gradient of a step: it costs next to nothing where nobody uses DeepSpeed.
+    return _shaped(parameters) if "deepspeed" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
     changed: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter in parameters if "deepspeed" in sys.modules else ():
+    for parameter in parameters:
         if parameter is not None and is_shared(parameter) and parameter.numel() == 0:
             shape = parameter.ds_shape  # type: ignore[attr-defined]
             changed.append((parameter, parameter.data))
@@ -214,6 +222,9 @@ class Partitions(ABC):
 
         Returns:
             A flat view of the memory in which it lies; None where there is none.
+
+        Raises:
+            RuntimeError: If it is shorter than it should be.
         """
         place = self._places[parameter]
         entries = self._averaged.get(place.group)
@@ -223,7 +234,12 @@ class Partitions(ABC):
             return parameter.detach().new_empty(0)
         start, stop = place.ranges[place.own]
         part = entries[place.entry].detach().view(-1)
-        assert part.numel() >= stop - start, "DeepSpeed keeps gradients in another order"
+        if part.numel() < stop - start:
+            raise RuntimeError(
+                f"DeepSpeed has {part.numel()} averaged gradients of a parameter where "
+                f"{stop - start} were expected: this version of it lays them out in a way that is "
+                f"not known. {_FULLY_SHARD.capitalize()}, or use another version"
+            )
         return part[: stop - start]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
