@@ -209,7 +209,7 @@ class GradientHome(ABC):
             parameters: The parameters.
 
         Returns:
-            A context. The default changes nothing: parameters have their shapes.
+            A context. The default changes nothing, since parameters have their shapes.
         """
         return nullcontext()
 
