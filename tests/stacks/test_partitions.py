@@ -371,7 +371,8 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     own.measure(norms=True)
     model(torch.tensor([0])).sum().backward()
     engine.reduce()
-    found["3 norms"] = f"{said(own.step)}, {own.metrics()['blocks']['head']['weight_norm']}"
+    assert said(own.step) == "nothing"
+    found["3 norms"] = f"{own._taken.norms.weight}, {own.metrics()['norms']['weight_norm']}"
     engine = Stage3(base(net(), Case()), model)
     for p in model.parameters():
         p._z3_optimizer = engine
@@ -428,7 +429,7 @@ EXPECTED = {
         for name, (_, _, what) in {**UNSERVED, **UNSERVED_3}.items()
     },
     "3 too early": "RuntimeError: .*is_gradient_accumulation_boundary",
-    "3 norms": "nothing, None",
+    "3 norms": "{}, None",
     "3 again": "RuntimeError: deepspeed.initialize was called again",
     "3 no engine": "ValueError: the parameter .* after deepspeed.initialize",
     "torch.float64": "ValueError: the parameter .*train in float32",
