@@ -46,7 +46,7 @@ from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.tuning import TUNING_SEED
 
 SGD = "SGD"
-TUNED = Path(__file__).parent / "harness" / "tuned" / "cluttered-digits.json"
+TUNED = Path(__file__).parent / "harness" / "learning_rates" / "cluttered-digits.json"
 WEIGHT_DECAY = 5e-4
 AUXILIARY_LR = 0.008
 PERIOD, TURN = 100, 10  # steps: of the rarest thing that anyone does, and of a turn

@@ -52,7 +52,7 @@ NEAR = 0.1
 FIRST = 240
 """Which of them is tried first."""
 AUXILIARY_LR = 0.008
-TUNED = TriedRates(Path(__file__).parent / "harness" / "methods" / "byte-gpt.json")
+TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
 _CYCLES = 6  # of twenty steps, in which every contender is timed
 _TURN = 20

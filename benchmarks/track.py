@@ -4,7 +4,7 @@
     python benchmarks/track.py --tune --seeds 0,1,2   # tune all alike first
     python benchmarks/track.py --target 2.1           # a loss of your own
     python benchmarks/track.py --figures runs/methods.json   # rank what methods.py has found
-    python benchmarks/track.py --figures benchmarks/harness/methods/byte-gpt.json
+    python benchmarks/track.py --figures benchmarks/harness/learning_rates/byte-gpt.json
 
 Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
 pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
@@ -44,7 +44,7 @@ from soframe.experiments.requirements import MissingLibraryError
 from soframe.experiments.tuning import TUNING_SEED
 
 MUON = "muon"
-TUNED = Path(__file__).parent / "harness" / "tuned" / "byte-gpt-track.json"
+TUNED = Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt-track.json"
 AUXILIARY_LR = 0.008
 PARTS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
 """Lengths that are tried, of Muon's."""
@@ -355,7 +355,8 @@ def main(
     """Train to a held-out loss, and print the ranking beside the public one."""
     if figures is not None:
         content = json.loads(figures.read_text(encoding="utf-8"))
-        found = of_methods(content) if "rows" in content else of_trials(content)
+        # The trials of `methods.py` are all of runs of one length.
+        found = of_methods(content) if "rows" in content else of_trials(*content.values())
     else:
         names = [name.strip() for name in only.split(",")] if only else list(ENTRIES)
         if unknown := [name for name in names if name not in ENTRIES]:
