@@ -295,6 +295,9 @@ class PlainGrad(GradientHome):
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """See `GradientHome.check`."""
+        if not zero.is_there():
+            require_served(parameters)
+            return
         named = list(parameters)
         if found := zero.find(named, self._zero):
             self._zero = {**self._zero, **found}

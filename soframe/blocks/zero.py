@@ -57,6 +57,11 @@ def is_shared(parameter: nn.Parameter) -> bool:
     return SHARED in parameter.__dict__
 
 
+def is_there() -> bool:
+    """Return whether somebody has imported DeepSpeed: who has not need not pay for looking."""
+    return "deepspeed" in sys.modules
+
+
 def count(parameters: Iterable[nn.Parameter]) -> int:
     """Return of how many parameters DeepSpeed has the gradients.
 
@@ -64,7 +69,7 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
         parameters: The parameters.
     """
     # Not imported: who does not use it need not look.
-    return sum(map(is_marked, parameters)) if "deepspeed" in sys.modules else 0
+    return sum(map(is_marked, parameters)) if is_there() else 0
 
 
 def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
@@ -78,8 +83,7 @@ def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[
     Returns:
         A context.
     """
-    # For every gradient of a step: it costs next to nothing where nobody uses DeepSpeed.
-    return _shaped(parameters) if "deepspeed" in sys.modules else nullcontext()
+    return _shaped(parameters) if is_there() else nullcontext()
 
 
 @contextmanager

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from soframe.blocks import dtensors
-from soframe.blocks.zero import shaped
+from soframe.blocks import dtensors, zero
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -520,7 +519,10 @@ class Capture:
                 gradient = dtensors.blank(gradient)
             gradient = dtensors.whole(gradient)
             own = gradient if view is None else view.of(gradient)
-            with shaped(helper.module._parameters.values()):
+            if not zero.is_there():  # asked for every gradient of a step
+                self.sink(helper, inputs, own, number, self._probe, batch)
+                return
+            with zero.shaped(helper.module._parameters.values()):
                 self.sink(helper, inputs, own, number, self._probe, batch)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -65,7 +65,10 @@ def test_the_fixed_point_minimises_the_divergence(
 ) -> None:
     """The averages over a fixed set of gradients, of which there are more than entries."""
     gradients = randn(3 * out * into, out, into, seed=seed)
-    gradients = randn(1, out, out, seed=seed + 1) @ gradients @ randn(1, into, into, seed=seed + 2)
+    mixes = randn(1, out, out, seed=seed + 1), randn(1, into, into, seed=seed + 2)
+    # The divergence is a difference of large numbers where entries are nearly dependent.
+    assume(all(float(torch.linalg.cond(mix)) < 100 for mix in mixes))
+    gradients = mixes[0] @ gradients @ mixes[1]
     factors = {"L": torch.eye(out)[None].double(), "R": torch.eye(into)[None].double()}
     for _ in range(300):
         data = data_of(method, factors)
