@@ -172,6 +172,7 @@ def train_rank(
 RANKS = [
     *((case, 2, 8) for case in RANK_CASES),
     ("hybrid-opt", 4, 8),
+    ("several methods", 4, 8),
     ("uneven", 3, 8),
     ("monte-carlo", 3, 8),
     *((case, 3, 12) for case in ("comm-opt", "mem-opt", "hybrid-opt")),
@@ -189,6 +190,36 @@ def test_ranks_are_one_process(case: str, ranks: int, samples: int) -> None:
         compare(own_weights, weights, "weights")
         assert own_last == pytest.approx(last, rel=1e-7)
         assert own_counters == counters
+
+
+def leg_on_rank(
+    rank: int, ranks: int, case: str, steps: range, saved: bytes
+) -> tuple[bytes, Tensor]:
+    """Train from what was saved, if anything, and return what is saved in the end."""
+    model = net()
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    own = optimizer_of(wrapped, **copy.deepcopy(RANK_CASES[case]))
+    if saved:
+        everything = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(everything["model"])
+        own.load_state_dict(everything["optimizer"])
+    train(wrapped, own, steps.start, steps.stop, part_of(rank, ranks))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": own.state_dict()}, file)
+    own.close()
+    return file.getvalue(), vector(model)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["several methods", "of gradients", "rare models"])
+@pytest.mark.parametrize("cut", [3, 4])
+def test_other_ranks_go_on(case: str, cut: int) -> None:
+    """Also while a step waits for its verdict, which is that it did harm."""
+    _, expected = leg_on_rank(0, 1, case, range(6), b"")
+    before = run_ranks(leg_on_rank, 4, case, range(cut), b"", timeout=120)
+    after = run_ranks(leg_on_rank, 2, case, range(cut, 6), before[-1][0], timeout=120)
+    for _, weights in after:
+        compare(weights, expected, f"{case}, from step {cut}")
 
 
 def other_loss_rank(rank: int, ranks: int) -> tuple[str, bool]:
