@@ -186,7 +186,7 @@ def check_method(
         ranks: Numbers of ranks that divide 12; the default covers what differs.
         strategies: The strategies; all ranks must contribute to all statistics.
         fishers: The Fishers, where the method reads calls; the empirical one alone where it is
-            defined for no other. Those after the first are checked on the most ranks alone.
+            defined for no other.
         launch: Runs a function on ranks, see `Launch`; None for processes that are spawned here, to
             which the method must be picklable.
         rtol: The largest relative error of the weights after six steps.
@@ -210,11 +210,9 @@ def check_method(
         first = train(0, 1, replace(one, end=3))
         resumed = train(0, 1, replace(one, begin=3, state=first.state))
         _same(resumed, whole, f"{name}, resumed", 0.0)
-        # Where statistics come from is the same under all strategies and on all ranks: two tell
-        # for other Fishers, on the most.
-        first_fisher = fisher == fishers[0] or one_fisher
-        here = strategies if first_fisher else strategies[1:3]
-        for number in ranks if first_fisher else sorted(ranks)[-1:]:
+        # Where statistics come from is the same under all strategies: two tell for other Fishers.
+        here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
+        for number in ranks:
             runs = [replace(one, strategy=strategy) for strategy in here]
             runs.append(replace(one, passes=2 if number < 4 else 3))
             each = launch(_train_each, number, runs)
@@ -224,7 +222,7 @@ def check_method(
                         f"{name}, rank {rank} of {number}, {run.strategy!r}, {run.passes} passes"
                     )
                     _same(trained, whole, where, rtol)
-        if len(ranks) > 1 and first_fisher:
+        if len(ranks) > 1:
             most = max(ranks)
             fewest = min(*ranks, most // 2)
             with tempfile.TemporaryDirectory() as temporary:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from soframe import available
+from soframe.methods.base import Method
+from soframe.registry import KINDS
 from soframe.testing import check_method
 from tests.distributed.harness import run_ranks
 
 METHODS = sorted(available("method"))  # a new registration enters by itself
+
+
+def of_other_fishers(name: str) -> bool:
+    method = KINDS["method"].build(name, Method)
+    return method.captures and not method.empirical_only
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -28,4 +35,12 @@ def test_two_ranks_are_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_ranks_are_one_process(name: str) -> None:
     """Under every strategy; saved on four ranks, and resumed on two."""
-    check_method(name, ranks=(3, 4), launch=run_ranks)
+    check_method(name, ranks=(3, 4), fishers=("empirical",), launch=run_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in METHODS if of_other_fishers(name)])
+def test_another_fisher_on_ranks_is_one_process(name: str) -> None:
+    """Where statistics come from is the same under all strategies: two tell."""
+    strategies = ("mem-opt", "hybrid-opt")
+    check_method(name, ranks=(4,), strategies=strategies, fishers=("type-2",), launch=run_ranks)
