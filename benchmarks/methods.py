@@ -8,14 +8,15 @@ Orthogonal methods train the matrices within the model; AdamW, of one learning r
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
 Learning rates fall along a line to zero. Tuning gives each method as many learning rates to try, on
 a seed of its own. The report trains Muon for `STEPS` steps; the target is the mean of its last
-held-out losses over the seeds. The others train for fewer steps, each time with a line of that
-length, as many of `LENGTHS` as it takes to have the target between two; the steps to the target are
-read off between these, from means over the seeds. Seconds are these steps times those of a
-step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
+held-out losses over the seeds. The others train for other numbers of steps, each time with a line
+of that length, as many of `LENGTHS` as it takes to have the target between two; the steps to the
+target are read off between these, from means over the seeds. Seconds are these steps times those of
+a step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
 the processor, which on an idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
-that was interrupted goes on where it was. Delete that file once code has changed.
+that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
+ranks what tuning has found, and trains nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ from soframe.experiments.train import Run, numerics, train
 from soframe.experiments.tuning import TUNING_SEED
 
 STEPS = 300
-LENGTHS = (210, 225, 240, 270, 300)
+LENGTHS = (210, 225, 240, 270, 300, 360, 450, 600)
 NEAR = 0.1
 """How far above the target a method may end that is drawn."""
 FIRST = 240
 """Which of them is tried first."""
+FAR = 0.3
+"""How far above the target a method ends after `STEPS` of which the greatest length is tried next."""
 AUXILIARY_LR = 0.008
 TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
@@ -81,7 +84,7 @@ class Contender:
     def config(self, lr: float, steps: int, seed: int) -> RunConfig:
         """Return a run of so many steps."""
         options = dict(self.options)
-        if self.optimizer == "muon":
+        if self.optimizer == "muon" or (self.optimizer == "soap" and self.modules is not None):
             options["adamw_lr"] = AUXILIARY_LR
         if self.optimizer.startswith("soframe:") and self.optimizer != "soframe:adamw":
             options["auxiliary_lr"] = AUXILIARY_LR
@@ -112,7 +115,10 @@ WITHIN = r"^layers\."
 """The modules within the model: for methods that would take embeddings and the head, too."""
 _SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
-_SOAP = (0.005, 0.01, 0.02, 0.04)
+_SOAP = (0.002, 0.005, 0.01, 0.02)
+_ADAM = (0.002, 0.004, 0.008, 0.016)
+_AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
+_CALLS: Mapping[str, Any] = {**every(10), "damping": "relative", "samples": "positions"}
 CONTENDERS: Mapping[str, Contender] = {
     "muon": Contender("soframe:muon"),
     "soap-muon, max_ratio=2": Contender("soframe:soap-muon", method=_SHORT, options=every(10)),
@@ -132,13 +138,32 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
     ),
     "normuon": Contender("soframe:normuon"),
-    "muon, pytorch_optimizer": Contender("muon", options={"published": True}),
+    # The auxiliary AdamW of both has the same averages.
+    "muon, pytorch_optimizer": Contender(
+        "muon", options={"published": True, "adamw_betas": (0.9, 0.999)}
+    ),
     "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
     "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
     "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    "soap, pytorch_optimizer": Contender(
+        "soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP
+    ),
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
-    "kfac-muon": Contender("soframe:kfac-muon", options=every(10)),
+    "kfac-muon": Contender("soframe:kfac-muon", options=_CALLS),
+    # What has no length of its own is given Adam's.
+    "kfac, at Adam's length": Contender(
+        "soframe:kfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
+    ),
+    "ekfac, at Adam's length": Contender(
+        "soframe:ekfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
+    ),
+    "shampoo, at Adam's length": Contender(
+        "soframe:momentum+shampoo+graft", _AVERAGED, every(10), modules=WITHIN, lrs=_ADAM
+    ),
+    "kl-shampoo": Contender(
+        "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
+    ),
     "adamw, all parameters": Contender("adamw", lrs=(0.001, 0.002, 0.004, 0.008)),
 }
 
@@ -259,6 +284,9 @@ def last_losses(
     elif reaches(STEPS):
         while not reaches(LENGTHS[index + 1]):
             index += 1
+    elif statistics.mean(losses[STEPS]) <= target + FAR or reaches(LENGTHS[-1]):
+        longer = LENGTHS[LENGTHS.index(STEPS) + 1 :]
+        next((length for length in longer if reaches(length)), None)
     return losses
 
 

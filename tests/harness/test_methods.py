@@ -22,6 +22,8 @@ def test_contenders_can_be_built(name: str) -> None:
     groups = build_optimizer(gpt.byte_gpt(), config).param_groups
     own = [g for g in groups if not g.get("method", "").startswith("auxiliary")]
     own = [g for g in own if g.get("use_muon", True)]
+    if name == "soap, pytorch_optimizer":
+        own = [g for g in own if "precondition_frequency" in g]
     others = [group for group in groups if group not in own]
     assert [group["lr"] for group in own] == [0.02]
     assert [group["lr"] for group in others] == [methods.AUXILIARY_LR] * len(others)
@@ -72,9 +74,22 @@ def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "tried"),
-    [(0.1, {2, 4}), (0.3, {2, 3, 4}), (0.34, {2, 3, 4}), (0.51, {1, 2}), (1.1, {1, 2})],
+    [
+        (0.3, {2, 3, 4}),
+        (0.34, {2, 3, 4}),
+        (0.51, {1, 2}),
+        (1.1, {1, 2}),
+        (0.2, {2, 4, 5}),  # near: the next ones
+        (0.13, {2, 4, 5, 6, 8}),
+        (0.124, {2, 4, 5, 6, 8}),  # not reached at all
+        (0.1, {2, 4, 8}),  # far, and the greatest does not reach
+    ],
 )
-def test_a_target_is_bracketed(runs: methods.Runs, target: float, tried: set[int]) -> None:
+def test_a_target_is_bracketed(
+    runs: methods.Runs, monkeypatch: pytest.MonkeyPatch, target: float, tried: set[int]
+) -> None:
+    monkeypatch.setattr(methods, "LENGTHS", (1, 2, 3, 4, 5, 6, 8))
+    monkeypatch.setattr(methods, "FAR", 0.14)
     found = methods.last_losses("muon", 0.0001, [0], target, runs, 1)
     assert set(found) == tried
 
