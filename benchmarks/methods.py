@@ -53,12 +53,11 @@ NEAR = 0.1
 FIRST = 240
 """Which of them is tried first."""
 FAR = 0.3
-"""How far above the target a method ends after `STEPS` of which the greatest length is tried next."""
+"""How far above the target a method ends after `STEPS` that is tried at the greatest length next."""
 AUXILIARY_LR = 0.008
 TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
-_CYCLES = 6  # of twenty steps, in which every contender is timed
-_TURN = 20
+_TURN = 20  # steps, after which the next contender is timed
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Contender:
         betas: Of optimizers that are no methods.
         modules: See `RunConfig`.
         lrs: What tuning tries.
+        rate_of: The contender whose tuned learning rate it has, where it is another implementation
+            of the same steps; it is not tuned by itself then.
     """
 
     optimizer: str
@@ -80,6 +81,7 @@ class Contender:
     betas: tuple[float, float] = (0.9, 0.95)
     modules: str | None = None
     lrs: Sequence[float] = (0.04, 0.03, 0.06, 0.02)
+    rate_of: str | None = None
 
     def config(self, lr: float, steps: int, seed: int) -> RunConfig:
         """Return a run of so many steps."""
@@ -140,14 +142,12 @@ CONTENDERS: Mapping[str, Contender] = {
     "normuon": Contender("soframe:normuon"),
     # The auxiliary AdamW of both has the same averages.
     "muon, pytorch_optimizer": Contender(
-        "muon", options={"published": True, "adamw_betas": (0.9, 0.999)}
+        "muon", options={"published": True, "adamw_betas": (0.9, 0.999)}, rate_of="muon"
     ),
     "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
     "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
     "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
-    "soap, pytorch_optimizer": Contender(
-        "soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP
-    ),
+    "soap, pytorch_optimizer": Contender("soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP),
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
     "kfac-muon": Contender("soframe:kfac-muon", options=_CALLS),
@@ -215,12 +215,15 @@ def final_loss(config: RunConfig) -> float:
     return train(_ALONE, config).rows[-1].loss
 
 
-def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str, list[float]]:
+def seconds_of_steps(
+    names: Sequence[str], lrs: Mapping[str, float], cycles: int
+) -> dict[str, list[float]]:
     """Time steps of each in turns.
 
     Args:
         names: Contenders.
         lrs: Their learning rates.
+        cycles: How many turns of each are timed.
 
     Returns:
         For each the mean seconds of a step, cycle by cycle.
@@ -231,7 +234,7 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
             for name in names
         }
         times: dict[str, list[float]] = {name: [] for name in names}
-        for cycle in range(_CYCLES + 1):
+        for cycle in range(cycles + 1):
             for name, one in runs.items():
                 before = len(one.step_seconds)
                 for _ in range(_TURN):
@@ -245,7 +248,7 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
 
 def tune(names: Sequence[str], runs: Runs, processes: int) -> None:
     """Try every learning rate of every contender that is not in the file yet."""
-    for name in names:
+    for name in dict.fromkeys(CONTENDERS[name].rate_of or name for name in names):
         tried = TUNED.scores(f"{STEPS} steps").get(name, {})
         lrs = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in tried]
         configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for lr in lrs]
@@ -291,7 +294,7 @@ def last_losses(
 
 
 def report(
-    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int, cycles: int
 ) -> dict[str, Any]:
     """Train and time all contenders.
 
@@ -300,19 +303,22 @@ def report(
         seeds: Of the reported runs.
         runs: Those that have ended.
         processes: How many runs at a time.
+        cycles: See `seconds_of_steps`.
 
     Returns:
         The target, and by contender its learning rate, the losses by length, steps, the
         milliseconds of a step, and ratios to Muon's.
     """
     names = list(dict.fromkeys(("muon", *names)))
-    lrs = TUNED.best({name: CONTENDERS[name].lrs for name in names}, f"{STEPS} steps")
+    tuned = {name: CONTENDERS[name].rate_of or name for name in names}
+    best = TUNED.best({name: CONTENDERS[name].lrs for name in tuned.values()}, f"{STEPS} steps")
+    lrs = {name: best[of] for name, of in tuned.items()}
     muon = [CONTENDERS["muon"].config(lrs["muon"], STEPS, seed) for seed in seeds]
     losses = {"muon": {STEPS: runs.losses(muon, processes, "muon")}}
     target = statistics.mean(losses["muon"][STEPS])
     for name in names[1:]:
         losses[name] = last_losses(name, lrs[name], seeds, target, runs, processes)
-    times = seconds_of_steps(names, lrs)
+    times = seconds_of_steps(names, lrs, cycles)
     rows = {}
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
@@ -365,6 +371,22 @@ def table(found: Mapping[str, Any]) -> Table:
     return result
 
 
+def trials_table() -> Table:
+    """Return what tuning has found as a table, the least loss first."""
+    result = Table(title=f"Byte-level GPT, held-out losses of tuning after {STEPS} steps")
+    for header in ("place", "method", "lr", "loss", "lr: loss of the others"):
+        result.add_column(header, justify="left" if header == "method" else "right")
+    rows = []
+    for name, scores in TUNED.scores(f"{STEPS} steps").items():
+        finite = {float(lr): float("inf") if x is None else x for lr, x in scores.items()}
+        best = min(finite, key=finite.__getitem__)
+        others = [f"{lr:g}: {finite[lr]:.3f}" for lr in sorted(finite) if lr != best]
+        rows.append((finite[best], name, f"{best:g}", ", ".join(others)))
+    for place, (loss, name, lr, others) in enumerate(sorted(rows), start=1):
+        result.add_row(str(place), name, lr, f"{loss:.3f}", others)
+    return result
+
+
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """Draw the last losses of runs against their steps, and against their seconds.
 
@@ -398,7 +420,9 @@ def main(
     only: Annotated[str, typer.Option(help="Contenders, separated by semicolons.")] = "",
     tune_first: Annotated[bool, typer.Option("--tune", help="Tune them first.")] = False,
     tune_only: Annotated[bool, typer.Option("--tune-only", help="And no report.")] = False,
+    trials: Annotated[bool, typer.Option(help="Rank what tuning found, no more.")] = False,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
+    cycles: Annotated[int, typer.Option(min=1, help="Of 20 steps that are timed.")] = 6,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
     ended: Annotated[
@@ -408,6 +432,11 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
     """Train until Muon's loss is reached, and say in how many steps and seconds."""
+    screen = console()
+    screen.width = max(screen.width, 120)
+    if trials:
+        screen.print(trials_table())
+        return
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
@@ -415,7 +444,8 @@ def main(
         tune(names, Runs(ended), processes)
     if tune_only:
         return
-    found = report(names, [int(seed) for seed in seeds.split(",")], Runs(ended), processes)
+    numbers = [int(seed) for seed in seeds.split(",")]
+    found = report(names, numbers, Runs(ended), processes, cycles)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if figure is not None:
@@ -424,8 +454,6 @@ def main(
         json.dump(found, sys.stdout, indent=1)
         print()
         return
-    screen = console()
-    screen.width = max(screen.width, 120)
     screen.print(table(found))
 
 

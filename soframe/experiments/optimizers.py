@@ -129,7 +129,8 @@ def _soap(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     (package,) = require("pytorch_optimizer")
     options = dict(config.options)
     adamw_lr = options.pop("adamw_lr", None)
-    inner, outer = list(model.parameters()), []
+    inner: list[nn.Parameter] = list(model.parameters())
+    outer: list[nn.Parameter] = []
     if config.modules is not None:
         inner, outer = _within(model, config.modules)
         if adamw_lr is None:

@@ -48,7 +48,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> methods.Runs:
     monkeypatch.setattr(methods, "STEPS", 4)
     monkeypatch.setattr(methods, "LENGTHS", (1, 2, 3, 4))
     monkeypatch.setattr(methods, "FIRST", 2)
-    monkeypatch.setattr(methods, "_CYCLES", 1)
     monkeypatch.setattr(methods, "_TURN", 1)
     monkeypatch.setattr(methods, "TUNED", TriedRates(tmp_path / "tuned.json"))
     monkeypatch.setattr(methods, "ProcessPoolExecutor", Here)
@@ -58,10 +57,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> methods.Runs:
 
 def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'muon' was not tuned for 4 steps.*add --tune"):
-        methods.report(["soap-muon"], [0], runs, 1)
+        methods.report(["soap-muon"], [0], runs, 1, 1)
     methods.tune(["muon", "soap-muon"], runs, 1)
-    assert methods.report(["muon"], [0], runs, 1)["rows"]["muon"]["lr"] == 0.06
-    found = methods.report(["soap-muon"], [0, 1], runs, 1)
+    assert methods.report(["muon"], [0], runs, 1, 1)["rows"]["muon"]["lr"] == 0.06
+    found = methods.report(["soap-muon"], [0, 1], runs, 1, 1)
     assert found["target"] == pytest.approx(1 / 4.06)
     row = found["rows"]["soap-muon"]
     assert row["steps_ratio"] == 1.0
@@ -70,6 +69,23 @@ def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
     assert methods.table(found).row_count == 2
     methods.plot(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_another_implementation_has_the_learning_rate_of_the_first(runs: methods.Runs) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    methods.tune(["muon, pytorch_optimizer"], runs, 1)
+    assert list(methods.TUNED.scores("4 steps")) == ["muon"]
+    found = methods.report(["muon, pytorch_optimizer"], [0], runs, 1, 1)
+    assert [row["lr"] for row in found["rows"].values()] == [0.06, 0.06]
+
+
+def test_trials_are_ranked_by_their_best_losses(runs: methods.Runs) -> None:
+    methods.TUNED.keep("4 steps", [("a", 0.1, 2.0), ("a", 0.2, 1.5), ("b", 0.1, 1.0)])
+    methods.TUNED.keep("4 steps", [("a", 0.3, float("inf")), ("c", 0.1, 1.2)])
+    table = methods.trials_table()
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[1:4] == [["b", "c", "a"], ["0.1", "0.1", "0.2"], ["1.000", "1.200", "1.500"]]
+    assert columns[4][2] == "0.1: 2.000, 0.3: inf"
 
 
 @pytest.mark.parametrize(
