@@ -53,7 +53,7 @@ NEAR = 0.1
 FIRST = 240
 """Which of them is tried first."""
 FAR = 0.3
-"""How far above the target a method ends after `STEPS` that is tried at the greatest length next."""
+"""How far above the target a method ends after `STEPS` that is tried at the greatest length."""
 AUXILIARY_LR = 0.008
 TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
@@ -117,7 +117,7 @@ WITHIN = r"^layers\."
 """The modules within the model: for methods that would take embeddings and the head, too."""
 _SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
-_SOAP = (0.002, 0.005, 0.01, 0.02)
+_SOAP = (0.001, 0.002, 0.004, 0.008)
 _ADAM = (0.002, 0.004, 0.008, 0.016)
 _AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
 _CALLS: Mapping[str, Any] = {**every(10), "damping": "relative", "samples": "positions"}
