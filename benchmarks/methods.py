@@ -16,7 +16,9 @@ the processor, which on an idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
 that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
-ranks what tuning has found, and trains nothing.
+ranks what tuning has found, and trains nothing. ``--after 100`` compares losses after so many steps
+at the best learning rate that has been tried so far, and looks for no target. ``--apart 40`` says
+how far apart contenders are after so many steps of the same run: implementations of one method.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
     ),
     "normuon": Contender("soframe:normuon"),
-    # The auxiliary AdamW of both has the same averages.
+    # Their auxiliary AdamW has the averages of soframe's.
+    "muon, plain": Contender("muon", options={"adamw_betas": (0.9, 0.999)}, rate_of="muon"),
     "muon, pytorch_optimizer": Contender(
         "muon", options={"published": True, "adamw_betas": (0.9, 0.999)}, rate_of="muon"
     ),
@@ -371,6 +374,77 @@ def table(found: Mapping[str, Any]) -> Table:
     return result
 
 
+def best_so_far(name: str) -> float:
+    """Return the best learning rate of a contender among those that have been tried.
+
+    Args:
+        name: The contender.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    of = CONTENDERS[name].rate_of or name
+    tried = TUNED.scores(f"{STEPS} steps").get(of)
+    if not tried:
+        raise ValueError(f"{of!r} has no learning rate that was tried: add --tune")
+    return TUNED.best({of: [float(lr) for lr in tried]}, f"{STEPS} steps")[of]
+
+
+def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float, float]]:
+    """Train contenders on the same batches, at the learning rate of the first.
+
+    Args:
+        steps: How many, of a run of `STEPS`.
+        names: Contenders.
+        seed: Of their runs.
+
+    Returns:
+        For each how far its weights are from those of the first, over how far these have moved, and
+        its held-out loss.
+    """
+    lr = best_so_far(names[0])
+    ends = {}
+    with numerics(threads=1):
+        for name in names:
+            one = Run(_ALONE, CONTENDERS[name].config(lr, STEPS, seed))
+            start = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach()
+            one.take(steps)
+            moved = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() - start
+            ends[name] = (moved, one._evaluate(steps).loss)
+            one.close()
+    first = ends[names[0]][0]
+    return {
+        name: (float((moved - first).norm() / first.norm()), loss)
+        for name, (moved, loss) in ends.items()
+    }
+
+
+def losses_after(
+    steps: int, names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+) -> dict[str, list[float]]:
+    """Train contenders for one number of steps, at the best rate of those that have been tried.
+
+    Args:
+        steps: How many.
+        names: Contenders.
+        seeds: Of their runs.
+        runs: Those that have ended.
+        processes: How many at a time.
+
+    Returns:
+        By contender and learning rate the last loss of each seed.
+
+    Raises:
+        ValueError: If none has been tried for one of them.
+    """
+    found = {}
+    for name in names:
+        lr = best_so_far(name)
+        configs = [CONTENDERS[name].config(lr, steps, seed) for seed in seeds]
+        found[f"{name}, lr {lr:g}"] = runs.losses(configs, processes, name)
+    return found
+
+
 def trials_table() -> Table:
     """Return what tuning has found as a table, the least loss first."""
     result = Table(title=f"Byte-level GPT, held-out losses of tuning after {STEPS} steps")
@@ -422,6 +496,12 @@ def main(
     tune_only: Annotated[bool, typer.Option("--tune-only", help="And no report.")] = False,
     trials: Annotated[bool, typer.Option(help="Rank what tuning found, no more.")] = False,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
+    after: Annotated[
+        int | None, typer.Option(min=1, help="Train for so many steps alone, to no target.")
+    ] = None,
+    steps_apart: Annotated[
+        int | None, typer.Option("--apart", min=1, help="Compare weights after so many steps.")
+    ] = None,
     cycles: Annotated[int, typer.Option(min=1, help="Of 20 steps that are timed.")] = 6,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
@@ -445,6 +525,15 @@ def main(
     if tune_only:
         return
     numbers = [int(seed) for seed in seeds.split(",")]
+    if steps_apart is not None:
+        for name, (distance, loss) in apart(steps_apart, names, numbers[0]).items():
+            screen.print(f"{name}: {distance:.1e} of the way apart, held-out loss {loss:.4f}")
+        return
+    if after is not None:
+        for name, each in losses_after(after, names, numbers, Runs(ended), processes).items():
+            seeds_said = ", ".join(f"{loss:.3f}" for loss in each)
+            screen.print(f"{name}: {seeds_said}; mean {statistics.mean(each):.3f}")
+        return
     found = report(names, numbers, Runs(ended), processes, cycles)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

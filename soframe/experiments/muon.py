@@ -103,6 +103,7 @@ class MuonWithAdamW(Together):
         lr: Of Muon.
         momentum: Of Muon.
         adamw_lr: Of AdamW.
+        adamw_betas: Of AdamW.
         weight_decay: Of both.
     """
 
@@ -112,13 +113,14 @@ class MuonWithAdamW(Together):
         lr: float,
         momentum: float,
         adamw_lr: float = 3e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
     ) -> None:
         matrices, others = split(model)
         super().__init__(
             Muon(matrices, lr, momentum, weight_decay),
             torch.optim.AdamW(
-                others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+                others, lr=adamw_lr, betas=adamw_betas, weight_decay=weight_decay, fused=True
             ),
         )
 

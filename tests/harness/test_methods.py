@@ -22,10 +22,11 @@ def test_contenders_can_be_built(name: str) -> None:
     groups = build_optimizer(gpt.byte_gpt(), config).param_groups
     own = [g for g in groups if not g.get("method", "").startswith("auxiliary")]
     own = [g for g in own if g.get("use_muon", True)]
-    if name == "soap, pytorch_optimizer":
-        own = [g for g in own if "precondition_frequency" in g]
+    if name in ("muon, plain", "soap, pytorch_optimizer"):
+        own = groups[:1]  # one optimizer for each part
     others = [group for group in groups if group not in own]
     assert [group["lr"] for group in own] == [0.02]
+    assert others or "all parameters" in name
     assert [group["lr"] for group in others] == [methods.AUXILIARY_LR] * len(others)
 
 
@@ -77,6 +78,24 @@ def test_another_implementation_has_the_learning_rate_of_the_first(runs: methods
     assert list(methods.TUNED.scores("4 steps")) == ["muon"]
     found = methods.report(["muon, pytorch_optimizer"], [0], runs, 1, 1)
     assert [row["lr"] for row in found["rows"].values()] == [0.06, 0.06]
+
+
+def test_losses_after_some_steps_are_of_the_best_rate_so_far(runs: methods.Runs) -> None:
+    names = ["muon", "muon, pytorch_optimizer"]
+    with pytest.raises(ValueError, match=r"'muon' has no learning rate that was tried.*--tune"):
+        methods.losses_after(2, names, [0], runs, 1)
+    methods.TUNED.keep("4 steps", [("muon", 0.5, 1.0), ("muon", 0.25, 0.9)])
+    found = methods.losses_after(2, names, [0, 1], runs, 1)
+    assert list(found) == [f"{name}, lr 0.25" for name in names]
+    assert list(found.values()) == [[1 / 2.25] * 2] * 2
+
+
+def test_plain_muon_is_a_rounding_apart(runs: methods.Runs) -> None:
+    methods.TUNED.keep("4 steps", [("muon", 0.03, 1.0)])
+    found = methods.apart(2, ["muon", "muon, plain", "normuon"], 0)
+    assert found["muon"][0] == 0.0
+    assert 0 < found["muon, plain"][0] < 1e-3 < found["normuon"][0]
+    assert found["muon, plain"][1] == pytest.approx(found["muon"][1], rel=1e-4)
 
 
 def test_trials_are_ranked_by_their_best_losses(runs: methods.Runs) -> None:
