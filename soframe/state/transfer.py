@@ -35,10 +35,10 @@ class Watch:
         self._seen = self._look()
 
     def _look(self) -> tuple[list[tuple[int, bool]], list[int], int]:
-        own = self.parameters()
-        parameters = [(id(p), p.requires_grad) for p in own]
+        parameters = self.parameters()
+        trained = [(id(p), p.requires_grad) for p in parameters]
         children = [id(child) for slots in self._children for child in slots.values()]
-        return parameters, children, zero.count(own)
+        return trained, children, zero.count(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the known places hold now: a walk through the modules takes longer."""

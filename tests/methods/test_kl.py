@@ -55,6 +55,7 @@ def divergence(gradients: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return kl_divergence(seen, MultivariateNormal(zeros, torch.kron(left, right)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [KLShampoo(epsilon=0.0), KLSOAP(epsilon=0.0)], ids=("kl-shampoo", "kl-soap")
 )
@@ -295,6 +296,7 @@ def test_beside_factors_of_calls() -> None:
             assert block.solved
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("method", [SHAMPOO, SOAPS], ids=("kl-shampoo", "kl-soap"))
 def test_in_the_background(method: Method) -> None:
     """What lands later is in the statistics of the same step on every rank."""
