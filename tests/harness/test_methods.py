@@ -73,6 +73,7 @@ def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_another_implementation_has_the_learning_rate_of_the_first(runs: methods.Runs) -> None:
     pytest.importorskip("pytorch_optimizer")
     methods.tune(["muon, pytorch_optimizer"], runs, 1)
@@ -91,6 +92,7 @@ def test_losses_after_some_steps_are_of_the_best_rate_so_far(runs: methods.Runs)
     assert list(found.values()) == [[1 / 2.25] * 2] * 2
 
 
+@pytest.mark.slow
 def test_plain_muon_is_a_rounding_apart(runs: methods.Runs) -> None:
     methods.TUNED.keep("4 steps", [("muon", 0.03, 1.0)])
     found = methods.apart(2, ["muon", "muon, plain", "normuon"], 0)
