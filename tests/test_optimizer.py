@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
@@ -123,6 +125,32 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     other.load_state_dict(saved[1])
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
     train(other, again, range(4, 7))
+    for mine, own in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, own)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bases_are_a_methods_own_whatever_the_users_solver_is(
+    sharded: bool, tmp_path: Path
+) -> None:
+    """What SOAP keeps is in its bases, which no solver of the user's has made."""
+    settings = {**SETTINGS, "solve_every": 3}
+    model = text()
+    optimizer = soframe.Optimizer(model, "soap", solver="eigen", **settings)
+    train(optimizer, model, range(4))
+    weights = copy.deepcopy(model.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    part = checkpoint.part(optimizer.preconditioner)
+    checkpoint.save(tmp_path, {"preconditioner": part}, sharded=True)
+    train(optimizer, model, range(4, 8))
+    again = text()
+    again.load_state_dict(weights)
+    other = soframe.Optimizer(again, "soap", solver="inverse", damping="relative", **settings)
+    if sharded:
+        checkpoint.load(other.preconditioner, checkpoint.latest(tmp_path))
+    else:
+        other.load_state_dict(saved)
+    train(other, again, range(4, 8))
     for mine, own in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, own)
 
