@@ -244,3 +244,49 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     assert untouched
     for block in untouched:  # its state has gone on
         assert block.state.updates == updates[block.name] + 2
+
+
+def test_groups_follow_blocks_that_a_step_made_before_it_raised() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    calls: list[int] = []
+
+    def damping(step: int) -> float:
+        """Raise when ranks agree once more, on the blocks that are new."""
+        calls.append(step)
+        if calls == [0, 1, 1]:
+            raise OSError("the file of settings cannot be read")
+        return 0.1
+
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, auxiliary_lr=1e-3, damping=damping)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(OSError, match="cannot be read"):
+        step()
+    step()
+    of_method = {group["method"]: group["params"] for group in optimizer.param_groups}
+    (muon,) = (params for method, params in of_method.items() if "auxiliary" not in method)
+    assert {id(p) for p in muon} == {id(model[0].weight), id(model[1].weight)}
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+def test_what_is_added_to_a_model_is_trained_too(what: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, auxiliary_lr=1e-3)
+    added = nn.Parameter(torch.ones(4))
+    if what == "parameter":
+        model[1].register_parameter("added", added)
+    else:
+        model[1].add_module("inner", nn.ParameterList([added]))
+    (model(torch.ones(2, 4)).square().mean() + added.square().sum()).backward()
+    optimizer.step()
+    assert not torch.equal(added.detach(), torch.ones(4))
+    assert any("added" in row.parameter or "inner" in row.parameter for row in optimizer.report())
