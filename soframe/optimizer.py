@@ -171,6 +171,7 @@ class Optimizer(torch.optim.Optimizer):
             prefix = "auxiliary_" if name.startswith("auxiliary: ") else ""
             group = groups.get(name, {**_settings(self._moves[prefix]), "method": name})
             self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
+        self._grouped = self.preconditioner.placement
         self._find_balls()
 
     def _find_balls(self) -> None:
@@ -229,7 +230,9 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rebuilt = self.preconditioner.changed
+        # A step that raised may have made blocks anew, and left the groups as they were.
+        former = self._grouped is not self.preconditioner.placement
+        self._rebuilt = self.preconditioner.changed or former
         if self._rebuilt:
             stacks.require_own_step(self._model.parameters())
             # Every trainable parameter must be in a group when blocks are made anew.
@@ -332,8 +335,8 @@ class Optimizer(torch.optim.Optimizer):
                 moving.require_radii(state_dict[RADII].get(RADII), list(balls.values()))
 
         def common() -> str:
-            found = state_dict.get(RADII, {}).get(checksums.KEY, {})
-            return checksums.text(found)
+            sums = state_dict.get(RADII, {}).get(checksums.KEY, {})
+            return checksums.text(sums)
 
         agree(self.preconditioner.backend, check, common)
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
@@ -371,19 +374,19 @@ class Optimizer(torch.optim.Optimizer):
             each block ``"update_norm"``, how far its weights moved, in a step that takes norms: for
             this it keeps a copy of the weights while they move.
         """
-        found = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
+        metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
         moved = {name: float(norm) for name, norm in self._moved.items()}
-        for name, block in found["blocks"].items():
+        for name, block in metrics["blocks"].items():
             block["update_norm"] = moved.get(name)
-        known = set(moved) == set(found["blocks"])
-        found["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
+        known = set(moved) == set(metrics["blocks"])
+        metrics["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
         groups = {
             group["method"]: {name: group[name] for name in _settings(self._moves[""])}
             for group in self.param_groups
         }
         for group in groups.values():
             group["lr"] = float(group["lr"])
-        return {**found, "param_groups": groups}
+        return {**metrics, "param_groups": groups}
 
     def __repr__(self) -> str:
         groups = [
@@ -392,8 +395,8 @@ class Optimizer(torch.optim.Optimizer):
             + f", {len(group['params'])} parameter(s)\n"
             for group in self.param_groups
         ]
-        own = repr(self.preconditioner).replace("\n", "\n  ")
-        return f"{type(self).__name__}(\n{''.join(groups)}  preconditioner: {own}\n)"
+        preconditioner = repr(self.preconditioner).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n{''.join(groups)}  preconditioner: {preconditioner}\n)"
 
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""

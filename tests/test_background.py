@@ -41,6 +41,7 @@ class Late(Eigen):
 # -- what is put to use, and when ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["inverse", "orthogonal-iteration"])
 @pytest.mark.parametrize("stagger", [False, True, "solves"])
 @pytest.mark.parametrize("after", [1, 3, 6, "ready"])
@@ -71,6 +72,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_thread_changes_no_bit(runs, name, after):

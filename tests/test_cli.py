@@ -59,7 +59,7 @@ def failed(result, message):
 @pytest.mark.distributed
 def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
     out = succeeded(
-        soframe_command("demo", "--json", "--budget", 2, "--output", "plots", cwd=tmp_path)
+        soframe_command("demo", "--json", "--budget", 1, "--output", "plots", cwd=tmp_path)
     )
     read = json.loads(out)
     assert (read["processes"], read["seed"]) == (2, 0)
@@ -108,7 +108,7 @@ def test_train_prints_a_table_and_no_progress_off_a_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_options_of_train_reach_the_run(tmp_path):
+def test_the_options_of_train_reach_the_run(tmp_path, invoke):
     arguments = {
         "--workload": "digits-cnn",
         "--optimizer": "kfac",
@@ -130,7 +130,7 @@ def test_the_options_of_train_reach_the_run(tmp_path):
         "--tensorboard": "events",
     }
     flat = [item for pair in arguments.items() for item in pair]
-    run = json.loads(succeeded(soframe_command("train", "--json", *flat, cwd=tmp_path)))
+    run = json.loads(succeeded(invoke("train", "--json", *flat)))
     check_run(run)
     config = run["config"]
     own = ("workload", "optimizer", "lr", "momentum", "weight_decay", "schedule", "schedule_steps")
@@ -149,10 +149,10 @@ def test_the_options_of_train_reach_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_compare_runs_each_optimizer_and_strategy(tmp_path):
+def test_compare_runs_each_optimizer_and_strategy(tmp_path, invoke):
     names = "adamw,kfac,soframe:muon"
     options = ["--optimizers", names, "--strategies", "comm-opt,mem-opt", "--seconds", 0.2]
-    out = succeeded(soframe_command("compare", "--json", *options, cwd=tmp_path))
+    out = succeeded(invoke("compare", "--json", *options))
     read = json.loads(out)
     labels = [run["label"] for run in read["runs"]]
     assert labels == ["AdamW", "K-FAC, comm-opt", "K-FAC, mem-opt", "muon"]

@@ -359,6 +359,7 @@ def test_terms_that_count_are_a_batch_of_their_own(name: str, method: Any, sampl
         compare(one, found[1][key], str(key))
 
 
+@pytest.mark.slow
 def test_ignored_terms_under_monte_carlo() -> None:
     """The mean over draws tends to type-2's."""
     model, x, labels = fill(deep()), randn(3, 4, 3), torch.arange(12).reshape(3, 4) % 2

@@ -8,6 +8,7 @@ from benchmarks import derivatives
 from soframe.experiments.train import numerics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits-cnn", "norms"])
 def test_both_ways_are_timed_at_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(derivatives.SAMPLES, "digits-cnn", 16)

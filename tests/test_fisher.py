@@ -157,6 +157,7 @@ def test_factors_are_means_over_samples_where_the_hessian_differs(sizes: tuple[i
             compare(factors(own, str(layer))[1][0], g, f"G of {layer}")
 
 
+@pytest.mark.slow
 def test_monte_carlo_tends_to_type_2() -> None:
     model, data = fill(deep()), [(randn(4, 3), labels(4, classes=3))]
 

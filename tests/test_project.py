@@ -47,6 +47,7 @@ def test_runtime_dependencies_are_few() -> None:
     assert {name_of(r) for r in PROJECT["project"]["dependencies"]} == RUNTIME
 
 
+@pytest.mark.slow
 def test_import_needs_the_runtime_dependencies_only() -> None:
     command = [sys.executable, "-c", IMPORTED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -29,6 +29,7 @@ def counted(name: str, layers: int) -> tuple[float, float]:
     return operators(step), calls(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_a_layer_costs_no_more_calls_than_it_does(name: str) -> None:
     with numerics(1):
@@ -52,11 +53,12 @@ def test_what_is_counted() -> None:
         assert calls(forward) > 10
 
 
+@pytest.mark.slow
 def test_the_table_and_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kfac", None)  # as where it is not installed
     app = small_steps.typer.Typer()
     app.command()(small_steps.main)
-    shown = CliRunner().invoke(app, ["--turns", "2", "--json"])
+    shown = CliRunner().invoke(app, ["--turns", "1", "--json"])
     assert shown.exit_code == 0, shown.output
     rows = {row["name"]: row for row in json.loads(shown.stdout)}
     assert rows.keys() >= MOST.keys()

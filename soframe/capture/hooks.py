@@ -331,7 +331,7 @@ class Capture:
                 reached = torch.autograd.grad(
                     [output for output, _ in starts],
                     [edge for edge, _ in edges],
-                    grad_outputs=[own for _, own in starts],
+                    grad_outputs=[gradient for _, gradient in starts],
                     retain_graph=True,
                     allow_unused=True,
                 )

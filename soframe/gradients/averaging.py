@@ -179,21 +179,21 @@ class LocalGradients(AveragedGradients):
                 known.add(parameter)
                 self._home.fill(parameter)
         everywhere = [p for p in self._rest if p in known]
-        found: dict[Block, Tensor | None] = {}
+        to_direct: dict[Block, Tensor | None] = {}
         sums: list[tuple[int | None, Tensor]] = []
         for block, place in self._placed.items():
-            own = [p for p in self._of_block[block] if p in known]
+            known_parameters = [p for p in self._of_block[block] if p in known]
             if not block.active:
-                everywhere += own
-            elif own:
+                everywhere += known_parameters
+            elif known_parameters:
                 matrix = block.gradient()
                 assert matrix is not None
                 workers = place.gradient_workers
                 sums.append((workers[0] if len(workers) == 1 else None, matrix))
-                found[block] = matrix if self._backend.rank in workers else None
+                to_direct[block] = matrix if self._backend.rank in workers else None
         sums += [(None, gradient) for gradient in self._home.of(everywhere)]
         _average(self._backend, sums)
-        return found
+        return to_direct
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
         """See `AveragedGradients.spoken_for`: those whose first gradient worker this rank is."""
@@ -267,7 +267,7 @@ class ShardedGradients(AveragedGradients):
         Returns:
             See `AveragedGradients.raw`; of blocks that are not solved yet, too.
         """
-        found: dict[Block, Tensor | None] = {}
+        raw: dict[Block, Tensor | None] = {}
         splits: dict[Block, dict[str, Split]] = {}
         for block, place in self._placed.items():
             if not block.has_gradient:
@@ -275,7 +275,7 @@ class ShardedGradients(AveragedGradients):
             for parameter in self._of_block[block]:
                 if self._home.is_partial(parameter):
                     self._home.settle(parameter)
-            found[block] = None if block.shards else block.gradient()
+            raw[block] = None if block.shards else block.gradient()
             if block.shards:
                 parts = block.parts()
                 splits[block] = {
@@ -288,12 +288,14 @@ class ShardedGradients(AveragedGradients):
                     )
                     for name, shards in block.shards.items()
                 }
-        gather(self._backend, [s for own in splits.values() for s in own.values()], "gradients")
-        for block, own in splits.items():
-            wholes = {name: split.whole for name, split in own.items()}
+        gather(
+            self._backend, [s for by_name in splits.values() for s in by_name.values()], "gradients"
+        )
+        for block, by_name in splits.items():
+            wholes = {name: split.whole for name, split in by_name.items()}
             if self._backend.rank in self._placed[block].gradient_workers:
-                found[block] = block.assemble({n: w for n, w in wholes.items() if w is not None})
-        return found
+                raw[block] = block.assemble({n: w for n, w in wholes.items() if w is not None})
+        return raw
 
     def now(self) -> dict[Block, Tensor | None]:
         """See `AveragedGradients.now`: brought together as by `raw`; every rank must call."""

@@ -251,7 +251,7 @@ class LearningRates:
         groups = optimizer.param_groups
         self._sizes = [len(group["params"]) for group in groups]
         self._begin_groups(groups)
-        self._group_of = {id(p): i for i, own in enumerate(home.groups(optimizer)) for p in own}
+        self._group_of = {id(p): i for i, group in enumerate(home.groups(optimizer)) for p in group}
 
     def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups[len(self._initial) :]:

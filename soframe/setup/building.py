@@ -230,8 +230,8 @@ def build(
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
-    own = describe_settings(registration.blocks, *settings, background, refresh)
-    compare_ranks(backend, placement, own, first=first)
+    settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
+    compare_ranks(backend, placement, settings_of_rank, first=first)
     claims.claim(owner, modules, beside)
     backend.prepare(placement.groups())
     return registration, placement
@@ -413,15 +413,15 @@ def require_together(
         ValueError: If some ranks would not take part where the rows of a call are brought together,
             or if each would draw targets of its own.
     """
-    own = {id(parameter): name for name, parameter in dtensors.foreign(model)}
-    if own and draws:
+    foreign = {id(parameter): name for name, parameter in dtensors.foreign(model)}
+    if foreign and draws:
         raise ValueError(
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
-            f"tensor-parallel plan of {next(iter(own.values()))} have one batch together: pass "
+            f"tensor-parallel plan of {next(iter(foreign.values()))} have one batch together: pass "
             f"fisher='type-2', or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(id(p) in own for p in block.parameters.values()):
+        if not any(id(p) in foreign for p in block.parameters.values()):
             continue
         captured = [index for index, factor in enumerate(block.factors) if factor.captured]
         ranks = range(placement.world_size)

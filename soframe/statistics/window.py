@@ -130,9 +130,9 @@ class Statistics:
     def first(self) -> dict[str, str]:
         """For blocks that share an input in this window the first one; known if all are due."""
         together = self._capture.together
-        found = {} if together is None else together.first
+        first_of = {} if together is None else together.first
         of = self._block_of
-        return {of[a].name: of[b].name for a, b in found.items() if a in of and b in of}
+        return {of[a].name: of[b].name for a, b in first_of.items() if a in of and b in of}
 
     def _take(
         self,
@@ -172,10 +172,10 @@ class Statistics:
         if batch * shared == 0:
             return
         data = self._data(block, helper, rows, said)
-        own = _left(data, batch, shared)
+        data_left = _left(data, batch, shared)
         told = None if said is None else said.terms
         told = told if probe is None else probe.samples
-        samples = self._passes.enter(number, block.name, own, told, said)
+        samples = self._passes.enter(number, block.name, data_left, told, said)
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         each = None
@@ -187,7 +187,7 @@ class Statistics:
             self._loss_scales[number] = self._grad_scale()
         gathered = block.window.gathered if block in self.due else ()
         mine = [factor for factor in self._mine[block] if factor.name in gathered]
-        if not mine or own[1] == 0:
+        if not mine or data_left[1] == 0:
             return
         loss_scale = self._loss_scales[number]
         scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
@@ -225,13 +225,13 @@ class Statistics:
             )
         if said is None or said.rows is None:
             return None
-        found = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
-        if found is None:
+        is_data = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
+        if is_data is None:
             return None
-        if found[1] == "row" and rows.shape[2] == 1 and helper.unit == "sample":
-            found = (found[0], "sample")
+        if is_data[1] == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+            is_data = (is_data[0], "sample")
         if helper.unit is None or (
-            found[1] == "row" and (helper.unit != "row" or block.method.reduces)
+            is_data[1] == "row" and (helper.unit != "row" or block.method.reduces)
         ):
             self._passes.fail(
                 ValueError(
@@ -242,7 +242,7 @@ class Statistics:
                 )
             )
             return None
-        return found
+        return is_data
 
     def require_counted(self) -> None:
         """Check that the samples of the window could be counted; see `Passes.require_counted`."""
@@ -252,14 +252,14 @@ class Statistics:
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
-        found: dict[torch.device, list[Tensor]] = {}
+        diagonals_on: dict[torch.device, list[Tensor]] = {}
         for block in self._blocks:
             for name, total in block.window.sums.items():
                 diagonal = total.diagonal(dim1=-2, dim2=-1) if name in block.psd else total
                 diagonal = diagonal.reshape(-1)
-                found.setdefault(total.device, []).append(diagonal)
+                diagonals_on.setdefault(total.device, []).append(diagonal)
         # Together on one device: the host waits for it once.
-        each = [torch.cat(diagonals).isfinite().all() for diagonals in found.values()]
+        each = [torch.cat(diagonals).isfinite().all() for diagonals in diagonals_on.values()]
         return not each or bool(torch.stack([one.to(each[0].device) for one in each]).all())
 
     def weights(self) -> list[float]:
@@ -276,20 +276,20 @@ class Statistics:
         for block, place in self._placed:
             if block not in self.due:
                 continue
-            own = self._contribution(block)
+            contribution = self._contribution(block)
             if not place.contributors:
-                numbers += [own.input_weight, own.output_weight]
+                numbers += [contribution.input_weight, contribution.output_weight]
             else:
                 # On paper this rank speaks for those that contribute.
                 mine = block.captured if self._backend.on_paper else self._mine[block]
-                numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
-                numbers += [own.output_weight if mine else 0.0, own.input_weight]
+                numbers += [contribution.weight(f) if f in mine else 0.0 for f in block.captured]
+                numbers += [contribution.output_weight if mine else 0.0, contribution.input_weight]
             if block.unequal:
                 by_group = self._backend.on_paper or any(
                     factor.mean_over == "group rows" for factor in self._mine[block]
                 )
                 zeros = (0.0,) * block.shape.groups
-                numbers += (own.group_weights or zeros) if by_group else zeros
+                numbers += (contribution.group_weights or zeros) if by_group else zeros
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float) -> None:
@@ -320,12 +320,12 @@ class Statistics:
                 # Nobody used the block, it keeps its factors; all ranks know.
                 continue
             used.append((block, place))
-            own = self._contribution(block)
+            contributed = self._contribution(block)
             contributions[block] = {}
             for factor, divisor in zip(block.captured, divisors, strict=True):
                 if (total := block.window.take(factor.name)) is None:
                     continue
-                multiplier = own.of(factor) * self._scale.gradient_scale(factor, everybodys)
+                multiplier = contributed.of(factor) * self._scale.gradient_scale(factor, everybodys)
                 if factor.mean_over == "group rows":
                     shares = [multiplier / rows if rows > 0 else 0.0 for rows in reached[block]]
                     total.mul_(total.new_tensor(shares).view(-1, *(1 for _ in total.shape[1:])))

@@ -27,6 +27,10 @@ from soframe.testing.compare import compare
 
 SAMPLES = 12
 FEATURES = 4
+STEPS = 4
+"""Solves in the first and third; what a step before the last gets wrong shows in the last."""
+MIDDLE = 1
+"""Steps before a run is saved: the next takes data of the first solve, the one after solves."""
 ALL_CONTRIBUTE: tuple[Strategy | str, ...] = (
     "comm-opt",
     "mem-opt",
@@ -77,7 +81,7 @@ class Training:
     fisher: str = "empirical"
     passes: int = 1
     begin: int = 0
-    end: int = 6
+    end: int = STEPS
     state: dict[str, Any] | Path | None = None
     folder: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -189,7 +193,7 @@ def check_method(
             defined for no other.
         launch: Runs a function on ranks, see `Launch`; None for processes that are spawned here, to
             which the method must be picklable.
-        rtol: The largest relative error of the weights after six steps.
+        rtol: The largest relative error of the weights in the end.
         **options: Further settings of `soframe.Optimizer`.
 
     Raises:
@@ -207,8 +211,8 @@ def check_method(
         patterns = {name: copy.deepcopy(chosen) for name in ("first", "second", "twice", "head")}
         apart = train(0, 1, replace(one, method=patterns))  # type: ignore[arg-type]  # a mapping
         _same(apart, whole, f"{name}, an instance for each layer", rtol)
-        first = train(0, 1, replace(one, end=3))
-        resumed = train(0, 1, replace(one, begin=3, state=first.state))
+        first = train(0, 1, replace(one, end=MIDDLE))
+        resumed = train(0, 1, replace(one, begin=MIDDLE, state=first.state))
         _same(resumed, whole, f"{name}, resumed", 0.0)
         # Where statistics come from is the same under all strategies: two tell for other Fishers.
         here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
@@ -227,11 +231,12 @@ def check_method(
             fewest = min(*ranks, most // 2)
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "sharded"
-                half = replace(one, strategy=strategies[-1], end=3, folder=folder)
+                half = replace(one, strategy=strategies[-1], end=MIDDLE, folder=folder)
                 before = launch(_train_each, most, [half])
                 states = (before[0][0].state, folder)
                 go_on = [
-                    replace(one, strategy=strategies[0], begin=3, state=state) for state in states
+                    replace(one, strategy=strategies[0], begin=MIDDLE, state=state)
+                    for state in states
                 ]
                 after = launch(_train_each, fewest, go_on)
             for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
@@ -290,7 +295,7 @@ def _check_moves(name: str, trained: Trained) -> None:
     torch.manual_seed(0)
     for key, parameter in Net().double().named_parameters():
         moved = not torch.equal(trained.weights[key], parameter)
-        assert moved, f"{name}: {key} has not moved in six steps"
+        assert moved, f"{name}: {key} has not moved in {STEPS} steps"
 
 
 def _same(one: Trained, other: Trained, name: str, rtol: float) -> None:

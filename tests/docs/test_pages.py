@@ -1,5 +1,7 @@
 """The code in the documentation runs."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -7,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import Block, blocks
+from tests.distributed.harness import run_ranks
+from tests.docs.page import Block, blocks, main
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = Path(__file__).with_name("page.py")
@@ -20,7 +23,7 @@ PAGES = [ROOT / "README.md"] + [
 
 
 def run(page: Path, where: Path) -> subprocess.CompletedProcess[str]:
-    """Run a page in a process of its own, so that what it registers and starts ends with it."""
+    """Run a page as a reader may, by a new interpreter."""
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(RUNNER), str(page)]
     return subprocess.run(
@@ -28,15 +31,25 @@ def run(page: Path, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_here(rank: int, ranks: int, page: Path, where: Path) -> tuple[int, str]:
+    """Run a page in this process; return its status, and what it says in the end."""
+    os.environ |= {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    os.chdir(where)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(page)
+    return status, said.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_page(page: Path, tmp_path: Path) -> None:
+    """In a process of its own, so that what a page registers and starts ends with it."""
     if blocks(page.read_text(encoding="utf-8")):
-        done = run(page, tmp_path)
-        if done.returncode != 0:
-            error = (done.stderr.splitlines() or ["no message"])[-1]  # page, line and error
-            message = error.removeprefix(f"{ROOT}/")
-            pytest.fail(f"{message}\n{done.stdout}\n{done.stderr}", pytrace=False)
+        [(status, said)] = run_ranks(run_here, 1, page, tmp_path, backend=None)
+        if status != 0:
+            message = said.splitlines()[-1].removeprefix(f"{ROOT}/")  # page, line and error
+            pytest.fail(f"{message}\n{said}", pytrace=False)
 
 
 NESTED = """\

@@ -9,6 +9,7 @@ from soframe.experiments import clutter
 from soframe.experiments.workloads import workload
 
 
+@pytest.mark.slow
 def test_images_are_the_same_every_time_and_however_many_are_made() -> None:
     make = clutter.cluttered_digits.__wrapped__  # not what the cache has
     first, again, more = make(30, 10), make(30, 10), make(1040, 10)

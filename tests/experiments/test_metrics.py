@@ -54,6 +54,7 @@ def test_numbers_for_machines(found: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads(shown.stdout) == measured.scalars(found)
 
 
+@pytest.mark.slow
 def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Path) -> None:
     spectra, conditions, ages = measured.figure(found).axes
     names = ["0.A", "0.G", "2.A", "2.G"]

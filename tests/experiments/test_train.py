@@ -31,6 +31,7 @@ def losses(record):
     return [row.loss for row in record.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", CONFIGS)
 def test_the_same_seed_gives_the_same_trajectory(optimizer):
     config = CONFIGS[optimizer]
@@ -152,6 +153,7 @@ def test_the_trust_region_is_told_whether_a_step_has_all_examples():
     some.close()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_step_that_the_next_one_undoes():
     own = SGD.but(optimizer="trust-region", lr=1e25, steps=7, evaluate_every=1)
     record = train(SILENT, own)
@@ -271,6 +273,7 @@ def test_curves_report_the_whole_squared_error():
     assert state.rows[0].loss == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_transformer_reports_the_loss_on_held_out_modules():
     state = training.Run(SILENT, SGD.but(workload="byte-gpt", dtype="float32"))
     test = state.data.test
@@ -293,6 +296,7 @@ def test_ranks_draw_their_own_random_numbers():
     assert drawn(1, 0) == drawn(1, 0)
 
 
+@pytest.mark.slow
 def test_evaluations_use_running_statistics_and_leave_them_alone():
     state = training.Run(SILENT, SGD.but(workload="cluttered-digits:60", batch_size=20))
     state.take(2)
@@ -380,6 +384,7 @@ print(faults)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_freed_memory_is_kept_for_the_next_step():
     """Else each of its pages, 4000 here, is asked for again."""

@@ -54,6 +54,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> methods.Runs:
     return methods.Runs(tmp_path / "runs.json")
 
 
+@pytest.mark.slow
 def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'muon' was not tuned for 4 steps.*add --tune"):
         methods.report(["soap-muon"], [0], runs, 1)

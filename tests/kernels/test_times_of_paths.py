@@ -10,6 +10,7 @@ import torch
 from benchmarks import paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [1, 5])
 def test_every_path_is_timed(cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     threads = str(torch.get_num_threads())

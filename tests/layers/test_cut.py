@@ -99,6 +99,7 @@ def test_what_is_stored_with_its_inputs_first_has_its_outputs_first() -> None:
     assert torch.equal(packed[0], model[1].weight.grad.T)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("method", ["muon", Shampoo(epsilon=0.1)], ids=str)
 def test_ranks_and_micro_batches(method: Any) -> None:
     """Parts are as matrices are: micro-batches, instances, resumption, two ranks.

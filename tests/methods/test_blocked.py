@@ -119,6 +119,7 @@ def test_groups_of_a_layer_are_cut_each() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["shampoo", "soap"])
 def test_one_process(name: str) -> None:
     """Micro-batches, instances, resumption; and two ranks, sharded too."""

@@ -24,6 +24,7 @@ def test_one_process(name: str) -> None:
     check_method(name, ranks=())
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", METHODS)
 def test_two_ranks_are_one_process(name: str) -> None:
     """Where one rank makes the directions of a block, and where all do."""
@@ -31,6 +32,7 @@ def test_two_ranks_are_one_process(name: str) -> None:
     check_method(name, ranks=(2,), strategies=strategies, fishers=("empirical",), launch=run_ranks)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_ranks_are_one_process(name: str) -> None:
@@ -38,6 +40,7 @@ def test_ranks_are_one_process(name: str) -> None:
     check_method(name, ranks=(3, 4), fishers=("empirical",), launch=run_ranks)
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if of_other_fishers(name)])
 def test_another_fisher_on_ranks_is_one_process(name: str) -> None:

@@ -73,6 +73,7 @@ class TNT(Method):
         )
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("method", [Eva(), TNT()], ids=repr)
 def test_methods_know_no_counts(method: Method) -> None:
     """Nor do they guess a scale: degree and mean say it, in micro-batches and on ranks."""

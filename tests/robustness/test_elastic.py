@@ -21,17 +21,9 @@ def ends(folder: Path, ranks: int) -> list[tuple[int, Tensor]]:
     return [torch.load(folder / f"end-{ranks}-{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "death"),
-    [
-        ("comm-opt", Death(6, 1, "solve")),
-        ("sharded", Death(5, 1, "backward")),
-    ],
-    ids=["comm-opt in a solve", "sharded before the step"],
-)
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy, death):
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     (whole := tmp_path / "whole").mkdir()
-    plan = Plan(strategy)
+    plan, death = Plan("comm-opt"), Death(6, 1, "solve")
     undisturbed = run_ranks(train, 2, whole, plan)
     (folder := tmp_path / "killed").mkdir()
     done = torchrun(2, 1, folder, plan, death)
@@ -60,18 +52,9 @@ def test_fewer_ranks_go_on_from_the_checkpoint(tmp_path):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "trial",
-    [
-        Trial(0, "comm-opt", False, Death(10, 0, "save", signal.SIGKILL, 0.5)),
-        Trial(1, "sharded", True, Death(10, 1, "save", signal.SIGKILL, 0.3)),
-    ],
-    ids=[
-        "killed in a plain save",
-        "killed in a sharded save",
-    ],  # those that are stopped take minutes
-)
-def test_what_strikes_leaves_the_weights_of_the_undisturbed_run(tmp_path, trial):
+def test_what_strikes_leaves_the_weights_of_the_undisturbed_run(tmp_path):
+    """In a sharded save; `test_durable.py` is of plain ones, and ranks that stop take minutes."""
+    trial = Trial(1, "sharded", True, Death(10, 1, "save", signal.SIGKILL, 0.3))
     outcome = run_trial(trial, tmp_path, undisturbed=None)
     assert outcome.hit, outcome
     assert outcome.equal, outcome

@@ -121,6 +121,7 @@ def test_flipped_bits_of_a_file_are_errors_or_change_nothing():
     assert errors > FLIPS / 4  # what else there is in the file is torch's
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_a_sharded_checkpoint_are_errors_or_change_nothing(tmp_path):
     draw, errors, run = random.Random(2), 0, make()
     part = checkpoint.part(run.preconditioner)

@@ -29,6 +29,7 @@ from tests.state.test_resume import load, save, train, triangles
 # -- state -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "stagger"),
     [("eigen", False), ("inverse", True), (Lazy(Eigen(follows=True), tolerance=0.3), "solves")],

@@ -281,6 +281,7 @@ def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
         check_solver(solver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

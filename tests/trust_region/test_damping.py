@@ -150,6 +150,7 @@ print(int((denormal * 0.5 == 0).sum()))
 """
 
 
+@pytest.mark.slow
 def test_threads_that_start_meanwhile_keep_the_user_s_mode() -> None:
     """A thread has the mode of its maker, and nobody could set it back."""
     run = subprocess.run(

@@ -79,6 +79,7 @@ def train(
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

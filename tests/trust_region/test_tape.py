@@ -614,6 +614,7 @@ def test_whole_steps_are_those_of_the_plain_twin(inplace: bool) -> None:
     compare(found, steps_of(second, second, reuse_activations=False), "parameters")
 
 
+@pytest.mark.slow
 def test_compiled_models_run_as_they_are_written() -> None:
     """A compiled graph cannot be noted, and has no derivative along a direction."""
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 9)]
