@@ -357,7 +357,8 @@ def test_readouts_and_frozen_parameters() -> None:
     assert seen[0].predicted is not None
     assert seen[0].ratio is not None
     model.add_module("more", nn.Linear(3, 3).double())
-    own.step(closure)  # without a model
+    own.step(closure)
+    own.step(closure)  # neither has a model
     with pytest.raises(ValueError, match="is in no param group"):
         own.step(closure)
     own.close()
