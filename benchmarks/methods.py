@@ -150,6 +150,14 @@ CONTENDERS: Mapping[str, Contender] = {
     "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
     "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
     "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    # Without the correction of momentum's start: its first steps are short.
+    "soap, momentum first": Contender(
+        "soframe:momentum+soap",
+        {**_AVERAGED, "soap": {"betas": (0.0, 0.95)}},
+        every(10),
+        modules=WITHIN,
+        lrs=_SOAP,
+    ),
     "soap, pytorch_optimizer": Contender("soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP),
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
