@@ -446,8 +446,7 @@ class TrustRegion(torch.optim.Optimizer):
                 )
                 if compared:
                     fits.append(fit(self._loss, forward, len(closures)))
-                # The Fisher's passes go through checkpoints too.
-                with forward.tape.in_same_kernels():
+                with forward.tape.in_same_kernels():  # the Fisher's passes go through checkpoints
                     self._observe(forward.outputs, fits[-1] if compared else None, len(closures))
                 forward.backward()
             forwards.append(forward)
