@@ -391,7 +391,8 @@ class Capture:
             return
         inputs = tuple(helper.inputs(args, kwargs))
         if self.together is not None:
-            self.together.note(helper, inputs)
+            # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
+            self.together.note(helper, tuple(map(dtensors.local, inputs)))
         where, view = _lasting(output, inputs)
         if self.probing and not again:
             # What a checkpoint recomputes is reached through the graph of its first pass.
