@@ -7,7 +7,7 @@ the unbroken code fails the same tests, or if they cannot even be collected.
 Run it with `make mutants`, or, for some of them, `python -m tests.mutation.gate NAME...`
 """
 
-import os
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 900.0
 PASSED, FAILED = 0, 1  # pytest's exit codes; any other says that no verdict was reached
+LIBRARIES = ("torch", "torch.distributed", "torch._dynamo", "scipy.linalg", "sklearn.datasets")
 NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "build", "runs")
 
 
@@ -51,26 +52,40 @@ def load() -> list[Mutant]:
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> int | None:
-    """The exit code of pytest on `tests` in the project at `root`; None if it did not end."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["HYPOTHESIS_PROFILE"] = "verdict"
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, timeout=TIMEOUT, check=False
+class Runner:
+    """Runs tests of projects, see `runner.py`; a context, at whose end its process ends."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        script = str(Path(__file__).with_name("runner.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, script, *libraries],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    def run(self, root: Path, tests: Sequence[str]) -> int | None:
+        """The exit code of pytest on `tests` in the project at `root`; None if it did not end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"root": str(root), "tests": tests, "timeout": TIMEOUT}
+        self._process.stdin.write(f"{json.dumps(job)}\n")
+        self._process.stdin.flush()
+        code: int | None = json.loads(self._process.stdout.readline())
+        return code
 
 
-def verdict(root: Path, mutant: Mutant) -> str:
+def verdict(runner: Runner, root: Path, mutant: Mutant) -> str:
     """What became of a mutant in the project at `root`: "killed", "SURVIVED" or an error."""
     original = mutant.apply(root)
     try:
-        code = run_tests(root, mutant.tests)
+        code = runner.run(root, mutant.tests)
     finally:
         (root / mutant.file).write_text(original, encoding="utf-8")
     if code is None:
@@ -79,19 +94,21 @@ def verdict(root: Path, mutant: Mutant) -> str:
     return names.get(code, f"ERROR (pytest exit code {code}: no test ran)")
 
 
-def gate(mutants: Sequence[Mutant], root: Path = ROOT) -> bool:
+def gate(
+    mutants: Sequence[Mutant], root: Path = ROOT, libraries: Sequence[str] = LIBRARIES
+) -> bool:
     """Try every mutant on a copy of the project at `root`, print the verdicts; are all dead?"""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, Runner(libraries) as runner:
         copy = Path(scratch).resolve() / "project"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
         for tests in sorted({mutant.tests for mutant in mutants}):
-            if run_tests(copy, tests) != PASSED:
+            if runner.run(copy, tests) != PASSED:
                 print(f"ERROR: without any mutant these do not pass: {' '.join(tests)}")
                 return False
         dead = 0
         for mutant in mutants:
             start = time.monotonic()
-            answer = verdict(copy, mutant)
+            answer = verdict(runner, copy, mutant)
             dead += answer.startswith("killed")
             print(f"{mutant.name:<48} {answer} [{time.monotonic() - start:.0f} s]", flush=True)
     print(f"{dead} of {len(mutants)} mutants killed")

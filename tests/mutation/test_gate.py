@@ -38,7 +38,7 @@ def test_verdict(
     project: Path, find: str, replace: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (project / "double.py").read_text()
-    assert gate.gate([mutant(find, replace)], project) == (answer == "killed")
+    assert gate.gate([mutant(find, replace)], project, ()) == (answer == "killed")
     assert answer in capsys.readouterr().out
     assert (project / "double.py").read_text() == before
 
@@ -48,8 +48,19 @@ def test_tests_that_fail_without_a_mutant_are_an_error(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "test_double.py").write_text("def test_double():\n    assert False\n")
-    assert not gate.gate([mutant("2 *", "3 *")], project)
+    assert not gate.gate([mutant("2 *", "3 *")], project, ())
     assert "without any mutant" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tests_that_never_end_are_killed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes after them runs."""
+    with gate.Runner(()) as runner:
+        monkeypatch.setattr(gate, "TIMEOUT", 1.0)
+        endless = gate.verdict(runner, project, mutant("return 2 * x", "while True: pass"))
+        assert endless == "killed (the tests never ended)"
+        monkeypatch.setattr(gate, "TIMEOUT", 120.0)
+        assert runner.run(project, TESTS) == gate.PASSED
 
 
 def test_a_text_that_is_not_there_once_is_an_error(project: Path) -> None:
