@@ -28,10 +28,13 @@ KEEP = 0.9
 
 
 class AveragedModel:
-    """The mean of models along one direction each, by exponential weights."""
+    """The mean of models along one direction each, by exponential weights.
+
+    Sums stand for means: what they lack of a weight of one cancels in the quotient.
+    """
 
     def __init__(self) -> None:
-        self._mass = self._slope = self._curvature = self._length = 0.0
+        self._slope = self._curvature = self._length = 0.0
 
     def learn(self, model: Quadratic) -> None:
         """Let the model of a batch enter the mean.
@@ -40,12 +43,9 @@ class AveragedModel:
             model: Along one direction, undamped, with the direction's squared length.
         """
         assert model.lengths is not None
-        new = 1 - KEEP
-        self._mass = KEEP * self._mass + new
-        rate = new / self._mass
-        self._slope += rate * (model.slope.item() - self._slope)
-        self._curvature += rate * (model.curvature.item() - self._curvature)
-        self._length += rate * (model.lengths.item() - self._length)
+        self._slope = KEEP * self._slope + model.slope.item()
+        self._curvature = KEEP * self._curvature + model.curvature.item()
+        self._length = KEEP * self._length + model.lengths.item()
 
     def minimum(self, damping: float) -> float:
         """Return how far along its direction the damped mean is lowest.
@@ -61,7 +61,6 @@ class AveragedModel:
     def state(self) -> dict[str, float]:
         """Return what `load` needs."""
         return {
-            "mass": self._mass,
             "slope": self._slope,
             "curvature": self._curvature,
             "length": self._length,
@@ -73,7 +72,7 @@ class AveragedModel:
         Args:
             state: What `state` returned.
         """
-        self._mass, self._slope = state["mass"], state["slope"]
+        self._slope = state["slope"]
         self._curvature, self._length = state["curvature"], state["length"]
 
 
@@ -88,8 +87,6 @@ def check(state: Any) -> None:
     """
     good = isinstance(state, Mapping) and set(state) == set(AveragedModel().state())
     if not good or not all(isinstance(n, float) and math.isfinite(n) for n in state.values()):
-        raise ValueError(f"the state is damaged: the averaged model is {state!r}")
-    if not 0 <= state["mass"] <= 1 or state["length"] < 0:
         raise ValueError(f"the state is damaged: the averaged model is {state!r}")
 
 

@@ -199,7 +199,11 @@ def test_the_average_is_for_evaluation_alone() -> None:
         for attempt in (lambda: own.step(closure), own.state_dict, own.averaged().__enter__):
             with pytest.raises(RuntimeError, match="averaged"):
                 attempt()
+    own.step(closure)
     iterate = vector(model)
+    with own.averaged():
+        assert not torch.equal(vector(model), iterate)
+    assert torch.equal(vector(model), iterate)
     with pytest.raises(ZeroDivisionError), own.averaged():
         raise ZeroDivisionError
     assert torch.equal(vector(model), iterate)
