@@ -161,9 +161,7 @@ def clip(
         factors.append(norm_factor)
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     factor = factor.to(first.dtype)
-    if not every:
-        return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
-    if all(tensor.device == factor.device for tensor in every):
+    if every and all(tensor.device == factor.device for tensor in every):
         torch._foreach_mul_(every, factor)
     else:
         for tensor in every:
