@@ -63,6 +63,7 @@ REFUSED = {
     "norm_clip": "the quadratic model chooses the length of a step",
     "clip_lr": "the quadratic model chooses the length of a step",
     "optimizer": "it is an optimizer itself",
+    "pipeline": "it runs the whole model itself, and its parts are in other processes",
     "grad_scaler": "it runs the backward pass itself, of the loss as the closure returns it",
 }
 """Settings of a preconditioner that have no meaning here."""
