@@ -96,6 +96,7 @@ class Statistics:
         self._grad_scale = grad_scale
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
         self._part_of = {block: part_of(block) for block in blocks}
+        self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # which stage each pass is of
         self._everybodys = (0, 0)
         self._loss_scales: dict[int, float] = {}
@@ -182,7 +183,7 @@ class Statistics:
         told = None if said is None else said.terms
         told = told if probe is None else probe.samples
         samples = self._passes.enter(number, block.name, data_left, told, said)
-        self._parts.setdefault(number, self._part_of[block])
+        self._parts[number] = self._part_of[block]
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         each = None
@@ -374,8 +375,10 @@ class Statistics:
 
     def _passes_of(self, part: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
-        own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
         passes, samples = self._everybodys
+        if self._one_part and not passes:
+            return self._passes.samples
+        own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
         rest = samples - sum(own.values())
         for missing in range(passes - len(own)):
             own[-1 - missing] = rest if missing == 0 else 0
