@@ -72,8 +72,34 @@ def test_there_are_enough_and_some_are_unseen() -> None:
         assert suite.Results(name, 2.0, Path("nowhere")).trials.keys() == set(suite.PEERS)
 
 
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (1e-2, [3e-3, 1e-2, 3e-2]),
+        (0.1, [3e-3, 1e-2, 3e-2, 9e-2, 3e-1]),
+        (1e3, [3e-3, 1e-2, 3e-2, 9e-2, 3e-1, 9e-1]),  # no further than that
+        (1e-3, [3e-4, 9e-4, 3e-3, 1e-2, 3e-2]),
+    ],
+)
+def test_a_grid_goes_on_while_its_end_is_the_best(
+    monkeypatch: pytest.MonkeyPatch, best: float, tried: list[float]
+) -> None:
+    monkeypatch.setattr(suite, "RATES", {"adamw": (3e-3, 1e-2, 3e-2)})
+    monkeypatch.setattr(suite, "PEERS", ("adamw",))
+
+    def race(problem: str, seed: int, runs: dict[str, Any]) -> dict[str, suite.Curve]:
+        ((_, setting),) = runs.values()
+        return {"adamw": curve(99.0, 1.0 + abs(math.log(setting["lr"] / best)))}
+
+    monkeypatch.setattr(suite, "race", race)
+    trials: dict[str, list[Any]] = {}
+    suite.tune("vae", 2.0, trials, lambda: None)
+    assert sorted({setting["lr"] for setting, *_ in trials["adamw"]}) == tried
+
+
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "RATES", dict.fromkeys(suite.PEERS, (1e-2,)))
+    monkeypatch.setattr(suite, "FURTHER", 0)
     raced: list[Any] = []
     race = suite.race
 

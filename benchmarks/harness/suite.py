@@ -2,7 +2,8 @@
 
 Time is processor time of the steps, so that a busy machine slows nobody; data are drawn and losses
 evaluated outside of it. Every peer has a grid of its learning rate under a cosine that ends with
-the run, then the best rate constant, and with a cosine of half the time. AdamW's trial with the
+the run, which goes on while its end is the best, then the best rate constant, and with a cosine of
+half the time. AdamW's trial with the
 lowest loss is its setting, and that loss the target of the other peers' trials: theirs is the trial
 that is there first, or gets nearest. What was run is kept in JSON, so that an interrupted run goes
 on.
@@ -43,6 +44,8 @@ RATES: Mapping[str, tuple[float, ...]] = {
     "soap": (1e-3, 3e-3, 1e-2, 3e-2),
     "muon": (3e-3, 1e-2, 3e-2, 1e-1),
 }
+FURTHER = 3
+"""How many more are tried of a grid whose end is the best."""
 PEERS = tuple(RATES)
 
 
@@ -258,6 +261,13 @@ def tune(
     for peer in PEERS:
         for lr in RATES[peer]:
             attempt(peer, {"lr": lr, "schedule": "cosine"})
+        for _ in range(FURTHER):
+            lrs = sorted({setting["lr"] for setting, *_ in trials[peer]})
+            best = best_of(peer, trials)["lr"]
+            if best == lrs[-1]:
+                attempt(peer, {"lr": float(f"{math.sqrt(10) * best:.0e}"), "schedule": "cosine"})
+            elif best == lrs[0]:
+                attempt(peer, {"lr": float(f"{best / math.sqrt(10):.0e}"), "schedule": "cosine"})
         best = best_of(peer, trials)["lr"]
         for schedule in ("constant", "half"):
             attempt(peer, {"lr": best, "schedule": schedule})
