@@ -63,6 +63,7 @@ from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining
+from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
@@ -519,13 +520,14 @@ class Preconditioner(Joinable):
             reached=self._effect.said(self._statistics.due),
         ).over_ranks(self.backend)
         require_no_failure(self.backend, error, said.failed)
-        require_common(self.backend, common, said.common)
+        require_common(self.backend, common, said.common, HINTS)
         self._raw.agree(said.present)
         self._background.agree(said.waits)
         if said.changed:
             require_all_ranks(self.backend, said.changed)
             self._build()
             return self._agree()
+        self._weights.require_copies()
         if not said.bad_gradient and not said.bad_statistics:
             self._effect.require(self._statistics.due, said.reached)
         self.counters["skipped_updates"] += said.bad_gradient > 0
@@ -563,6 +565,7 @@ class Preconditioner(Joinable):
                 "solve_every": refresh.solve_every.at(step),
                 "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
+                **self._weights.common(),
             }
             optimizer: object = self._optimizer
             if isinstance(optimizer, AgreedSettings):
@@ -624,6 +627,7 @@ class Preconditioner(Joinable):
         self._placed, self.placement = placed, placement
         self._report = registration.report
         self._watch = Watch(self._model)
+        self._weights = Weights(registration.blocks, self.backend)
         if old:
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)
