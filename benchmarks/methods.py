@@ -8,14 +8,17 @@ Orthogonal methods train the matrices within the model; AdamW, of one learning r
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
 Learning rates fall along a line to zero. Tuning gives each method as many learning rates to try, on
 a seed of its own. The report trains Muon for `STEPS` steps; the target is the mean of its last
-held-out losses over the seeds. The others train for fewer steps, each time with a line of that
-length, as many of `LENGTHS` as it takes to have the target between two; the steps to the target are
-read off between these, from means over the seeds. Seconds are these steps times those of a
-step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
+held-out losses over the seeds. The others train for other numbers of steps, each time with a line
+of that length, as many of `LENGTHS` as it takes to have the target between two; the steps to the
+target are read off between these, from means over the seeds. Seconds are these steps times those of
+a step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
 the processor, which on an idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
-that was interrupted goes on where it was. Delete that file once code has changed.
+that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
+ranks what tuning has found, and trains nothing. ``--after 100`` compares losses after so many steps
+at the best learning rate that has been tried so far, and looks for no target. ``--apart 40`` says
+how far apart contenders are after so many steps of the same run: implementations of one method.
 """
 
 from __future__ import annotations
@@ -46,16 +49,17 @@ from soframe.experiments.train import Run, numerics, train
 from soframe.experiments.tuning import TUNING_SEED
 
 STEPS = 300
-LENGTHS = (210, 225, 240, 270, 300)
+LENGTHS = (210, 225, 240, 270, 300, 360, 450, 600)
 NEAR = 0.1
 """How far above the target a method may end that is drawn."""
 FIRST = 240
 """Which of them is tried first."""
+FAR = 0.3
+"""How far above the target a method ends after `STEPS` that is tried at the greatest length."""
 AUXILIARY_LR = 0.008
 TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
 _ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
-_CYCLES = 6  # of twenty steps, in which every contender is timed
-_TURN = 20
+_TURN = 20  # steps, after which the next contender is timed
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Contender:
         betas: Of optimizers that are no methods.
         modules: See `RunConfig`.
         lrs: What tuning tries.
+        rate_of: The contender whose tuned learning rate it has, where it is another implementation
+            of the same steps; it is not tuned by itself then.
     """
 
     optimizer: str
@@ -77,11 +83,12 @@ class Contender:
     betas: tuple[float, float] = (0.9, 0.95)
     modules: str | None = None
     lrs: Sequence[float] = (0.04, 0.03, 0.06, 0.02)
+    rate_of: str | None = None
 
     def config(self, lr: float, steps: int, seed: int) -> RunConfig:
         """Return a run of so many steps."""
         options = dict(self.options)
-        if self.optimizer == "muon":
+        if self.optimizer == "muon" or (self.optimizer == "soap" and self.modules is not None):
             options["adamw_lr"] = AUXILIARY_LR
         if self.optimizer.startswith("soframe:") and self.optimizer != "soframe:adamw":
             options["auxiliary_lr"] = AUXILIARY_LR
@@ -112,7 +119,10 @@ WITHIN = r"^layers\."
 """The modules within the model: for methods that would take embeddings and the head, too."""
 _SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
-_SOAP = (0.005, 0.01, 0.02, 0.04)
+_SOAP = (0.001, 0.002, 0.004, 0.008)
+_ADAM = (0.002, 0.004, 0.008, 0.016)
+_AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
+_CALLS: Mapping[str, Any] = {**every(10), "damping": "relative", "samples": "positions"}
 CONTENDERS: Mapping[str, Contender] = {
     "muon": Contender("soframe:muon"),
     "soap-muon, max_ratio=2": Contender("soframe:soap-muon", method=_SHORT, options=every(10)),
@@ -132,13 +142,31 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
     ),
     "normuon": Contender("soframe:normuon"),
-    "muon, pytorch_optimizer": Contender("muon", options={"published": True}),
+    # Their auxiliary AdamW has the averages of soframe's.
+    "muon, plain": Contender("muon", options={"adamw_betas": (0.9, 0.999)}, rate_of="muon"),
+    "muon, pytorch_optimizer": Contender(
+        "muon", options={"published": True, "adamw_betas": (0.9, 0.999)}, rate_of="muon"
+    ),
     "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
     "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
     "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    "soap, pytorch_optimizer": Contender("soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP),
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
-    "kfac-muon": Contender("soframe:kfac-muon", options=every(10)),
+    "kfac-muon": Contender("soframe:kfac-muon", options=_CALLS),
+    # What has no length of its own is given Adam's.
+    "kfac, at Adam's length": Contender(
+        "soframe:kfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
+    ),
+    "ekfac, at Adam's length": Contender(
+        "soframe:ekfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
+    ),
+    "shampoo, at Adam's length": Contender(
+        "soframe:momentum+shampoo+graft", _AVERAGED, every(10), modules=WITHIN, lrs=_ADAM
+    ),
+    "kl-shampoo": Contender(
+        "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
+    ),
     "adamw, all parameters": Contender("adamw", lrs=(0.001, 0.002, 0.004, 0.008)),
 }
 
@@ -190,12 +218,15 @@ def final_loss(config: RunConfig) -> float:
     return train(_ALONE, config).rows[-1].loss
 
 
-def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str, list[float]]:
+def seconds_of_steps(
+    names: Sequence[str], lrs: Mapping[str, float], cycles: int
+) -> dict[str, list[float]]:
     """Time steps of each in turns.
 
     Args:
         names: Contenders.
         lrs: Their learning rates.
+        cycles: How many turns of each are timed.
 
     Returns:
         For each the mean seconds of a step, cycle by cycle.
@@ -206,7 +237,7 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
             for name in names
         }
         times: dict[str, list[float]] = {name: [] for name in names}
-        for cycle in range(_CYCLES + 1):
+        for cycle in range(cycles + 1):
             for name, one in runs.items():
                 before = len(one.step_seconds)
                 for _ in range(_TURN):
@@ -220,7 +251,7 @@ def seconds_of_steps(names: Sequence[str], lrs: Mapping[str, float]) -> dict[str
 
 def tune(names: Sequence[str], runs: Runs, processes: int) -> None:
     """Try every learning rate of every contender that is not in the file yet."""
-    for name in names:
+    for name in dict.fromkeys(CONTENDERS[name].rate_of or name for name in names):
         tried = TUNED.scores(f"{STEPS} steps").get(name, {})
         lrs = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in tried]
         configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for lr in lrs]
@@ -259,11 +290,14 @@ def last_losses(
     elif reaches(STEPS):
         while not reaches(LENGTHS[index + 1]):
             index += 1
+    elif statistics.mean(losses[STEPS]) <= target + FAR or reaches(LENGTHS[-1]):
+        longer = LENGTHS[LENGTHS.index(STEPS) + 1 :]
+        next((length for length in longer if reaches(length)), None)
     return losses
 
 
 def report(
-    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int, cycles: int
 ) -> dict[str, Any]:
     """Train and time all contenders.
 
@@ -272,19 +306,22 @@ def report(
         seeds: Of the reported runs.
         runs: Those that have ended.
         processes: How many runs at a time.
+        cycles: See `seconds_of_steps`.
 
     Returns:
         The target, and by contender its learning rate, the losses by length, steps, the
         milliseconds of a step, and ratios to Muon's.
     """
     names = list(dict.fromkeys(("muon", *names)))
-    lrs = TUNED.best({name: CONTENDERS[name].lrs for name in names}, f"{STEPS} steps")
+    tuned = {name: CONTENDERS[name].rate_of or name for name in names}
+    best = TUNED.best({name: CONTENDERS[name].lrs for name in tuned.values()}, f"{STEPS} steps")
+    lrs = {name: best[of] for name, of in tuned.items()}
     muon = [CONTENDERS["muon"].config(lrs["muon"], STEPS, seed) for seed in seeds]
     losses = {"muon": {STEPS: runs.losses(muon, processes, "muon")}}
     target = statistics.mean(losses["muon"][STEPS])
     for name in names[1:]:
         losses[name] = last_losses(name, lrs[name], seeds, target, runs, processes)
-    times = seconds_of_steps(names, lrs)
+    times = seconds_of_steps(names, lrs, cycles)
     rows = {}
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
@@ -337,6 +374,93 @@ def table(found: Mapping[str, Any]) -> Table:
     return result
 
 
+def best_so_far(name: str) -> float:
+    """Return the best learning rate of a contender among those that have been tried.
+
+    Args:
+        name: The contender.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    of = CONTENDERS[name].rate_of or name
+    tried = TUNED.scores(f"{STEPS} steps").get(of)
+    if not tried:
+        raise ValueError(f"{of!r} has no learning rate that was tried: add --tune")
+    return TUNED.best({of: [float(lr) for lr in tried]}, f"{STEPS} steps")[of]
+
+
+def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float, float]]:
+    """Train contenders on the same batches, at the learning rate of the first.
+
+    Args:
+        steps: How many, of a run of `STEPS`.
+        names: Contenders.
+        seed: Of their runs.
+
+    Returns:
+        For each how far its weights are from those of the first, over how far these have moved, and
+        its held-out loss.
+    """
+    lr = best_so_far(names[0])
+    ends = {}
+    with numerics(threads=1):
+        for name in names:
+            one = Run(_ALONE, CONTENDERS[name].config(lr, STEPS, seed))
+            start = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach()
+            one.take(steps)
+            moved = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() - start
+            ends[name] = (moved, one._evaluate(steps).loss)
+            one.close()
+    first = ends[names[0]][0]
+    return {
+        name: (float((moved - first).norm() / first.norm()), loss)
+        for name, (moved, loss) in ends.items()
+    }
+
+
+def losses_after(
+    steps: int, names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+) -> dict[str, list[float]]:
+    """Train contenders for one number of steps, at the best rate of those that have been tried.
+
+    Args:
+        steps: How many.
+        names: Contenders.
+        seeds: Of their runs.
+        runs: Those that have ended.
+        processes: How many at a time.
+
+    Returns:
+        By contender and learning rate the last loss of each seed.
+
+    Raises:
+        ValueError: If none has been tried for one of them.
+    """
+    found = {}
+    for name in names:
+        lr = best_so_far(name)
+        configs = [CONTENDERS[name].config(lr, steps, seed) for seed in seeds]
+        found[f"{name}, lr {lr:g}"] = runs.losses(configs, processes, name)
+    return found
+
+
+def trials_table() -> Table:
+    """Return what tuning has found as a table, the least loss first."""
+    result = Table(title=f"Byte-level GPT, held-out losses of tuning after {STEPS} steps")
+    for header in ("place", "method", "lr", "loss", "lr: loss of the others"):
+        result.add_column(header, justify="left" if header == "method" else "right")
+    rows = []
+    for name, scores in TUNED.scores(f"{STEPS} steps").items():
+        finite = {float(lr): float("inf") if x is None else x for lr, x in scores.items()}
+        best = min(finite, key=finite.__getitem__)
+        others = [f"{lr:g}: {finite[lr]:.3f}" for lr in sorted(finite) if lr != best]
+        rows.append((finite[best], name, f"{best:g}", ", ".join(others)))
+    for place, (loss, name, lr, others) in enumerate(sorted(rows), start=1):
+        result.add_row(str(place), name, lr, f"{loss:.3f}", others)
+    return result
+
+
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """Draw the last losses of runs against their steps, and against their seconds.
 
@@ -370,7 +494,15 @@ def main(
     only: Annotated[str, typer.Option(help="Contenders, separated by semicolons.")] = "",
     tune_first: Annotated[bool, typer.Option("--tune", help="Tune them first.")] = False,
     tune_only: Annotated[bool, typer.Option("--tune-only", help="And no report.")] = False,
+    trials: Annotated[bool, typer.Option(help="Rank what tuning found, no more.")] = False,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
+    after: Annotated[
+        int | None, typer.Option(min=1, help="Train for so many steps alone, to no target.")
+    ] = None,
+    steps_apart: Annotated[
+        int | None, typer.Option("--apart", min=1, help="Compare weights after so many steps.")
+    ] = None,
+    cycles: Annotated[int, typer.Option(min=1, help="Of 20 steps that are timed.")] = 6,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
     ended: Annotated[
@@ -380,6 +512,11 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
     """Train until Muon's loss is reached, and say in how many steps and seconds."""
+    screen = console()
+    screen.width = max(screen.width, 120)
+    if trials:
+        screen.print(trials_table())
+        return
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
@@ -387,7 +524,17 @@ def main(
         tune(names, Runs(ended), processes)
     if tune_only:
         return
-    found = report(names, [int(seed) for seed in seeds.split(",")], Runs(ended), processes)
+    numbers = [int(seed) for seed in seeds.split(",")]
+    if steps_apart is not None:
+        for name, (distance, loss) in apart(steps_apart, names, numbers[0]).items():
+            screen.print(f"{name}: {distance:.1e} of the way apart, held-out loss {loss:.4f}")
+        return
+    if after is not None:
+        for name, each in losses_after(after, names, numbers, Runs(ended), processes).items():
+            seeds_said = ", ".join(f"{loss:.3f}" for loss in each)
+            screen.print(f"{name}: {seeds_said}; mean {statistics.mean(each):.3f}")
+        return
+    found = report(names, numbers, Runs(ended), processes, cycles)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if figure is not None:
@@ -396,8 +543,6 @@ def main(
         json.dump(found, sys.stdout, indent=1)
         print()
         return
-    screen = console()
-    screen.width = max(screen.width, 120)
     screen.print(table(found))
 
 

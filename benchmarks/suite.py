@@ -1,4 +1,4 @@
-"""The trust region on problems that nobody tuned it to, against tuned AdamW, SOAP and Muon.
+"""The trust regions on problems that nobody tuned them to, against tuned AdamW, SOAP and Muon.
 
     python benchmarks/suite.py                        # everything that is not in `--output` yet
     python benchmarks/suite.py pinn vae --fresh       # those two anew
@@ -31,10 +31,10 @@ def main(
     ] = None,
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
     optimizers: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(
-        (suite.TRUST_REGION, *suite.PEERS)
+        (*suite.OWN, *suite.PEERS)
     ),
     seconds: Annotated[float, typer.Option(help="Of the processor, for a peer's run.")] = 2.0,
-    longer: Annotated[float, typer.Option(help="Times that, for the trust region.")] = 2.0,
+    longer: Annotated[float, typer.Option(help="Times that, for the trust regions.")] = 2.0,
     unseen: Annotated[bool, typer.Option("--unseen", help="Also those kept for the end.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run the named optimizers anew.")] = False,
     tune_only: Annotated[bool, typer.Option("--tune-only", help="And no report.")] = False,
@@ -70,7 +70,7 @@ def main(
 
 def check(optimizers: Sequence[str], problems: Sequence[str]) -> None:
     """Check that there are such."""
-    if unknown := set(optimizers) - {suite.TRUST_REGION, *suite.PEERS}:
+    if unknown := set(optimizers) - {*suite.OWN, *suite.PEERS}:
         raise typer.BadParameter(f"no optimizer {min(unknown)!r} here")
     if unknown := set(problems) - set(PROBLEMS):
         raise typer.BadParameter(f"no problem {min(unknown)!r} here")
@@ -95,10 +95,13 @@ def show(made: list[suite.Row]) -> None:
     if not screen.is_terminal:
         screen.width = 140
     screen.print(table)
-    own = [row for row in made if row.optimizer == suite.TRUST_REGION]
-    for times in (1.0, 1.5, 2.0):
-        count = sum(row.all_within(times) for row in own)
-        screen.print(f"within {times:g} times AdamW's time on every seed: {count} of {len(own)}")
+    for name in suite.OWN:
+        own = [row for row in made if row.optimizer == name]
+        for times in (1.0, 1.5, 2.0) if own else ():
+            count = sum(row.all_within(times) for row in own)
+            screen.print(
+                f"{name} within {times:g} times AdamW's time on every seed: {count} of {len(own)}"
+            )
 
 
 if __name__ == "__main__":

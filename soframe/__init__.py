@@ -34,6 +34,7 @@ from soframe.solvers import Solver
 from soframe.specs import Cut, FactorSpec, Shards, TensorSpec
 from soframe.strategies import Placement, Strategy
 from soframe.trust_region.optimizer import TrustRegion
+from soframe.trust_region.stochastic import StochasticTrustRegion
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "Report",
     "Shards",
     "Solver",
+    "StochasticTrustRegion",
     "Strategy",
     "TensorSpec",
     "TrustRegion",

@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from soframe.blocks.block import Block
 from soframe.comm.agreement import gather_texts
 from soframe.preconditioner import Preconditioner
-from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
@@ -280,8 +279,8 @@ def _arrange(saved: dict[str, Any], blocks: list[Block], tensors: dict[str, Tens
 
 
 def _usable(header: dict[str, Any], block: Block) -> bool:
-    """Return whether the second-order data are there, and this solver's."""
-    return bool(header.get("solved")) and header["solver"] == describe(block.solver)
+    """Return whether the second-order data are there, and these solvers'."""
+    return bool(header.get("solved")) and state.same_solvers(header, block)
 
 
 def _writer(place: BlockPlacement, factor: int) -> int:

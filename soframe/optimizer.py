@@ -173,6 +173,7 @@ class Optimizer(torch.optim.Optimizer):
             prefix = "auxiliary_" if name.startswith("auxiliary: ") else ""
             group = groups.get(name, {**_settings(self._moves[prefix]), "method": name})
             self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
+        self._grouped = self.preconditioner.placement
         self._find_balls()
 
     def _find_balls(self) -> None:
@@ -231,7 +232,9 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rebuilt = self.preconditioner.changed
+        # A step that raised may have made blocks anew, and left the groups as they were.
+        former = self._grouped is not self.preconditioner.placement
+        self._rebuilt = self.preconditioner.changed or former
         if self._rebuilt:
             stacks.require_own_step(self._model.parameters())
             # Every trainable parameter must be in a group when blocks are made anew.

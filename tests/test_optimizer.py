@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
@@ -127,6 +129,32 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
         assert torch.equal(mine, own)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bases_are_a_methods_own_whatever_the_users_solver_is(
+    sharded: bool, tmp_path: Path
+) -> None:
+    """What SOAP keeps is in its bases, which no solver of the user's has made."""
+    settings = {**SETTINGS, "solve_every": 3}
+    model = text()
+    optimizer = soframe.Optimizer(model, "soap", solver="eigen", **settings)
+    train(optimizer, model, range(4))
+    weights = copy.deepcopy(model.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    part = checkpoint.part(optimizer.preconditioner)
+    checkpoint.save(tmp_path, {"preconditioner": part}, sharded=True)
+    train(optimizer, model, range(4, 8))
+    again = text()
+    again.load_state_dict(weights)
+    other = soframe.Optimizer(again, "soap", solver="inverse", damping="relative", **settings)
+    if sharded:
+        checkpoint.load(other.preconditioner, checkpoint.latest(tmp_path))
+    else:
+        other.load_state_dict(saved)
+    train(other, again, range(4, 8))
+    for mine, own in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, own)
+
+
 def test_states_of_others_are_refused_and_change_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "muon", **SETTINGS)
@@ -216,3 +244,49 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     assert untouched
     for block in untouched:  # its state has gone on
         assert block.state.updates == updates[block.name] + 2
+
+
+def test_groups_follow_blocks_that_a_step_made_before_it_raised() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    calls: list[int] = []
+
+    def damping(step: int) -> float:
+        """Raise when ranks agree once more, on the blocks that are new."""
+        calls.append(step)
+        if calls == [0, 1, 1]:
+            raise OSError("the file of settings cannot be read")
+        return 0.1
+
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, auxiliary_lr=1e-3, damping=damping)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(OSError, match="cannot be read"):
+        step()
+    step()
+    of_method = {group["method"]: group["params"] for group in optimizer.param_groups}
+    (muon,) = (params for method, params in of_method.items() if "auxiliary" not in method)
+    assert {id(p) for p in muon} == {id(model[0].weight), id(model[1].weight)}
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+def test_what_is_added_to_a_model_is_trained_too(what: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, auxiliary_lr=1e-3)
+    added = nn.Parameter(torch.ones(4))
+    if what == "parameter":
+        model[1].register_parameter("added", added)
+    else:
+        model[1].add_module("inner", nn.ParameterList([added]))
+    (model(torch.ones(2, 4)).square().mean() + added.square().sum()).backward()
+    optimizer.step()
+    assert not torch.equal(added.detach(), torch.ones(4))
+    assert any("added" in row.parameter or "inner" in row.parameter for row in optimizer.report())

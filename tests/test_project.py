@@ -147,7 +147,7 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
     # torch's own: a switch of its libraries, the memory of a parameter.
     switches = {
         ("twice.py", "library.enabled"),
-        ("optimizer.py", "p.data"),
+        ("passes.py", "p.data"),
         ("zero.py", "parameter.data"),
     }
     written = []

@@ -11,6 +11,7 @@ from harness import suite
 from harness.suite_problems import PROBLEMS
 from typer.testing import CliRunner
 
+import soframe
 from benchmarks import suite as command
 
 app = typer.Typer()
@@ -99,6 +100,21 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert raced == []
     once([0, 1])
     assert raced == [suite.TRUST_REGION, "adamw", "soap"]
+
+
+def test_the_stochastic_one_is_evaluated_at_its_average() -> None:
+    assert suite.entrants("pinn", suite.OWN) == [suite.TRUST_REGION]
+    assert suite.entrants("vae", suite.OWN) == [*suite.OWN]
+    task = PROBLEMS["norms"].make(0)
+    own = suite.optimizer_of(suite.STOCHASTIC, task, {})
+    assert isinstance(own, soframe.StochasticTrustRegion)
+    for _ in range(3):
+        own.step(next(task.closures))
+    iterates = float(task.evaluate())
+    with own.averaged():
+        expected = float(task.evaluate())
+    assert suite.evaluated(task, own) == expected != iterates
+    assert float(task.evaluate()) == iterates
 
 
 def test_what_there_is_not() -> None:

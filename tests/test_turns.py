@@ -188,6 +188,24 @@ def test_every_layer_takes_statistics_once_in_any_interval(
         assert due[step] == expected, step
 
 
+def test_blocks_that_take_no_statistics_leave_the_others_their_turns() -> None:
+    model = fill(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
+    own = preconditioner(
+        model, method={"[012]": "kfac"}, auxiliary="adamw", statistics_every=3, stagger=True
+    )
+    due = []
+    with closing(own):
+        for step in range(7):
+            model.zero_grad()
+            model(randn(4, 3, seed=step)).square().mean().backward()
+            due.append(sorted(block.name for block in own._statistics.due))
+            own.step()
+    assert due[0] == ["0", "1", "2"]
+    for step in range(1, 5):
+        assert sorted(itertools.chain(*due[step : step + 3])) == ["0", "1", "2"]
+        assert len(due[step]) == 1
+
+
 def test_the_moment_of_a_common_input_is_computed_once_at_its_turn(calls: list[Any]) -> None:
     model = fill(Heads())
     options = {"statistics_every": 3, "solve_every": 6, "stagger": True}

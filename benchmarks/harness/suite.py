@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from soframe.experiments.muon import MuonWithAdamW
 from soframe.experiments.requirements import require
 
 TRUST_REGION = "trust-region"
+STOCHASTIC = "stochastic"
+"""The trust region for mini-batches; it takes no part where every step has all data."""
+OWN = (TRUST_REGION, STOCHASTIC)
+"""Who has no learning rate."""
 TUNED = Path(__file__).parent / "suite"
 TUNING_SEED = 100
 EVALUATIONS = 40
@@ -111,10 +116,12 @@ def optimizer_of(name: str, task: Task, setting: Setting) -> torch.optim.Optimiz
     """Return an optimizer of a task's model.
 
     Args:
-        name: `TRUST_REGION` or one of `PEERS`.
+        name: One of `OWN` or of `PEERS`.
         task: The task.
-        setting: ``lr`` of a peer; of the trust region what differs from its defaults, if anything.
+        setting: ``lr`` of a peer; of `OWN` what differs from its defaults, if anything.
     """
+    if name == STOCHASTIC:
+        return soframe.StochasticTrustRegion(task.model, **setting)
     if name == TRUST_REGION:
         return soframe.TrustRegion(
             task.model, task.loss, **{"full_batch": task.full_batch, **setting}
@@ -163,7 +170,7 @@ def run(
                     first = group.setdefault("initial_lr", group["lr"])
                     group["lr"] = first * (0.5 + 0.5 * math.cos(math.pi * part))
             start = time.process_time()
-            if optimizer == TRUST_REGION:
+            if optimizer in OWN:
                 loss: torch.Tensor = own.step(closure)  # type: ignore[assignment, arg-type]
             else:
                 own.zero_grad()
@@ -178,15 +185,26 @@ def run(
             curve.steps += 1
             if not task.full_batch and curve.seconds >= due:
                 due = curve.seconds + every
-                torch.manual_seed(0)
-                curve.points.append((curve.seconds, curve.steps, float(task.evaluate())))
+                curve.points.append((curve.seconds, curve.steps, evaluated(task, own)))
             yield curve
-        torch.manual_seed(0)
-        curve.points.append((curve.seconds, curve.steps, float(task.evaluate())))
+        curve.points.append((curve.seconds, curve.steps, evaluated(task, own)))
         curve.counters = dict(getattr(own, "counters", {}))
     except Exception as error:  # a table says that an optimizer refuses a problem, and why
         curve.error = f"{type(error).__name__}: {error}"
         yield curve
+
+
+def evaluated(task: Task, optimizer: torch.optim.Optimizer) -> float:
+    """Return the loss over all data, of the averaged iterates where an optimizer has them.
+
+    Args:
+        task: The task.
+        optimizer: Its optimizer.
+    """
+    own = optimizer if isinstance(optimizer, soframe.StochasticTrustRegion) else None
+    torch.manual_seed(0)
+    with own.averaged() if own else nullcontext():
+        return float(task.evaluate())
 
 
 def race(
@@ -298,8 +316,9 @@ class Results:
         Args:
             seeds: Of the report.
             optimizers: Who takes part.
-            longer: How many times a peer's time the trust region has.
+            longer: How many times a peer's time those of `OWN` have.
         """
+        optimizers = entrants(self.problem, optimizers)
         if any(peer in PEERS for peer in optimizers):
             tune(self.problem, self.seconds, self.trials, self.save)
         for seed in seeds:
@@ -313,6 +332,17 @@ class Results:
             for name, curve in race(self.problem, seed, missing).items():
                 self.curves.setdefault(name, {})[str(seed)] = curve
                 self.save()
+
+
+def entrants(problem: str, optimizers: Sequence[str]) -> list[str]:
+    """Return those who take part in a problem.
+
+    Args:
+        problem: Which.
+        optimizers: Who would.
+    """
+    full = PROBLEMS[problem].make(0).full_batch
+    return [name for name in optimizers if not (full and name == STOCHASTIC)]
 
 
 def _read(path: Path, seconds: float) -> dict[str, Any]:
@@ -369,7 +399,7 @@ def rows(results: Results, seeds: Sequence[int], optimizers: Sequence[str]) -> l
     base = [results.curves["adamw"][str(seed)] for seed in seeds]
     targets = [curve.lowest for curve in base]
     own = [curve.reached(target) for curve, target in zip(base, targets, strict=True)]
-    for name in optimizers:
+    for name in entrants(results.problem, optimizers):
         curves = [results.curves[name][str(seed)] for seed in seeds]
         times = [curve.reached(target) for curve, target in zip(curves, targets, strict=True)]
         ratios = [

@@ -338,8 +338,8 @@ class Capture:
                 self._deliver(edges, reached)
                 if index == 0:
                     # What belongs to other forward passes waits for their probes.
-                    found: Sequence[Tensor | None] = reached  # None where there is no way
-                    pairs = list(zip(edges, found, strict=True))
+                    gradients: Sequence[Tensor | None] = reached  # None where there is no way
+                    pairs = list(zip(edges, gradients, strict=True))
                     self._edges = [edge for edge, gradient in pairs if gradient is None]
                     edges = [edge for edge, gradient in pairs if gradient is not None]
         finally:
@@ -391,7 +391,8 @@ class Capture:
             return
         inputs = tuple(helper.inputs(args, kwargs))
         if self.together is not None:
-            self.together.note(helper, inputs)
+            # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
+            self.together.note(helper, tuple(map(dtensors.local, inputs)))
         if any(map(dtensors.is_cut, trained)) and not all(
             map(dtensors.is_dtensor, (output, *inputs))
         ):
@@ -530,12 +531,12 @@ class Capture:
             if helper in self.idle and dtensors.is_dtensor(gradient):
                 gradient = dtensors.blank(gradient)
             gradient = dtensors.whole(gradient)
-            own = gradient if view is None else view.of(gradient)
+            of_output = gradient if view is None else view.of(gradient)
             if not zero.is_there():  # asked for every gradient of a step
-                self.sink(helper, inputs, own, number, self._probe, batch)
+                self.sink(helper, inputs, of_output, number, self._probe, batch)
                 return
             with zero.shaped(helper.module._parameters.values()):
-                self.sink(helper, inputs, own, number, self._probe, batch)
+                self.sink(helper, inputs, of_output, number, self._probe, batch)
 
 
 class _GradientHook:

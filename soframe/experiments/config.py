@@ -19,6 +19,8 @@ OPTIMIZERS: tuple[OptimizerName, ...] = (
 
 OWN = "soframe:"
 """What stands before the name of a method, as in ``"soframe:soap-muon"``."""
+AND = "+"
+"""What stands between the stages of a chain, as in ``"soframe:kfac+momentum+graft"``."""
 
 
 def method_of(optimizer: OptimizerName) -> str | None:
@@ -28,7 +30,8 @@ def method_of(optimizer: OptimizerName) -> str | None:
         optimizer: The name of an optimizer.
 
     Returns:
-        The name of the method; None for an optimizer of another kind.
+        The name of the method, or those of the stages of a chain with `AND` between them; None for
+        an optimizer of another kind.
 
     Raises:
         ValueError: If there is no such optimizer.
@@ -36,11 +39,12 @@ def method_of(optimizer: OptimizerName) -> str | None:
     if optimizer in OPTIMIZERS:
         return None
     methods = sorted(soframe.available("method"))
-    if optimizer.startswith(OWN) and (method := optimizer.removeprefix(OWN)) in methods:
-        return method
+    stages = optimizer.removeprefix(OWN)
+    if optimizer.startswith(OWN) and all(stage in methods for stage in stages.split(AND)):
+        return stages
     raise ValueError(
-        f"no optimizer {optimizer!r}; there are: {', '.join(OPTIMIZERS)}; and {OWN} with a method: "
-        f"{', '.join(methods)}"
+        f"no optimizer {optimizer!r}; there are: {', '.join(OPTIMIZERS)}; and {OWN} with a method, "
+        f"or several as stages with {AND} between them: {', '.join(methods)}"
     )
 
 
@@ -65,9 +69,10 @@ class RunConfig:
             library's defaults.
         options: Further arguments of the optimizer, where it is "trust-region", soframe's of a
             method, or a peer.
-        method: Arguments of the method, where the optimizer is soframe's of a method.
-        modules: A pattern on names of modules, where the optimizer is soframe's of a method: only
-            what is within these is for the method. All that it suits if None.
+        method: Arguments of the method, where the optimizer is soframe's of a method; of a chain
+            those of each stage by its name.
+        modules: A pattern on names of modules, where the optimizer is soframe's of a method, or
+            "soap": only what is within these is for it. All that it suits if None.
         targets: Training losses to reach, descending; the workload's if None.
         seconds: Training stops at the first evaluation after so many seconds of training.
         steps: Training stops after so many steps.

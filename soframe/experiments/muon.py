@@ -73,7 +73,29 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-lr * scale)
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each of parameters of its own, as one.
+
+    Args:
+        *parts: The optimizers.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        every = [p for part in parts for group in part.param_groups for p in group["params"]]
+        super().__init__(every, {})
+        # The parts' own: what changes a learning rate here changes it there.
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    # As above.
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Updates everything."""
+        assert closure is None, "the training loop calls backward itself"
+        for part in self.parts:
+            part.step()
+
+
+class MuonWithAdamW(Together):
     """The usual treatment: hidden matrices by Muon, all else by AdamW.
 
     Args:
@@ -81,6 +103,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         lr: Of Muon.
         momentum: Of Muon.
         adamw_lr: Of AdamW.
+        adamw_betas: Of AdamW.
         weight_decay: Of both.
     """
 
@@ -90,25 +113,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         adamw_lr: float = 3e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
     ) -> None:
         matrices, others = split(model)
-        self.parts = (
+        super().__init__(
             Muon(matrices, lr, momentum, weight_decay),
             torch.optim.AdamW(
-                others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+                others, lr=adamw_lr, betas=adamw_betas, weight_decay=weight_decay, fused=True
             ),
         )
-        super().__init__([*matrices, *others], {})
-        # Both parts' own: what changes a learning rate here changes it there.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    # As above.
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates everything."""
-        assert closure is None, "the training loop calls backward itself"
-        for part in self.parts:
-            part.step()
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

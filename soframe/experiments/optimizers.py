@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import soframe
-from soframe.experiments.config import RunConfig, method_of
-from soframe.experiments.muon import MuonWithAdamW, split
+from soframe.experiments.config import AND, RunConfig, method_of
+from soframe.experiments.muon import MuonWithAdamW, Together, split
 from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
+from soframe.methods import Chain
+from soframe.registry import first_match
 
 
 def build_optimizer(
@@ -30,7 +32,7 @@ def build_optimizer(
         The optimizer; SGD with Nesterov momentum for "sgd" and "kfac" alike.
     """
     if name := method_of(config.optimizer):
-        method = soframe.available("method")[name](**config.method)
+        method = _method(name, config.method)
         return soframe.Optimizer(
             model,
             method if config.modules is None else {config.modules: method},
@@ -42,6 +44,24 @@ def build_optimizer(
     if config.optimizer == "trust-region":
         return _trust_region(model, config, full_batch)
     return _BUILDERS.get(config.optimizer, _sgd)(model, config)
+
+
+def _method(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return a method.
+
+    Args:
+        name: What `method_of` returns.
+        arguments: Its arguments; of a chain those of each stage by its name.
+
+    Raises:
+        ValueError: If there are arguments of what is no stage of the chain.
+    """
+    stages, known = name.split(AND), soframe.available("method")
+    if len(stages) == 1:
+        return known[name](**arguments)
+    if unknown := [stage for stage in arguments if stage not in stages]:
+        raise ValueError(f"method= has arguments of {unknown[0]!r}, which is no stage of {name!r}")
+    return Chain(tuple(known[stage](**arguments.get(stage, {})) for stage in stages))
 
 
 def _sgd(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
@@ -88,28 +108,63 @@ def _muon(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 
 def _published_muon(
-    model: nn.Module, lr: float, momentum: float, adamw_lr: float = 3e-3, weight_decay: float = 0.0
+    model: nn.Module,
+    lr: float,
+    momentum: float,
+    adamw_lr: float = 3e-3,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """`MuonWithAdamW` as pytorch_optimizer has it, which orthogonalises in bfloat16."""
     (package,) = require("pytorch_optimizer")
     matrices, others = split(model)
     hidden = {"params": matrices, "lr": lr, "momentum": momentum, "use_muon": True}
-    outer = {"params": others, "lr": adamw_lr, "betas": (0.9, 0.95), "eps": 1e-8, "use_muon": False}
-    groups = [{**group, "weight_decay": weight_decay} for group in (hidden, outer)]
+    outer = {"params": others, "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": 1e-8}
+    groups = [{**g, "weight_decay": weight_decay} for g in (hidden, {**outer, "use_muon": False})]
     made: torch.optim.Optimizer = package.Muon(groups)
     return made
 
 
 def _soap(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     (package,) = require("pytorch_optimizer")
+    options = dict(config.options)
+    adamw_lr = options.pop("adamw_lr", None)
+    inner: list[nn.Parameter] = list(model.parameters())
+    outer: list[nn.Parameter] = []
+    if config.modules is not None:
+        inner, outer = _within(model, config.modules)
+        if adamw_lr is None:
+            raise ValueError("modules= leaves parameters to AdamW: pass options['adamw_lr']")
+    elif adamw_lr is not None:
+        raise ValueError("options['adamw_lr'] is for what modules= leaves to AdamW: pass modules=")
     made: torch.optim.Optimizer = package.SOAP(
-        model.parameters(),
-        lr=config.lr,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        **config.options,
+        inner, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, **options
     )
-    return made
+    if not outer:
+        return made
+    rest = torch.optim.AdamW(outer, lr=adamw_lr, weight_decay=config.weight_decay, fused=True)
+    return Together(made, rest)
+
+
+def _within(model: nn.Module, pattern: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split parameters as `soframe.Optimizer` does by a pattern on names of modules.
+
+    Args:
+        model: The model.
+        pattern: Of the names, or of those of classes.
+
+    Returns:
+        Those of modules that match, and all others.
+    """
+    matching = {
+        id(parameter)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if first_match([pattern], name, type(module).__name__) is not None
+    }
+    every = list(model.parameters())
+    inner = [parameter for parameter in every if id(parameter) in matching]
+    return inner, [parameter for parameter in every if id(parameter) not in matching]
 
 
 def _shampoo(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

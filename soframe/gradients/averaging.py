@@ -101,8 +101,8 @@ class AveragedGradients:
 
     def now(self) -> dict[Block, Tensor | None]:
         """Return what their home holds for the blocks that are solved and have any gradient."""
-        own = {block: block.gradient() for block in self._placed if block.active}
-        return {block: gradient for block, gradient in own.items() if gradient is not None}
+        held = ((block, block.gradient()) for block in self._placed if block.active)
+        return {block: gradient for block, gradient in held if gradient is not None}
 
     def spoken_for(self, blocks: Collection[Block]) -> list[Block]:
         """Return the blocks whose gradients this rank counts in what `total` adds up.

@@ -8,8 +8,6 @@ the first sum consists of that call alone, as it does with one backward pass per
 
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -108,20 +106,23 @@ class Together:
 
     def __init__(self) -> None:
         self.first: dict[LayerHelper, LayerHelper] = {}
-        self._last: tuple[Hashable, list[weakref.ref[Tensor]], LayerHelper] | None = None
+        self._last: tuple[Hashable, tuple[StorageWeakRef, ...], LayerHelper] | None = None
 
     def note(self, helper: LayerHelper, inputs: Sequence[Tensor]) -> None:
         """Take note of a call.
 
         Args:
             helper: The helper of the module that is called.
-            inputs: What it is called with.
+            inputs: What it is called with; of distributed tensors this rank's parts.
         """
         key, last = helper.input_key(), self._last
-        if last is not None and key is not None and key == last[0]:
-            before, first = [ref() for ref in last[1]], last[2]
-            if len(before) == len(inputs) and all(map(operator.is_, before, inputs)):
-                if helper is not first:
-                    self.first.setdefault(helper, first)
-                return
-        self._last = (key, [weakref.ref(x) for x in inputs], helper)
+        if key is None:
+            self._last = None
+            return
+        now = (key, content(inputs))
+        if last is not None and last[0] == now:
+            first = last[2]
+            if helper is not first:
+                self.first.setdefault(helper, first)
+            return
+        self._last = (now, memory(inputs), helper)

@@ -141,7 +141,7 @@ class Refresh:
         ]
 
     def learn(self, placed: PlacedBlocks, window: Statistics, step: int) -> None:
-        """Learn what statistics cost, from a window in which all blocks took them.
+        """Learn what statistics cost, from a window in which all blocks took them that ever do.
 
         Where ranks saw different layers share an input, none is taken to be shared.
 
@@ -152,7 +152,8 @@ class Refresh:
         """
         every = self.statistics_every.at(step)
         blocks = placed.blocks
-        if self.stagger is not True or every == 1 or len(window.due) < len(blocks):
+        captured = {block for block in blocks if block.captured}
+        if self.stagger is not True or every == 1 or window.due < captured:
             return
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}

@@ -352,8 +352,9 @@ def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
         raise ValueError(f"the state is truncated: block {name!r} has factors {sorted(factors)}")
     for factor, tensor in factors.items():
         _check_tensor(f"factor {factor} of block {name!r}", tensor, wanted[factor])
+    _check_kept(name, saved, block)
     second_order = _mapping(f"second-order data of block {name!r}", saved["second_order"])
-    if saved["solver"] != describe(block.solver):
+    if not same_solvers(saved, block):
         return
     if second_order and set(second_order) != set(block.tensors):
         raise ValueError(f"the state is truncated: second-order data of block {name!r}")
@@ -364,12 +365,29 @@ def _check_tensors(name: str, saved: Mapping[Any, Any], block: Block) -> None:
         for tensor_name, spec in specs.items():
             what = f"{tensor_name} of factor {factor} of block {name!r}"
             _check_tensor(what, tensors[tensor_name], spec.shape)
+
+
+def _check_kept(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     kept = _mapping(f"state of block {name!r}", saved.get("state", {}))
     if set(kept) != (set(block.states) if saved.get("updates", 0) else set()):
         raise ValueError(f"the state is truncated: block {name!r} keeps {sorted(kept)}")
     for tensor_name, tensor in kept.items():
         what = f"{tensor_name} of block {name!r}"
         _check_tensor(what, tensor, block.states[tensor_name].shape)
+
+
+def same_solvers(saved: Mapping[Any, Any], block: Block) -> bool:
+    """Return whether the second-order data of a block in a state are those of its solvers now.
+
+    A method that chooses all solvers itself has the same ones, whatever the user's solver is: what
+    it keeps in a basis would be lost with the basis.
+
+    Args:
+        saved: The block's part of the state, of the same method.
+        block: The block.
+    """
+    asked = any(solver is block.solver for _, _, solver in block.solved_here)
+    return not asked or bool(saved["solver"] == describe(block.solver))
 
 
 def masses_of(saved: Mapping[Any, Any], block: Block) -> dict[str, tuple[float, ...]]:
@@ -475,7 +493,7 @@ def load_blocks(state: Mapping[str, Any], placed: PlacedBlocks) -> None:
     for block, place in placed:
         saved = state["blocks"][block.name]
         load_factors(block, saved, place, rank)
-        data = saved["second_order"] if saved["solver"] == describe(block.solver) else {}
+        data = saved["second_order"] if same_solvers(saved, block) else {}
         index_of = {factor.name: index for index, factor in enumerate(block.factors)}
         mine = {
             factor: {name: _own(tensor, block) for name, tensor in tensors.items()}

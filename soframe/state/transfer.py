@@ -29,8 +29,8 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [(m._parameters, name) for m in model.modules() for name in m._parameters]
-        self._children = [m._modules for m in model.modules() if m._modules]
+        self._slots = [module._parameters for module in model.modules()]
+        self._children = [module._modules for module in model.modules()]
         self._sharded = dtensors.units(model)
         self._seen = self._look()
 
@@ -43,13 +43,13 @@ class Watch:
     def parameters(self) -> list[nn.Parameter]:
         """Return what the known places hold now: a walk through the modules takes longer."""
         dtensors.reshard(self._sharded)  # what was gathered for a pass has nothing to say
-        return [p for slots, name in self._slots if (p := slots.get(name)) is not None]
+        return [p for slots in self._slots for p in slots.values() if p is not None]
 
     def changed(self) -> bool:
         """Return whether the model, or who has its gradients, has changed since it was registered.
 
-        A parameter may have been frozen, thawed or replaced, a module exchanged, and DeepSpeed's
-        ZeRO may have taken the gradients over.
+        A parameter may have been frozen, thawed, replaced or added, a module exchanged or added,
+        and DeepSpeed's ZeRO may have taken the gradients over.
         """
         return self._look() != self._seen
 

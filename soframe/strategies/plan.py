@@ -140,9 +140,8 @@ def traffic(
             _count(phases, "agree", [ITEM_BYTES[active[0][0].dtype]] * ("norm" in clips))
         if local is not None:
             _count(phases, "gradients", _averages(active, local, fused))
-            # One inner product, in the dtype of the first block that is preconditioned.
-            clip = [ITEM_BYTES[active[0][0].dtype]] if active and local.kl_clip else []
-            _count(phases, "agree", clip)
+            # One inner product, in float64 whatever the dtype of the blocks is.
+            _count(phases, "agree", [_AGREED_BYTES] * bool(active and local.kl_clip))
     total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
     return {**phases, "total": total}
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from soframe.comm import Backend
 from soframe.comm.agreement import add_over_ranks, mean_over_ranks, require_no_failure
 from soframe.derivatives.forward import Forward
 from soframe.derivatives.twice import Direction
-from soframe.losses.base import Loss
-from soframe.preconditioner import Preconditioner
 from soframe.trust_region.groups import slope_and_metric
 from soframe.trust_region.quadratic import Quadratic, curvature_along
 
@@ -41,12 +40,13 @@ class ExactModel:
     """Quadratic models of the loss of a model.
 
     Args:
-        preconditioner: Whose ranks these are.
-        loss: The declared loss.
+        backend: The ranks that it is of.
+        isotropic: Whether the loss's Hessian in the output may be a multiple of the identity: see
+            `soframe.trust_region.quadratic.curvature_along`.
     """
 
-    def __init__(self, preconditioner: Preconditioner, loss: Loss) -> None:
-        self._preconditioner, self._loss = preconditioner, loss
+    def __init__(self, backend: Backend, *, isotropic: bool = False) -> None:
+        self._backend, self._isotropic = backend, isotropic
         self._verified = False
 
     def along(
@@ -78,7 +78,7 @@ class ExactModel:
                 forwards,
                 objective.parameters,
                 directions,
-                isotropic=self._loss.isotropic,
+                isotropic=self._isotropic,
             )
         curvature = self._mean(own)
         self._require_no_failure(curvature, error)
@@ -131,9 +131,8 @@ class ExactModel:
         """Raise on every rank if one has an error; asked only where numbers are not finite."""
         if bool(numbers.isfinite().all()):
             return
-        backend = self._preconditioner.backend
-        (failed,) = add_over_ranks(backend, [float(bool(errors))])
-        require_no_failure(backend, errors[0] if errors else None, failed)
+        (failed,) = add_over_ranks(self._backend, [float(bool(errors))])
+        require_no_failure(self._backend, errors[0] if errors else None, failed)
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        return mean_over_ranks(self._preconditioner.backend, tensor)
+        return mean_over_ranks(self._backend, tensor)

@@ -36,11 +36,10 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.damping.adaptive import AdaptiveDamping
-from soframe.damping.policies import APART, DampingChoice, adopted
+from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
-from soframe.derivatives.tape import Tape
 from soframe.derivatives.twice import Direction
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
@@ -54,13 +53,13 @@ from soframe.trust_region.declared import (
     fit,
     numbers,
     require_agreement,
-    require_graph,
-    require_only_through,
 )
 from soframe.trust_region.exact import ExactModel, Objective
+from soframe.trust_region.initial import best_damping
 from soframe.trust_region.lengths import Lengths
 from soframe.trust_region.memory import Memory
 from soframe.trust_region.parts import Parts
+from soframe.trust_region.passes import closures_of, first_pass, moved
 from soframe.trust_region.proposals import LAST, Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import OnStep, Readout
@@ -72,14 +71,6 @@ SAID = 4
 
 MOST_DAMPINGS = 60
 """Raises of the damping in one step, until a promise can be believed."""
-
-TRIES = 10
-"""Dampings that are tried either way, before the first step."""
-
-BETTER = 2.0
-"""How many times as much a damping must bring to be begun with in place of the last one. What
-brings most in one step is not what brings most in a hundred: on CURVES the lower dampings that this
-passes over took a third more steps."""
 
 ROSE = "the objective rose"
 """Why most updates are undone."""
@@ -253,7 +244,7 @@ class TrustRegion(torch.optim.Optimizer):
         adaptive = own if isinstance(own, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self.preconditioner, built)
+        self._exact = ExactModel(self.preconditioner.backend, isotropic=built.isotropic)
         self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
         self.readout: Readout | None = None
@@ -449,20 +440,14 @@ class TrustRegion(torch.optim.Optimizer):
         fits: list[Fit] = []
         total = 0.0
         for closure in closures:
-            replay = Replay(self._model)
-            tape = Tape(replay.devices, reuse=self._reuse)
             with torch.enable_grad():
-                outputs, loss = self._outputs.of(closure, tape)
-                require_graph(outputs, loss)
-                gradients = torch.autograd.grad(
-                    loss, outputs, create_graph=True, materialize_grads=True
+                forward, loss = first_pass(
+                    self._model, self._outputs, closure, parameters, reuse=self._reuse
                 )
-                require_only_through(outputs, loss, parameters)
-                forward = Forward(closure, replay, outputs, gradients, tape)
                 if compared:
                     fits.append(fit(self._loss, forward, len(closures)))
-                with tape.in_same_kernels():  # the Fisher's passes go through checkpoints too
-                    self._observe(outputs, fits[-1] if compared else None, len(closures))
+                with forward.tape.in_same_kernels():  # the Fisher's passes go through checkpoints
+                    self._observe(forward.outputs, fits[-1] if compared else None, len(closures))
                 forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
@@ -541,7 +526,6 @@ class TrustRegion(torch.optim.Optimizer):
         step brings is measured, since with too little damping any model promises much.
         """
         parameters, gradients = objective.parameters, objective.gradients
-        before = [p.data for p in parameters]
         own = self._own_damping
         decay = groups.mean_decay(self.param_groups)
 
@@ -557,29 +541,13 @@ class TrustRegion(torch.optim.Optimizer):
             if not model.finite():
                 return math.inf
             update = combine(parameters, directions, model.minimise() * lr)
-            try:
-                # In other memory: what the pass has computed with must stay as it was.
-                for p, old, moved in zip(parameters, before, update, strict=True):
-                    p.data = old + moved
+            with moved(parameters, update):
                 found = self._evaluate((one.closure, one.replay) for one in forwards)
                 penalty = groups.penalty(zip(parameters, objective.decays, strict=True))
-            finally:
-                for p, old in zip(parameters, before, strict=True):
-                    p.data = old
             return found + penalty if math.isfinite(found) else math.inf
 
         start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
-        best = self.damping.at(0)
-        least = after(best)
-        for factor in (1 / APART, APART):
-            first = best
-            for _ in range(TRIES):
-                found = after(best * factor)
-                if not start - found > BETTER * max(0.0, start - least):
-                    break
-                best, least = best * factor, found
-            if best != first:
-                break
+        best = best_damping(self.damping.at(0), start, after)
         self.damping.begin(best)
         proposal(self.damping.at(0))
 
@@ -913,24 +881,3 @@ class TrustRegion(torch.optim.Optimizer):
 def without_last(names: Sequence[str]) -> list[str]:
     """Return the names of directions before the last update's, which come at the end."""
     return [name for name in names if name != LAST]
-
-
-def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
-    """Return what a step runs, as a list.
-
-    Args:
-        closure: A closure, or several.
-
-    Returns:
-        At least one.
-
-    Raises:
-        TypeError: If there is none, or one cannot be called.
-    """
-    closures = list(closure) if isinstance(closure, Sequence) else [closure]
-    if not closures or not all(map(callable, closures)):
-        raise TypeError(
-            f"TrustRegion.step takes a closure that returns the loss, or a list of closures with "
-            f"one for every micro-batch, not {closure!r}"
-        )
-    return closures

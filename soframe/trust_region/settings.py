@@ -257,10 +257,7 @@ def check_state(
         ValueError: If it is not the state of a TrustRegion, or of one with another policy or other
             groups, or it is truncated or damaged.
     """
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"not the state of a TrustRegion: it is {type(state_dict).__name__}")
-    if missing := sorted({*KEYS, "state", "param_groups"} - set(state_dict)):
-        raise ValueError(f"not the state of a TrustRegion: it lacks {missing}")
+    check_keys(state_dict, {*KEYS, "state", "param_groups"}, "a TrustRegion")
     own = _mapping("trust_region", state_dict["trust_region"])
     version = own.get("version", 1)
     if version not in (1, VERSION) or isinstance(version, bool):
@@ -274,14 +271,14 @@ def check_state(
         raise ValueError(f"the state is truncated: trust_region lacks {missing}")
     if version < VERSION and checksums.KEY in own:
         raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
-    _check_groups(state_dict["param_groups"], groups)
+    check_groups(state_dict["param_groups"], groups)
     waits = _check_parameters(state_dict["state"], groups)
     for key in ("steps", "burn_in"):
         _check_count(key, own[key])
     counters = _mapping("counters", own["counters"])
     for key in {*COUNTERS, *counters}:
         _check_count(f"counter {key!r}", counters.get(key))
-    _check_damping(own["damping"], damping, own["steps"])
+    check_damping(own["damping"], damping, own["steps"])
     if adaptive is not None:
         adaptive.check_state(own["preconditioner_damping"])
     _check_losses(own.get("losses", []))
@@ -372,7 +369,33 @@ def _check_count(what: str, value: Any) -> None:
         raise ValueError(f"the state is damaged: {what} is {value!r}")
 
 
-def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_keys(state: Any, keys: set[str], what: str) -> None:
+    """Check that a part of a state has everything in it.
+
+    Args:
+        state: The part.
+        keys: What it must have.
+        what: Whose state it is to be.
+
+    Raises:
+        ValueError: If it lacks something, or is no dict.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"not the state of {what}: it is {type(state).__name__}")
+    if missing := sorted(keys - set(state)):
+        raise ValueError(f"not the state of {what}: it lacks {missing}")
+
+
+def check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that param groups can go on from saved ones.
+
+    Args:
+        saved: Those of a state.
+        groups: Those that do.
+
+    Raises:
+        ValueError: If they have other numbers of parameters, or are damaged.
+    """
     if not isinstance(saved, list):
         raise ValueError(f"the state is damaged: param_groups is {type(saved).__name__}")
     for number, group in enumerate(saved):
@@ -423,7 +446,17 @@ def _check_parameters(saved: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
     return waits
 
 
-def _check_damping(saved: Any, damping: DampingPolicy, steps: int) -> None:
+def check_damping(saved: Any, damping: DampingPolicy, steps: int) -> None:
+    """Check that a policy can go on from a state of its own.
+
+    Args:
+        saved: The state.
+        damping: The policy.
+        steps: Completed steps.
+
+    Raises:
+        ValueError: If it is another policy's, or damaged.
+    """
     before = damping.state()
     if set(_mapping("damping", saved)) != set(before):
         raise ValueError(f"the state is that of another damping policy than {damping!r}")

@@ -312,3 +312,18 @@ def test_with_local_gradients_too(kl_clip, fused):
                 when = {"statistics": True, "solve": solve}
                 steps = add(steps, placement.traffic(rank, **when, local=local, fused=fused))
             assert {k: v for k, v in traffic.items() if v["calls"]} == steps, (name, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_clip_of_local_gradients_is_planned_as_it_travels(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2, dtype=dtype)
+    backend = Recording(world_size=2)
+    every = {"statistics_every": 1, "solve_every": 1}
+    own = Preconditioner(model, backend=backend, gradients="local", kl_clip=1e-3, lr=0.1, **every)
+    for _ in range(2):
+        before = own.traffic()
+        model.zero_grad()
+        model(torch.ones(4, 3, dtype=dtype)).square().mean().backward()
+        own.step()
+    planned = own.placement.traffic(0, statistics=True, solve=True, local=LocalPlan())
+    assert add(before, planned) == own.traffic()

@@ -16,6 +16,7 @@ from soframe.experiments.config import RunConfig, from_dict
 from soframe.experiments.launch import launch
 from soframe.experiments.optimizers import build_optimizer, schedule_factor
 from soframe.experiments.train import run, train
+from soframe.methods import Chain, Momentum, Shampoo
 from tests.experiments.helpers import SILENT, lose_statistics
 
 SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=6, evaluate_every=2, dtype="float64")
@@ -204,7 +205,7 @@ def test_a_batch_must_split_evenly():
     ("changes", "message"),
     [
         ({"optimizer": "lion"}, "no optimizer 'lion'; there are: sgd, adamw, kfac"),
-        ({"optimizer": "soframe:lion"}, "and soframe: with a method: adamw, blocked, diagonal"),
+        ({"optimizer": "soframe:lion"}, "between them: adamw, blocked, diagonal"),
         ({"schedule": "line"}, "no schedule 'line'; there are: constant, cosine, linear"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
@@ -367,6 +368,49 @@ def test_weight_decay_and_options_reach_the_peers():
     assert (built.preconditioning_compute_steps, built.graft_type) == (7, 3)
     assert built.param_groups[0]["moving_average_for_momentum"]
     assert built.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_the_published_soap_and_soframe_s_share_a_model_with_adamw_alike():
+    """Within some modules they are SOAP; the first gradient makes a basis alone there."""
+    pytest.importorskip("pytorch_optimizer")
+    theirs = SGD.but(optimizer="soap", lr=0.02, betas=(0.95, 0.95), modules="^[24]$")
+    with pytest.raises(ValueError, match=r"pass options\['adamw_lr'\]"):
+        training.Run(SILENT, theirs)
+    with pytest.raises(ValueError, match="pass modules="):
+        training.Run(SILENT, theirs.but(modules=None, options={"adamw_lr": 0.01}))
+    theirs = theirs.but(options={"adamw_lr": 0.01})
+    options = {"auxiliary_lr": 0.01, "statistics_every": 1}
+    pair = [training.Run(SILENT, theirs.but(optimizer="soframe:soap", options=options))]
+    pair.append(training.Run(SILENT, theirs))
+    groups = [(g["lr"], len(g["params"])) for g in pair[1].optimizer.param_groups]
+    assert groups == [(0.02, 4), (0.01, 12)]
+    starts = {name: p.detach().clone() for name, p in pair[0].model.named_parameters()}
+    for _ in range(2):
+        for one in pair:
+            one.take(1)
+    own, other = (dict(one.model.named_parameters()) for one in pair)
+    for name, start in starts.items():
+        moves = [each[name].detach() - start for each in (own, other)]
+        if name in ("2.weight", "4.weight"):
+            # Of the gradient's null space any basis is one.
+            assert float(moves[1].norm()) == pytest.approx(float(moves[0].norm()), rel=0.05)
+        else:
+            torch.testing.assert_close(*moves)
+    pair[0].close()
+
+
+def test_stages_of_a_chain_are_named_with_their_arguments():
+    config = SGD.but(
+        optimizer="soframe:momentum+shampoo+graft",
+        method={"momentum": {"beta": 0.5}, "shampoo": {"decay": 0.9}},
+    )
+    model = training.workload(SGD.workload).model(0, torch.float64)
+    method = build_optimizer(model, config).preconditioner.blocks[0].method
+    assert method == Chain((Momentum(0.5), Shampoo(decay=0.9), "graft"))
+    with pytest.raises(ValueError, match="arguments of 'muon', which is no stage"):
+        build_optimizer(model, config.but(method={"muon": {}}))
+    with pytest.raises(ValueError, match="or several as stages with"):
+        config.but(optimizer="soframe:momentum+lion")
 
 
 FAULTS = """

@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
     # How steps are made.
     "passes": Case(passes=2, options=MEM),
     "global": Case(passes=2, options={**MEM, "loss_average": "global"}),
-    "stagger": Case(options={**MEM, "stagger": True, "statistics_every": 2, "skip": [r"\.[qk]$"]}),
+    "stagger": Case(options={**MEM, "stagger": True, "statistics_every": 2}),
     "observed": Case(observed=True, options=MEM),
     "checkpoints": Case(checkpoints=True, options=MEM),
     "spoilt": Case(spoilt=2, options=MEM),
@@ -118,6 +118,22 @@ def test_the_cases_are_not_all_one() -> None:
     for one, other in pairs:
         first, second = alone(CASES[one]), alone(CASES[other])
         assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
+
+
+def inputs_in_common(rank: int, ranks: int) -> dict[str, str]:
+    run = Run(CASES["stagger"], ranks)
+    run.step(0)
+    blocks = run.preconditioner.blocks
+    return {block.name: block.window.cost.input_of for block in blocks if block.captured}
+
+
+def test_layers_of_one_input_take_their_turns_together() -> None:
+    """Queries, keys and values, of which each has a DTensor of its own for the input."""
+    for own in run_ranks(inputs_in_common, 2, timeout=120):
+        assert {n: first for n, first in own.items() if n != first} == {
+            "attention.k": "attention.q",
+            "attention.v": "attention.q",
+        }
 
 
 # -- states ----------------------------------------------------------------------------------------

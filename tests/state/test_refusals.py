@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from soframe import Preconditioner
+from soframe.checkpoint import seal
+from soframe.methods import Chain
 from tests.distributed.training import Case, Run
 from tests.state.test_resume import equal
 
@@ -158,3 +160,21 @@ def test_a_state_of_something_else_is_refused(widths, options, reason):
     state = build((4, 3)).state_dict()
     with pytest.raises(ValueError, match=reason):
         build(widths, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_what_methods_keep_is_checked_whatever_the_solver_is(solver: str) -> None:
+    method = Chain(("momentum", "kfac"))
+    settings: dict[str, Any] = {"method": method, "kl_clip": None, "statistics_every": 1}
+    model = nn.Linear(3, 2)
+    own = Preconditioner(model, solver="eigen", **settings)
+    model(torch.ones(2, 3)).square().mean().backward()
+    own.step()
+    state = own.state_dict()
+    own.close()
+    for block in state["blocks"].values():
+        block["state"].clear()
+    other = Preconditioner(model, solver=solver, **settings)
+    with pytest.raises(ValueError, match=r"truncated: block 'Linear' keeps \[\]"):
+        other.load_state_dict(seal(state))
+    other.close()

@@ -1,0 +1,85 @@
+"""Runs of closures: the first of a step, with what derivatives need of it, and one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from soframe.derivatives.forward import Closure, Forward, Outputs
+from soframe.derivatives.replay import Replay
+from soframe.derivatives.tape import Tape
+from soframe.trust_region.declared import require_graph, require_only_through
+
+
+def first_pass(
+    model: nn.Module,
+    outputs: Outputs,
+    closure: Closure,
+    parameters: Sequence[nn.Parameter],
+    *,
+    reuse: bool,
+) -> tuple[Forward, Tensor]:
+    """Run a closure, and differentiate its loss in the model's outputs; no backward pass yet.
+
+    Args:
+        model: The model.
+        outputs: Collects its outputs.
+        closure: The closure; gradients are enabled.
+        parameters: Those that are trained.
+        reuse: Whether derivatives may follow a tape of the pass.
+
+    Returns:
+        The pass, and the loss.
+    """
+    replay = Replay(model)
+    tape = Tape(replay.devices, reuse=reuse)
+    seen, loss = outputs.of(closure, tape)
+    require_graph(seen, loss)
+    gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
+    require_only_through(seen, loss, parameters)
+    return Forward(closure, replay, seen, gradients, tape), loss
+
+
+@contextmanager
+def moved(parameters: Sequence[nn.Parameter], update: Sequence[Tensor]) -> Iterator[None]:
+    """Within it parameters have moved, in other memory: what passes have computed with stays.
+
+    Args:
+        parameters: The parameters.
+        update: What is added to each.
+
+    Yields:
+        Nothing.
+    """
+    before = [parameter.data for parameter in parameters]
+    try:
+        for p, old, more in zip(parameters, before, update, strict=True):
+            p.data = old + more
+        yield
+    finally:
+        for p, old in zip(parameters, before, strict=True):
+            p.data = old
+
+
+def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
+    """Return what a step runs, as a list.
+
+    Args:
+        closure: A closure, or several.
+
+    Returns:
+        At least one.
+
+    Raises:
+        TypeError: If there is none, or one cannot be called.
+    """
+    closures = list(closure) if isinstance(closure, Sequence) else [closure]
+    if not closures or not all(map(callable, closures)):
+        raise TypeError(
+            f"TrustRegion.step takes a closure that returns the loss, or a list of closures with "
+            f"one for every micro-batch, not {closure!r}"
+        )
+    return closures

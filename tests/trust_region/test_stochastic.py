@@ -1,0 +1,434 @@
+"""Adam with lengths from an averaged exact model: dense steps, verdicts, resume, ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import soframe
+from soframe.trust_region import ConstantDamping, LevenbergMarquardt, Quadratic
+from soframe.trust_region.averaged import KEEP, AveragedModel
+from tests.curvature import fill, half_square, randn
+from tests.distributed.harness import run_ranks
+from tests.trust_region.dense import affine_net, regression
+from tests.trust_region.kit import classes_of, closures, deep, fisher, gradient, vector
+
+DAMPING = 0.3
+BETAS = (0.9, 0.99)
+EPS = 1e-8
+MODELS = [0, 1, 2, 3, 4, 7, 10]  # with one at every third step
+
+
+@given(st.integers(1, 6), st.integers(0, 2**16), st.floats(1e-6, 1e3))
+def test_the_averaged_model_is_the_dense_mean(count: int, seed: int, damping: float) -> None:
+    """Of whole quadratic functions in eight parameters, weighed and added up."""
+    own, size = AveragedModel(), 8
+    roots, gradients, ways = (randn(count, size, size, seed=seed + n) for n in range(3))
+    weights = torch.tensor([KEEP**age for age in reversed(range(count))], dtype=torch.float64)
+    weights /= weights.sum()
+    curvatures = roots @ roots.transpose(1, 2)
+    gradients, ways = gradients[:, 0], ways[:, 0]
+    for f, g, d in zip(curvatures, gradients, ways, strict=True):
+        numbers = [(d @ f @ d).view(1, 1), (g @ d).view(1), (d @ d).view(1, 1)]
+        own.learn(Quadratic(*numbers))
+
+    def mean(length: float) -> float:
+        moved = length * ways
+        bent = curvatures + damping * torch.eye(size, dtype=torch.float64)
+        each = (gradients * moved).sum(1) + torch.einsum("ni,nij,nj->n", moved, bent, moved) / 2
+        return float(weights @ each)
+
+    best = own.minimum(damping)
+    # A parabola is lowest midway between two points of equal height.
+    step = 0.5 + abs(best)
+    rise = mean(best + step) - mean(best - step)
+    assert abs(rise) < 1e-9 * (mean(best + step) - mean(best))
+    other = AveragedModel()
+    other.load(own.state())
+    assert other.minimum(damping) == best
+
+
+def test_negative_curvature_counts_as_none() -> None:
+    own = AveragedModel()
+    assert own.minimum(1.0) == 0.0
+    one = torch.ones(1, 1, dtype=torch.float64)
+    own.learn(Quadratic(-3 * one, -2 * one[0], one))
+    assert own.minimum(0.5) == pytest.approx(4.0)
+
+
+CASES: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
+    "plain": ({}, [1.0] * 3, [0.0] * 3),
+    "decay": ({"weight_decay": 0.1, "lr": 1.0}, [1.0] * 3, [0.1] * 3),
+    "groups": ({}, [0.5, 1.0, 0.25], [0.2, 0.0, 0.1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_the_dense_ones(case: str) -> None:
+    settings, lrs, decays = CASES[case]
+    net = affine_net()
+    largest = settings.get("lr", 0.7)
+    if case == "groups":
+        pairs = zip(net, lrs, decays, strict=True)
+        made = [{"params": m.parameters(), "lr": a, "weight_decay": b} for m, a, b in pairs]
+        settings, largest = {"params": made}, 1.0
+    own = soframe.StochasticTrustRegion(
+        net, damping=ConstantDamping(DAMPING), model_every=3, averaging=4.0, **settings
+    )
+    sizes = [12, 8, 4]
+    share, decay = (
+        torch.cat([torch.full((n,), x).double() for n, x in zip(sizes, values, strict=True)])
+        for values in (lrs, decays)
+    )
+    theta, average = vector(net), torch.zeros(24, dtype=torch.float64)
+    mean, square = torch.zeros_like(theta), torch.zeros_like(theta)
+    slopes, bends = [], []
+    for step in range(12):
+        batches = regression(step)
+        g = gradient(net, batches, half_square) + decay * theta
+        mean, square = BETAS[0] * mean + 0.1 * g, BETAS[1] * square + 0.01 * g * g
+        root = (square / (1 - BETAS[1] ** (step + 1))).sqrt() + EPS
+        d = -share * mean / (1 - BETAS[0] ** (step + 1)) / root
+        if step in MODELS:
+            damped = fisher(net, batches, half_square) + torch.diag(decay + DAMPING)
+            slopes.append(float(g @ d))
+            bends.append(float(d @ damped @ d))
+        weights = [KEEP**age for age in reversed(range(len(slopes)))]
+        length = -sum(map(float.__mul__, weights, slopes)) / sum(map(float.__mul__, weights, bends))
+        theta = theta + largest * length * d
+        assert own.step(closures(net, batches, half_square)).item() > 0
+        assert own.readout is not None
+        assert ("without a model" in own.readout.notes) == (step not in MODELS)
+        assert own.readout.coefficients == pytest.approx((largest * length,), rel=1e-6)
+        torch.testing.assert_close(vector(net), theta, rtol=1e-6, atol=1e-9)
+        average = average + 5.0 / (step + 5.0) * (theta - average)
+        with own.averaged():
+            torch.testing.assert_close(vector(net), average, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(vector(net), theta, rtol=1e-6, atol=1e-9)
+
+
+def test_a_step_without_a_model_runs_the_closure_once() -> None:
+    model, runs = deep(), 0
+    (closure,) = closures(model, [classes_of(0)], F.cross_entropy)
+
+    def counted() -> Tensor:
+        nonlocal runs
+        runs += 1
+        return closure()
+
+    own = soframe.StochasticTrustRegion(model, model_every=4)
+    each = []
+    for _ in range(12):
+        before = runs
+        own.step(counted)
+        each.append(runs - before)
+    assert each[1:] == [2, 2, 2, 2, 1, 1, 1, 2, 1, 1, 1]  # once more for a verdict
+    assert each[0] > 2  # dampings are tried
+    assert own.damping.at(0) < LevenbergMarquardt().at(0)
+
+
+def test_a_step_that_does_harm_is_undone_to_the_bit() -> None:
+    model = deep()
+    damping = LevenbergMarquardt(1e-2)
+    own = soframe.StochasticTrustRegion(model, damping=damping, model_every=7)
+    (closure,) = closures(model, [classes_of(0, 32)], F.cross_entropy)
+    for step in range(11):
+        before, was = vector(model), own.damping.at(0)
+        own.param_groups[0]["lr"] = 100.0 if step == 4 else 0.5
+        own.step(closure)
+        assert own.readout is not None
+        undone = own.readout.undone == "the objective rose"
+        assert undone == (step == 4)
+        assert torch.equal(vector(model), before) == undone
+        if undone:
+            assert own.damping.at(0) > was
+            assert own.readout.ratio is not None
+            assert own.readout.ratio < 0
+        # The step after an undone one has a model.
+        assert ("without a model" in own.readout.notes) == (step in range(6, 12))
+    assert own.counters == {"rejected_steps": 1, "skipped_steps": 0}
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_not_finite_goes_back_to_the_average(what: str) -> None:
+    model = deep()
+    own = soframe.StochasticTrustRegion(model, damping=1.0)
+    (closure,) = closures(model, [classes_of(0, 32)], F.cross_entropy)
+    for _ in range(8):
+        own.step(closure)
+    with own.averaged():
+        expected = vector(model)
+    kept = copy.deepcopy([dict(state) for state in own.state.values()])
+    assert not torch.equal(vector(model), expected)
+    bad = {
+        "loss": lambda: closure() * math.nan,
+        # The root has an infinite slope at zero.
+        "gradient": lambda: closure() + 0 * (model(torch.zeros(1, 3).double()) * 0).sum().sqrt(),
+    }[what]
+    own.step(bad)
+    assert own.readout is not None
+    assert own.readout.undone == "the loss or its gradient is not finite"
+    assert torch.equal(vector(model), expected)
+    for state, before in zip(own.state.values(), kept, strict=True):
+        assert all(torch.equal(state[name], before[name]) for name in before)
+    assert own.counters["skipped_steps"] == 1
+    before = closure().item()
+    own.step(closure)
+    assert "without a model" not in own.readout.notes
+    assert closure().item() < before
+
+
+def test_the_average_is_for_evaluation_alone() -> None:
+    model = deep()
+    own = soframe.StochasticTrustRegion(model)
+    (closure,) = closures(model, [classes_of(0)], F.cross_entropy)
+    with own.averaged():  # nothing is averaged yet
+        pass
+    own.step(closure)
+    with own.averaged():
+        for attempt in (lambda: own.step(closure), own.state_dict, own.averaged().__enter__):
+            with pytest.raises(RuntimeError, match="averaged"):
+                attempt()
+    own.step(closure)
+    iterate = vector(model)
+    with own.averaged():
+        assert not torch.equal(vector(model), iterate)
+    assert torch.equal(vector(model), iterate)
+    with pytest.raises(ZeroDivisionError), own.averaged():
+        raise ZeroDivisionError
+    assert torch.equal(vector(model), iterate)
+    own.step(closure)
+
+
+def test_any_loss_will_do() -> None:
+    """A mean and a log-variance, whose Hessian depends on the targets, and may be indefinite."""
+    model = fill(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2)))
+    x = randn(64, 1)
+    y = torch.sin(3 * x) + 0.1 * randn(64, 1, seed=1)
+
+    def closure() -> Tensor:
+        mean, log = model(x).split(1, 1)
+        return (log / 2 + (y - mean).square() * (-log).exp() / 2).mean()
+
+    own = soframe.StochasticTrustRegion(model)
+    before = closure().item()
+    for _ in range(60):
+        own.step(closure)
+    with own.averaged():
+        assert closure().item() < before - 0.5
+
+
+def save(model: nn.Module, own: soframe.StochasticTrustRegion) -> bytes:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": own.state_dict()}, file)
+    return file.getvalue()
+
+
+def train(
+    model: nn.Module,
+    own: soframe.StochasticTrustRegion,
+    steps: range,
+    part: slice = slice(None),
+) -> list[bytes]:
+    saved = []
+    for step in steps:
+        saved.append(save(model, own))
+        x, y = (tensor[part] for tensor in classes_of(step, 24))
+        own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+    return saved
+
+
+def same(own: soframe.StochasticTrustRegion, other: soframe.StochasticTrustRegion) -> bool:
+    """Whether two runs are at the same point, to the bit."""
+    iterates = [[p for group in one.param_groups for p in group["params"]] for one in (own, other)]
+    mine, theirs = own.state_dict(), other.state_dict()
+    return all(map(torch.equal, *iterates)) and mine["trust_region"] == theirs["trust_region"]
+
+
+def made(model: nn.Module) -> soframe.StochasticTrustRegion:
+    return soframe.StochasticTrustRegion(model, model_every=3, weight_decay=1e-3)
+
+
+def test_training_goes_on_bit_by_bit_from_every_step() -> None:
+    whole = deep()
+    first = made(whole)
+    saved = train(whole, first, range(11))
+    assert first.counters["rejected_steps"] > 0
+    for step, file in enumerate(saved):
+        model = fill(deep(), seed=1)
+        own = made(model)
+        everything = torch.load(io.BytesIO(file), weights_only=True)
+        model.load_state_dict(everything["model"])
+        own.load_state_dict(everything["optimizer"])
+        train(model, own, range(step, 11))
+        assert same(own, first), f"from step {step}"
+
+
+def damaged() -> dict[str, tuple[Any, str]]:
+    def without(*path: str) -> Any:
+        def change(state: Any) -> None:
+            for key in path[:-1]:
+                state = state[key]
+            del state[path[-1]]
+
+        return change
+
+    def older(state: Any) -> None:
+        state["trust_region"]["version"] = 7
+
+    def flipped(state: Any) -> None:
+        state["state"][0]["average"][0] += 1
+
+    def foreign(state: Any) -> None:
+        state["trust_region"]["model"]["slope"] += 1.0
+
+    return {
+        "another optimizer's": (without("trust_region"), "not the state of"),
+        "truncated": (without("trust_region", "model"), "lacks .'model'"),
+        "version": (older, "has version 7"),
+        "a tensor": (flipped, "checksum"),
+        "a number": (foreign, "checksum"),
+    }
+
+
+@pytest.mark.parametrize("case", damaged())
+def test_a_damaged_state_changes_nothing(case: str) -> None:
+    change, said = damaged()[case]
+    model = deep()
+    own = made(model)
+    train(model, own, range(4))
+    before, kept = vector(model), copy.deepcopy(own.state_dict())
+    state = copy.deepcopy(own.state_dict())
+    change(state)
+    with pytest.raises(ValueError, match=said):
+        own.load_state_dict(state)
+    assert torch.equal(vector(model), before)
+    assert own.state_dict()["trust_region"] == kept["trust_region"]  # with all checksums
+
+
+def test_a_state_of_another_model_or_policy() -> None:
+    model = deep()
+    own = made(model)
+    train(model, own, range(2))
+    with pytest.raises(ValueError, match="another model: of parameter 0"):
+        made(deep(inputs=4)).load_state_dict(own.state_dict())
+    constant = soframe.StochasticTrustRegion(deep(), damping=1.0)
+    with pytest.raises(ValueError, match="another damping policy"):
+        constant.load_state_dict(own.state_dict())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "every": ({"model_every": 0}, ValueError, "model_every must be"),
+    "averaging": ({"averaging": -1.0}, ValueError, "averaging must be"),
+    "eps": ({"eps": math.nan}, ValueError, "eps must be"),
+    "betas": ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+    "lr": ({"lr": 0.0}, ValueError, "lr must be positive"),
+    "reject": ({"reject": "no"}, TypeError, "reject must be"),
+    "on_step": ({"on_step": 1}, TypeError, "on_step must be"),
+    "damping": ({"damping": "relative"}, ValueError, "one damping for the whole model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_out_of_range(case: str) -> None:
+    settings, kind, said = REFUSED[case]
+    with pytest.raises(kind, match=said):
+        soframe.StochasticTrustRegion(deep(), **settings)
+
+
+def test_readouts_and_frozen_parameters() -> None:
+    seen: list[soframe.trust_region.Readout] = []
+    model = deep()
+    own = soframe.StochasticTrustRegion(model, on_step=seen.append, model_every=3)
+    (closure,) = closures(model, [classes_of(0)], F.cross_entropy)
+    for step in range(8):
+        model[0].weight.requires_grad_(step != 6)
+        frozen = model[0].weight.detach().clone()
+        own.step(closure)
+        assert torch.equal(model[0].weight, frozen) == (step == 6)
+    assert [one.step for one in seen] == [*range(8)]
+    assert seen[0].predicted is not None
+    assert seen[0].ratio is not None
+    model.add_module("more", nn.Linear(3, 3).double())
+    own.step(closure)
+    own.step(closure)  # neither has a model
+    with pytest.raises(ValueError, match="is in no param group"):
+        own.step(closure)
+    own.close()
+
+
+def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
+    model = deep()
+    wrapped = DistributedDataParallel(model)
+    own = made(wrapped)
+    part = slice(rank * 24 // ranks, (rank + 1) * 24 // ranks)
+    train(wrapped, own, range(11), part)
+    with own.averaged():
+        averages = vector(model)
+    return vector(model).numpy().tobytes(), averages, own.counters
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_are_one_process(ranks: int) -> None:
+    model = deep()
+    own = made(model)
+    train(model, own, range(11))
+    found = run_ranks(on_ranks, ranks)
+    assert len({iterates for iterates, _, _ in found}) == 1
+    with own.averaged():
+        for _, averages, counters in found:
+            torch.testing.assert_close(averages, vector(model), rtol=1e-7, atol=1e-9)
+            assert counters == own.counters
+
+
+def differ(rank: int, ranks: int) -> list[str]:
+    said = []
+    for what in ("setting", "lr", "verdict"):
+        model = deep()
+        wrapped = DistributedDataParallel(model)
+        settings = {"model_every": 4} if what == "setting" and rank == 1 else {}
+        damping = LevenbergMarquardt(1.0)
+        own = soframe.StochasticTrustRegion(wrapped, damping=damping, **settings)
+        x, y = classes_of(rank)
+        for step in range(2):
+            if what == "lr" and step == 1 and rank == 1:
+                own.param_groups[0]["lr"] = 0.25
+            runs = 0
+
+            def closure() -> Tensor:
+                nonlocal runs
+                runs += 1
+                if runs == 2 and rank == 1 and what == "verdict":  # noqa: B023
+                    raise ZeroDivisionError("no second run")
+                return F.cross_entropy(wrapped(x), y)  # noqa: B023
+
+            try:
+                own.step(closure)
+            except (ValueError, RuntimeError, ZeroDivisionError) as error:
+                said.append(f"{step}: {type(error).__name__}: {error}")
+                break
+    return said
+
+
+@pytest.mark.distributed
+def test_ranks_that_differ_are_told_on_all() -> None:
+    first, second = run_ranks(differ, 2)
+    for own in (first, second):
+        assert "0: ValueError" in own[0]
+        assert "settings" in own[0]
+        assert "1: ValueError" in own[1]
+        assert "lr and weight_decay" in own[1]
+    assert "ZeroDivisionError" in second[2]
+    assert "rank 1" in first[2]
