@@ -17,8 +17,9 @@ the processor, which on an idle machine are those of the clock.
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
 that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
 ranks what tuning has found, and trains nothing. ``--after 100`` compares losses after so many steps
-at the best learning rate that has been tried so far, and looks for no target. ``--apart 40`` says
-how far apart contenders are after so many steps of the same run: implementations of one method.
+at the best learning rate that has been tried so far, or ``--lr``, and looks for no target.
+``--apart 40`` says how far apart contenders are after so many steps of the same run:
+implementations of one method.
 """
 
 from __future__ import annotations
@@ -150,6 +151,14 @@ CONTENDERS: Mapping[str, Contender] = {
     "soap, all parameters": Contender("soframe:soap", options=every(10), lrs=_SOAP),
     "soap, pytorch_optimizer, all parameters": Contender("soap", betas=(0.95, 0.95), lrs=_SOAP),
     "soap": Contender("soframe:soap", options=every(10), modules=WITHIN, lrs=_SOAP),
+    # Without the correction of momentum's start: its first steps are short.
+    "soap, momentum first": Contender(
+        "soframe:momentum+soap",
+        {**_AVERAGED, "soap": {"betas": (0.0, 0.95)}},
+        every(10),
+        modules=WITHIN,
+        lrs=_SOAP,
+    ),
     "soap, pytorch_optimizer": Contender("soap", betas=(0.95, 0.95), modules=WITHIN, lrs=_SOAP),
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
@@ -420,9 +429,14 @@ def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float,
 
 
 def losses_after(
-    steps: int, names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int
+    steps: int,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    runs: Runs,
+    processes: int,
+    lr: float | None = None,
 ) -> dict[str, list[float]]:
-    """Train contenders for one number of steps, at the best rate of those that have been tried.
+    """Train contenders for one number of steps.
 
     Args:
         steps: How many.
@@ -430,6 +444,7 @@ def losses_after(
         seeds: Of their runs.
         runs: Those that have ended.
         processes: How many at a time.
+        lr: Their learning rate; None for the best of those that have been tried for each.
 
     Returns:
         By contender and learning rate the last loss of each seed.
@@ -439,9 +454,9 @@ def losses_after(
     """
     found = {}
     for name in names:
-        lr = best_so_far(name)
-        configs = [CONTENDERS[name].config(lr, steps, seed) for seed in seeds]
-        found[f"{name}, lr {lr:g}"] = runs.losses(configs, processes, name)
+        rate = best_so_far(name) if lr is None else lr
+        configs = [CONTENDERS[name].config(rate, steps, seed) for seed in seeds]
+        found[f"{name}, lr {rate:g}"] = runs.losses(configs, processes, name)
     return found
 
 
@@ -499,6 +514,9 @@ def main(
     after: Annotated[
         int | None, typer.Option(min=1, help="Train for so many steps alone, to no target.")
     ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Of --after; the best that was tried if none.")
+    ] = None,
     steps_apart: Annotated[
         int | None, typer.Option("--apart", min=1, help="Compare weights after so many steps.")
     ] = None,
@@ -530,7 +548,8 @@ def main(
             screen.print(f"{name}: {distance:.1e} of the way apart, held-out loss {loss:.4f}")
         return
     if after is not None:
-        for name, each in losses_after(after, names, numbers, Runs(ended), processes).items():
+        losses = losses_after(after, names, numbers, Runs(ended), processes, lr)
+        for name, each in losses.items():
             seeds_said = ", ".join(f"{loss:.3f}" for loss in each)
             screen.print(f"{name}: {seeds_said}; mean {statistics.mean(each):.3f}")
         return

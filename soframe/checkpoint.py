@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from soframe.blocks.block import Block
 from soframe.comm.agreement import gather_texts
 from soframe.preconditioner import Preconditioner
+from soframe.setup.pipelines import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
@@ -49,7 +51,7 @@ from soframe.state.plain_metadata import PlainPlanner, PlainReader, reader_of
 from soframe.statistics.running import pack, settled
 from soframe.strategies.placement import BlockPlacement, Placement
 
-__all__ = ["PlainPlanner", "PlainReader", "latest", "load", "part", "read", "save", "seal"]
+__all__ = ["PlainPlanner", "PlainReader", "latest", "load", "merge", "part", "read", "save", "seal"]
 
 HEADER = "header"
 TENSORS = "tensors"
@@ -83,6 +85,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
         preconditioner._refresh.owed,
         preconditioner._scaling,
     )
+    header.update(preconditioner.whose())
     header["initial_lrs"] = [float(rate) for rate in preconditioner._lrs.state()]
     header["history"] = preconditioner._placed.history.state()
     tensors: dict[str, Any] = {}
@@ -107,7 +110,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     header[TENSORS] = {}
     for said in gather_texts(backend, json.dumps(mine)):
         header[TENSORS].update(json.loads(said))
-    return {HEADER: json.dumps(seal(header)), **tensors}
+    return _put_under(preconditioner, {HEADER: json.dumps(seal(header)), **tensors})
 
 
 def load(
@@ -141,7 +144,7 @@ def load(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")
                 dcp_load(
-                    {key: wanted},
+                    {key: _put_under(preconditioner, wanted)},
                     storage_reader=storage_reader or reader_of(checkpoint_id),
                     checkpoint_id=checkpoint_id,
                     planner=PlainPlanner(),
@@ -158,6 +161,7 @@ def load(
 
     def check_header() -> None:
         saved.update(_parse(first[HEADER]))
+        preconditioner._pipeline.own_part(saved)  # raises where it is of other stages
         state.check_header(
             saved, preconditioner._blocks, preconditioner._scaling, preconditioner._lrs
         )
@@ -167,7 +171,7 @@ def load(
     # DCP's failures are those of all ranks together; so are others, before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
     read_into(first)
-    state.agree(preconditioner.backend, check_header, lambda: first[HEADER])
+    preconditioner.agree_on_state(check_header, lambda: first[HEADER])
     wanted = _wanted(
         saved, preconditioner._blocks, preconditioner.placement, preconditioner.backend.rank
     )
@@ -187,6 +191,64 @@ def load(
 
     _arrange(saved, preconditioner._blocks, wanted)
     preconditioner._load(saved, check)
+
+
+def _put_under(preconditioner: Preconditioner, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what DCP saves and loads, of stages of a pipeline under a name of their own.
+
+    DCP keeps one header under each name, and every stage has its own.
+    """
+    return {f"stages {preconditioner.stage}": found} if preconditioner.stage else found
+
+
+def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a whole model, from those of all stages of a pipeline.
+
+    What loads it is a preconditioner of the whole model, or of stages that are cut otherwise: each
+    rank loads it whole, and keeps its part.
+
+    Args:
+        states: What ``state_dict`` returned on one rank for each stage, in whichever order. Modules
+            have the names that they have in the whole model.
+
+    Returns:
+        The state, for ``load_state_dict``.
+
+    Raises:
+        ValueError: If a state is damaged, or of no stages; if they are of different steps or
+            settings; if two have blocks of one name.
+    """
+    parts = list(states)
+    for one in parts:
+        if STAGES not in one:
+            raise ValueError("merge() takes the states of the stages of a pipeline, one of each")
+        state.verify(one)
+    if not parts:
+        raise ValueError("merge() takes the states of the stages of a pipeline, one of each")
+    first = parts[0]
+    for key in ("version", "step", "owed_statistics", "scaling", "initial_lrs"):
+        if any(one[key] != first[key] for one in parts):
+            raise ValueError(
+                f"these states are of different runs or steps: {key} is "
+                f"{', '.join(str(one[key]) for one in parts)}"
+            )
+    blocks: dict[str, Any] = {}
+    history: dict[str, dict[str, Any]] = {}
+    for one in parts:
+        if both := sorted(set(blocks) & set(one["blocks"])):
+            raise ValueError(
+                f"two stages have blocks of the name(s) {', '.join(both)}: let modules have the "
+                f"names that they have in the whole model"
+            )
+        blocks.update(one["blocks"])
+        for kind, of_blocks in one["history"].items():
+            history.setdefault(kind, {}).update(of_blocks)
+    counters = {
+        name: (max if name.startswith("skipped") else sum)(one["counters"][name] for one in parts)
+        for name in first["counters"]
+    }
+    whole = {key: value for key, value in first.items() if key != STAGES}
+    return seal({**whole, "blocks": blocks, "history": history, "counters": counters})
 
 
 def _parse(text: Any) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
-from soframe.state.saving import agree
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"
@@ -152,9 +151,10 @@ class Optimizer(torch.optim.Optimizer):
         self._rebuilt = False
         self._group()
         try:
-            for ball in self._constrained():
-                ball.norms()  # raises where there is none to keep
-        except ValueError:
+            with self.preconditioner.together():
+                for ball in self._constrained():
+                    ball.norms()  # raises where there is none to keep
+        except Exception:
             self.preconditioner.close()
             raise
         self._ready = True
@@ -340,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
             sums = state_dict.get(RADII, {}).get(checksums.KEY, {})
             return checksums.text(sums)
 
-        agree(self.preconditioner.backend, check, common)
+        self.preconditioner.agree_on_state(check, common)
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
         radii = state_dict.get(RADII, {}).get(RADII, {})
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}

@@ -43,6 +43,7 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.comm.base import Backend
+from soframe.comm.stages import PHASE, Seen
 from soframe.damping.policies import DampingChoice
 from soframe.diagnostics import metrics
 from soframe.diagnostics.metrics import Spectra, Taken, Timing
@@ -63,6 +64,7 @@ from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining
+from soframe.setup.pipelines import STAGES
 from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
@@ -73,6 +75,16 @@ from soframe.statistics.running import observe
 from soframe.statistics.window import Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+
+OF_ALL_STAGES = (
+    "step",
+    "damping",
+    "decay",
+    "clips",
+    "statistics_every of the next step",
+    "solve_every",
+)
+"""What the stages of a pipeline must have in common of what all ranks of one must."""
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -155,6 +167,10 @@ class Preconditioner(Joinable):
         cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
             module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
             each head by itself. For methods that read gradients alone; vectors stay whole.
+        pipeline: The schedule of ``torch.distributed.pipelining`` that runs ``model``, which then
+            has the modules of this rank's stage or stages alone; or, for pipelines of another kind,
+            the process group or the dimension of a `DeviceMesh` over which stages are spread.
+            ``backend`` is that of the copies of a stage.
         curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
             ``scaling`` and ``dtype`` as one.
 
@@ -215,11 +231,13 @@ class Preconditioner(Joinable):
         curvature: Curvature | None = None,
         home: GradientHome | None = None,
         cut: Mapping[str, int] | None = None,
+        pipeline: object = None,
     ) -> None:
         super().__init__()
         given = dict(locals())
-        self.backend = building.choose_backend(backend)
-        with building.starting(lambda: self.backend):
+        self.backend, self._pipeline = building.choose_backends(backend, pipeline)
+        self._stages = self._pipeline.stages
+        with building.starting(lambda: self.backend, self._stages):
             cadence = merged("cadence", Cadence, cadence, given)
             clips = merged("clips", Clips, clips, given)
             curvature = merged("curvature", Curvature, curvature, given)
@@ -263,6 +281,7 @@ class Preconditioner(Joinable):
             self.updated = False
             chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
             self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
+            self._pipeline.require_fisher(probed=self._fisher.probed)
             self._choices = Choices(
                 method=method,
                 solver=solver,
@@ -278,12 +297,17 @@ class Preconditioner(Joinable):
                 draws=self._fisher.kind == "monte-carlo",
                 ranks=self.backend.global_ranks,
                 cut=dict(cut),
+                staged=self._stages.backend is not None,
             )
             self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._closed = False
             self._blocks: list[Block] = []
-        with self._shaped():
+            self._built = False
+        if self._stages.backend is not None:
+            self._meet_stages()
+        with self._shaped(), self._stages.together():
             self._build()
+        self._pipeline.look_over(self._registration)
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
@@ -324,8 +348,10 @@ class Preconditioner(Joinable):
         Raises:
             TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
             ValueError: If the ``samples`` of the constructor count already, or the scaling is
-                ``"kaisa"``, which does not count; or see `soframe.capture.counting.declare`.
+                ``"kaisa"``, which does not count; or a schedule runs the forward passes; or see
+                `soframe.capture.counting.declare`.
         """
+        self._pipeline.require_uncounted()
         building.check_count(terms is not None, self._samples, self._scaling)
         if self._capture.enabled:
             self._capture.say(declare(terms, rows))
@@ -382,7 +408,13 @@ class Preconditioner(Joinable):
         clipped = Clipped(finite=False)
         if finite:
             clipped = clip(
-                directions, incoming.raw(), self._raw, now.limits, self._lrs, self._steps
+                directions,
+                incoming.raw(),
+                self._raw,
+                now.limits,
+                self._lrs,
+                self._steps,
+                self._stages,
             )
         self.updated = clipped.finite
         self._taken = self._note(incoming, directions, now, clipped)
@@ -507,37 +539,77 @@ class Preconditioner(Joinable):
         size = gradients.magnitude(self._watch.parameters(), self.home)
         bad_gradient = not math.isfinite(size)
         bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
+        changed = float(self._watch.changed())
+        passes, samples = self._statistics.seen()
+        seen, error = self._stages.put_together(
+            Seen(
+                failed=float(error is not None),
+                changed=changed,
+                bad_gradient=float(bad_gradient),
+                large=float(size > 0),
+                bad_statistics=float(bad_statistics),
+                due=float(with_statistics),
+                curved=float(any(block.mass > 0 for block in self._blocks)),
+                passes=float(passes),
+                samples=float(samples) if self._scaling == "fisher" else 0.0,
+            ),
+            {name: common[name] for name in OF_ALL_STAGES if name in common},
+            error,
+        )
+        error = error or self._pipeline.miscounted(seen.passes)
+        self._statistics.complete(int(seen.passes), int(seen.samples))
         said = Poll(
-            failed=float(error is not None),
-            changed=float(self._watch.changed()),
-            bad_gradient=float(bad_gradient),
-            large=float(size > 0),
-            bad_statistics=float(bad_statistics),
+            failed=float(error is not None or seen.failed > 0),
+            changed=changed,
+            rebuilt=[] if self._stages.backend is None else [seen.changed],
+            bad_gradient=seen.bad_gradient,
+            large=seen.large,
+            bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
             common=fingerprint(common),
             weights=self._statistics.weights(),
             present=self._raw.present(),
             waits=self._background.waits(),
             reached=self._effect.said(self._statistics.due),
         ).over_ranks(self.backend)
+        if said.failed > 0:
+            error = self._stages.spread(error)
         require_no_failure(self.backend, error, said.failed)
-        require_common(self.backend, common, said.common, HINTS)
+        self._stages.require_none(self._problem(said, common))
         self._raw.agree(said.present)
         self._background.agree(said.waits)
-        if said.changed:
-            require_all_ranks(self.backend, said.changed)
-            self._build()
+        if said.changed or any(said.rebuilt):
+            self._rebuild(changed=said.changed > 0)
             return self._agree()
-        self._weights.require_copies()
-        if not said.bad_gradient and not said.bad_statistics:
-            self._effect.require(self._statistics.due, said.reached)
         self.counters["skipped_updates"] += said.bad_gradient > 0
         self.counters["skipped_statistics"] += said.bad_statistics > 0
-        if said.bad_statistics and not any(block.mass > 0 for block in self._blocks):
+        if said.bad_statistics and seen.curved == 0:
             self._refresh.owe(2)  # this step's went, and without any there is no curvature
         used = with_statistics and not said.bad_statistics
         careful = said.large > 0 or now.damping < UNDAMPED
         now = replace(now, limits=replace(now.limits, careful=careful))
         return not said.bad_gradient, list(said.weights) if used else None, now
+
+    def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
+        """Return why the copies of this stage cannot go on, the same on all of them."""
+        try:
+            require_common(self.backend, common, said.common, HINTS)
+            if said.changed:
+                require_all_ranks(self.backend, said.changed)
+            elif not any(said.rebuilt):
+                self._weights.require_copies()
+                if not (said.bad_gradient or said.bad_statistics):
+                    self._effect.require(self._statistics.due, said.reached)
+        except Exception as error:  # whatever it is: other stages wait, and must be told
+            return error
+        return None
+
+    def _rebuild(self, *, changed: bool) -> None:
+        """Register the model anew if it has changed, before any stage goes on."""
+        with self._stages.together():
+            if changed:
+                self._build()
+        self._pipeline.look_over(self._registration)
+        self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
     def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:
         """Evaluate the settings that may change from step to step, before ranks agree on them.
@@ -553,6 +625,7 @@ class Preconditioner(Joinable):
             self._effect.check(self._statistics.due)
             self._accumulation.check()
             self._raw.check()
+            self._pipeline.check(self._model.parameters)
             now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -586,6 +659,25 @@ class Preconditioner(Joinable):
 
     # -- building -----------------------------------------------------------------------------
 
+    def _meet_stages(self) -> None:
+        """Let the stages of a model meet before they are registered."""
+        settings = (
+            self._damping,
+            self._decay,
+            self._bounds,
+            self._scaling,
+            self._loss_average,
+            self._fisher.kind,
+            self._lrs.which,
+            building.describe_samples(self._samples),
+            self._sampler,
+            self._gradients,
+            self._background,
+            self._refresh,
+        )
+        head = building.meet_stages(self._model, self._pipeline, self.backend, settings)
+        self._choices = replace(self._choices, head_in=head)
+
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
         settings = (
@@ -614,21 +706,23 @@ class Preconditioner(Joinable):
             owner=self._capture,
             beside=self._beside(),
             gradients=self._gradients,
-            first=not self._blocks,
+            pipeline=self._pipeline,
+            first=not self._built,
         )
-        if self._blocks:
+        again, self._built = self._built, True
+        if again:
             self._land("Preconditioner.step()")
-        old, self._blocks = self._blocks, registration.blocks
-        history = self._placed.history if old else History()
+        self._blocks = registration.blocks
+        history = self._placed.history if again else History()
         placed = PlacedBlocks(registration.blocks, placement, self.backend, history)
-        if old and hand_over(self._placed, placed):
+        if again and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
         self._placed, self.placement = placed, placement
-        self._report = registration.report
+        self._report, self._registration = registration.report, registration
         self._watch = Watch(self._model)
         self._weights = Weights(registration.blocks, self.backend)
-        if old:
+        if again:
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)
         self._effect = Effect(
@@ -637,7 +731,7 @@ class Preconditioner(Joinable):
             self._capture,
             self._accumulation,
             home=self.home,
-            rebuilt=bool(old),
+            rebuilt=again,
         )
         scale = Scale(
             scaling=self._scaling,
@@ -649,16 +743,17 @@ class Preconditioner(Joinable):
             placed,
             scale=scale,
             samples=self._samples,
-            grad_scale=self._loss_scale.now,
+            grad_scale=self._pipeline.scaled(self._loss_scale.now),
             capture=self._capture,
             sampler=self._sampler,
+            part_of=self._pipeline.part_of,
         )
-        if old:
+        if again:
             statistics.resume(self._statistics)
         self._statistics = statistics
         self._raw = averaging.source_of(self._gradients, self._model, placed, self.home)
         statistics.listen()
-        if not old:
+        if not again:
             self._begin()
 
     def _beside(self) -> object | None:
@@ -766,8 +861,14 @@ class Preconditioner(Joinable):
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes of what this rank hands over.
+            Under ``pipeline=`` what it tells other stages is the phase ``"stages"``.
         """
-        return self.backend.traffic()
+        found, pipe = self.backend.traffic(), self._stages.backend
+        if pipe is None:
+            return found
+        total, between = found.pop("total"), pipe.traffic()["total"]
+        both = {key: total[key] + between[key] for key in total}
+        return {**found, PHASE: between, "total": both}
 
     def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
         """Say what steps measure from the next one on; by default nothing, and it costs nothing.
@@ -845,7 +946,11 @@ class Preconditioner(Joinable):
             ValueError: If ranks cannot run out of data apart under these settings.
         """
         local = self._gradients == "local"
-        words = {"scaled": self._loss_scale.used, "everybody": self._loss_average == "global"}
+        words = {
+            "scaled": self._loss_scale.used,
+            "everybody": self._loss_average == "global",
+            "staged": bool(self.stage),
+        }
         divide = kwargs.get("divide_by_initial_world_size", True)
         joining.check(
             self.backend,
@@ -891,7 +996,20 @@ class Preconditioner(Joinable):
             scaling=self._scaling,
         )
         history = self._placed.history.state()
-        return checksums.seal({**saved, "initial_lrs": self._lrs.state(), "history": history})
+        lrs = self._lrs.state()
+        return checksums.seal({**saved, "initial_lrs": lrs, "history": history, **self.whose()})
+
+    def whose(self) -> dict[str, str]:
+        """Return what a state says of whose it is: nothing of a whole model's.
+
+        :meta private:
+        """
+        return {STAGES: self.stage} if self.stage else {}
+
+    @property
+    def stage(self) -> str:
+        """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
+        return self._pipeline.name
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
@@ -901,20 +1019,49 @@ class Preconditioner(Joinable):
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
 
         Args:
-            saved: What `state_dict` returned.
+            saved: What `state_dict` returned; on stages of a pipeline on this rank, or what
+                `soframe.checkpoint.merge` made of the states of all.
 
         Raises:
             ValueError: If the state is foreign, truncated, damaged or of another model, or another
                 rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
-        self._load(saved, lambda: self._check(saved))
+        own: dict[str, Any] = {}
+
+        def check() -> None:
+            part = self._pipeline.own_part(saved)
+            if part is not saved:
+                state.verify(saved)
+                part = checksums.seal(part)
+            self._check(part)
+            own.update(part)
+
+        self._load(own, check)
 
     def _check(self, saved: Any) -> None:
         """Raise if a state cannot be loaded."""
         state.check(saved, self._blocks, self._scaling, self._lrs)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context: what all copies of a stage raise in it, all stages of a model raise.
+
+        :meta private:
+        """
+        return self._stages.together()
+
+    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
+        """Let what one rank cannot load be loaded by none, of all copies of all stages.
+
+        Args:
+            check: Raises if this rank cannot.
+            common: Returns what the copies of a stage must have in common.
+
+        :meta private:
+        """
+        state.agree(self.backend, check, common, self._stages)
+
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
-        state.load(saved, self._placed, check)
+        state.load(saved, self._placed, check, self._stages)
         self._background.drop()
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])

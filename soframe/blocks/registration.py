@@ -52,6 +52,9 @@ class Choices:
         ranks: The global ranks of the group in which blocks are placed.
         cut: Into how many parts matrices are cut along their outputs, by patterns on module names;
             for methods that read gradients alone.
+        staged: Whether the model is some stages of a pipeline: patterns may be for others.
+        head_in: Of such a model, the module that has the head of the whole; None where another
+            stage has it.
     """
 
     method: Choice
@@ -68,6 +71,8 @@ class Choices:
     draws: bool = False
     ranks: tuple[int, ...] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
+    staged: bool = False
+    head_in: nn.Module | None = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -105,6 +110,38 @@ def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{base.__name__}", child
 
 
+def head_of(model: nn.Module, part: nn.Module) -> tuple[nn.Parameter | None, bool]:
+    """Return the weight of the head: tied to an embedding, or else the last Linear's.
+
+    Args:
+        model: The model.
+        part: The part of it in which the head is.
+
+    Returns:
+        The weight, None where there is no Linear; and whether it is tied.
+    """
+    linear = [module for module in part.modules() if isinstance(module, nn.Linear)]
+    weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tied = [weight for weight in weights if id(weight) in embeddings]
+    every = tied or weights
+    return (every[-1] if every else None), bool(tied)
+
+
+def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
+    """Warn of patterns that match nothing.
+
+    Args:
+        patterns: The patterns.
+        stacklevel: That of ``warnings.warn``, seen from the caller.
+    """
+    warnings.warn(
+        f"soframe: no module matches the pattern(s) {', '.join(map(repr, patterns))}; names are "
+        f"those of model.named_modules(), patterns regular expressions",
+        stacklevel=stacklevel,
+    )
+
+
 class Registration:
     """The blocks of a model, and why the other parameters have none.
 
@@ -115,6 +152,7 @@ class Registration:
     Attributes:
         blocks: The blocks, in the order of ``named_modules``.
         report: Every parameter.
+        unused: The patterns that match no module.
 
     Raises:
         ValueError: If a component does not exist or a module cannot be registered yet.
@@ -144,11 +182,15 @@ class Registration:
         for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
             _require_direction(method)
         self.blocks: list[Block] = []
-        self._last = self._last_linear()
+        self._last = self._find_head()
         self._register()
         self._register_parameters()
         self.report = self._make_report()
-        self._warn_unused()
+        given_patterns = {*choices.skip, *choices.layers, *choices.cut}
+        self.unused = sorted(given_patterns - self._used)
+        self.unused += self._methods.unused() + self._solvers.unused()
+        if self.unused and not choices.staged:
+            warn_unused(self.unused, stacklevel=7)
 
     # -- modules ------------------------------------------------------------------------------
 
@@ -519,14 +561,12 @@ class Registration:
         self._notes[full] = f"cut into {parts}"
         return cut
 
-    def _last_linear(self) -> nn.Parameter | None:
-        """Return the weight of the head: tied to an embedding, or else the last Linear's."""
-        linear = [m for m in self._model.modules() if isinstance(m, nn.Linear)]
-        weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
-        embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
-        tied = [weight for weight in weights if id(weight) in embeddings]
-        every = tied or weights
-        return every[-1] if every else None
+    def _find_head(self) -> nn.Parameter | None:
+        """Return the weight of the model's head."""
+        choices = self._choices
+        if not choices.staged:
+            return head_of(self._model, self._model)[0]
+        return None if choices.head_in is None else head_of(self._model, choices.head_in)[0]
 
     def _require_trainable(self, full: str, parameter: nn.Parameter) -> None:
         """Check that a parameter can have a block of its own."""
@@ -566,16 +606,6 @@ class Registration:
                 note = self._notes.get(block.name, "")
                 rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows))
-
-    def _warn_unused(self) -> None:
-        given = {*self._choices.skip, *self._choices.layers, *self._choices.cut}
-        unused = sorted(given - self._used) + self._methods.unused() + self._solvers.unused()
-        if unused:
-            warnings.warn(
-                f"soframe: no module matches the pattern(s) {', '.join(map(repr, unused))}; "
-                f"names are those of model.named_modules(), patterns regular expressions",
-                stacklevel=7,
-            )
 
 
 class _PerLayer:

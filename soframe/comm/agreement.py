@@ -44,20 +44,42 @@ def compare_ranks(
     Raises:
         ValueError: On every rank, if they would not, or if one of them cannot start.
     """
-    mine = placement.digest + hashlib.sha256(settings.encode()).digest()
+    problem = (
+        "differs from rank 0's: models, skipped or frozen layers, methods or strategies are not "
+        "the same on every rank (where ranks have the stages of a pipeline, pass pipeline=). This "
+        "rank's:"
+    )
+    if others := compare_settings(backend, placement.digest, settings, first=first):
+        raise ValueError(f"the placement of rank(s) {others} {problem}\n{placement}")
+
+
+def compare_settings(
+    backend: Backend, digest: bytes, settings: str, *, first: bool = True
+) -> list[int]:
+    """Check that all ranks have the same settings, and compare a digest of what else they have.
+
+    Args:
+        backend: The backend.
+        digest: Of what else this rank has, 32 bytes.
+        settings: As text, a setting in each line.
+        first: Whether this is where the ranks first meet; otherwise they come from a step.
+
+    Returns:
+        The ranks whose digest differs from rank 0's.
+
+    Raises:
+        ValueError: On every rank, if settings differ where digests do not, or if a rank cannot
+            start.
+    """
+    mine = digest + hashlib.sha256(settings.encode()).digest()
     digests = _exchange(backend, mine, "start", first=first)
     failed = [rank for rank, digest in enumerate(digests) if not any(digest)]
     if failed:
         texts = gather_texts(backend, "", "start")
         said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
         raise ValueError(f"rank(s) {failed} could not start. {said}")
-    where = slice(_SIZE)
-    if others := _differing(digests, where):
-        raise ValueError(
-            f"the placement of rank(s) {others} differs from rank 0's: models, skipped or frozen "
-            f"layers, methods or strategies are not the same on every rank. This rank's:\n"
-            f"{placement}"
-        )
+    if others := _differing(digests, slice(_SIZE)):
+        return others
     if others := _differing(digests, slice(_SIZE, None)):
         everyones = [text.splitlines() for text in gather_texts(backend, settings, "start")]
         first_other = everyones[others[0]]
@@ -70,6 +92,7 @@ def compare_ranks(
             f"the settings of rank(s) {others} differ from rank 0's; they must be the same on "
             f"every rank: {'; '.join(differing)}"
         )
+    return []
 
 
 def say_failed(backend: Backend, error: BaseException, *, first: bool = True) -> None:
@@ -168,6 +191,7 @@ class Poll:
         common: The fingerprint of what has to be the same on every rank, see `fingerprint`.
         weights: What this rank's statistics weigh.
         present: Which gradients this rank has, where gradients are local.
+        rebuilt: Under a pipeline, whether any stage's model has changed.
         waits: Whether this rank still solves in the background, where that matters.
         reached: Which blocks its backward passes have reached, see `soframe.gradients.effect`.
     """
@@ -180,6 +204,7 @@ class Poll:
     common: Sequence[float]
     weights: Sequence[float] = ()
     present: Sequence[float] = ()
+    rebuilt: Sequence[float] = ()
     waits: Sequence[float] = ()
     reached: Sequence[float] = ()
 

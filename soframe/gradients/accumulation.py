@@ -99,7 +99,8 @@ class Accumulation:
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self._watched = [_Watched(block) for block in {blocks[0]: None, blocks[-1]: None}]
+        ends = (*blocks[:1], *blocks[-1:])  # of a stage of a pipeline, perhaps none
+        self._watched = [_Watched(block) for block in dict.fromkeys(ends)]
         handles = [w.parameter.register_post_accumulate_grad_hook(w) for w in self._watched]
         self._finalizer = weakref.finalize(self, _remove, handles)
 

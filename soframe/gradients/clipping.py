@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.comm.stages import ALONE, Stages
 from soframe.gradients.applying import Directions
 from soframe.gradients.averaging import AveragedGradients
 from soframe.gradients.kl_clip import kl_clip_factor
@@ -98,6 +99,7 @@ def clip(
     limits: Limits,
     rates: LearningRates,
     step: int,
+    stages: Stages = ALONE,
 ) -> Clipped:
     """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
 
@@ -108,6 +110,8 @@ def clip(
         limits: The bounds.
         rates: The learning rates.
         step: Completed steps.
+        stages: Who has the other blocks of the model, which are clipped by the same factor: every
+            stage takes part, whether it has any direction or not.
 
     Returns:
         Whether they are finite, and the factors.
@@ -116,17 +120,21 @@ def clip(
     known = {b: m for b, m in directions.matrices.items() if m is not None}
     if limits.careful:
         # Those that this rank knows; together all ranks know all.
-        if directions.matrices and not _finite(list(known.values()), gradients):
+        bad = bool(directions.matrices) and not _finite(list(known.values()), gradients)
+        if stages.any(bad):
             return Clipped(finite=False)
         known = {block: known[block].double() for block in blocks if block in known}
         raw = {
             block: gradient if gradient is None else gradient.double()
             for block, gradient in raw.items()
         }
-    if not blocks or (limits.kl is None and limits.norm is None):
+    if limits.kl is None and limits.norm is None:
+        return Clipped(finite=True)
+    if not blocks and stages.backend is None:
         return Clipped(finite=True)
     every = [tensor for block in blocks for tensor in directions.tensors(block)]
-    like = every[0].double() if limits.careful else every[0]  # of the same dtype on every rank
+    first = every[0] if every else torch.zeros((), dtype=torch.float64)
+    like = first.double() if limits.careful else first  # of the same dtype on every rank
     factors: list[Tensor] = []
     kl_factor = norm_factor = None
     if limits.kl is not None:
@@ -136,7 +144,7 @@ def clip(
             [gradient for block in told if (gradient := raw[block]) is not None],
             rates.of(told, step),
             limits.kl,
-            gradients.total,
+            stages.of(gradients.total),
             like,
         )
         factors.append(kl_factor)
@@ -148,11 +156,12 @@ def clip(
             limits.norm,
             gradients.total_of_directions,
             like,
+            None if stages.backend is None else stages.total,
         )
         factors.append(norm_factor)
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    factor = factor.to(every[0].dtype)
-    if all(tensor.device == factor.device for tensor in every):
+    factor = factor.to(first.dtype)
+    if every and all(tensor.device == factor.device for tensor in every):
         torch._foreach_mul_(every, factor)
     else:
         for tensor in every:

@@ -21,6 +21,7 @@ def norm_clip_factor(
     bound: float,
     add: Callable[[Tensor], Tensor] | None = None,
     like: Tensor | None = None,
+    over_stages: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the factor for all preconditioned gradients, without a host sync.
 
@@ -30,6 +31,7 @@ def norm_clip_factor(
         bound: The largest length of the step.
         add: Adds up the squares of several ranks, where each counts some of the blocks.
         like: A tensor of the dtype and device to add up in; by default the first block's.
+        over_stages: Adds up the squares of the stages of a pipeline, which have other rates.
 
     Returns:
         A scalar in (0, 1], in the dtype and on the device of ``like``.
@@ -46,5 +48,7 @@ def norm_clip_factor(
     squares = torch.stack(terms).sum() if terms else first.new_zeros(())
     squares = squares if add is None else add(squares)
     length = squares.sqrt().double()  # float32 may not hold the bound over a rate
+    if over_stages is not None:
+        length = over_stages((length * largest).square()).sqrt() / largest
     # bound / 0 is infinite, and clamped like everything above one.
     return (bound / largest / length).clamp(max=1.0).to(first)

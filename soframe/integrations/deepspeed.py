@@ -8,12 +8,16 @@
     engine.backward(loss)
     preconditioner.step()  # between engine.backward() and engine.step(), in each micro-batch
     engine.step()
+
+A pipeline's engine (``PipelineModule``) runs all of a step by itself, and the preconditioner within
+it: there is nothing to be called but ``engine.train_batch()``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from soframe.comm import TorchDistributed
 from soframe.integrations.accelerate import require_plain
 from soframe.preconditioner import Preconditioner
 
@@ -23,6 +27,8 @@ class DeepSpeedPreconditioner:
 
     Save ``preconditioner.state_dict()``, which every rank must call, in the engine's
     ``client_state``.
+
+    Under a pipeline each rank has the state of its own stage: save it on every rank.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -34,7 +40,7 @@ class DeepSpeedPreconditioner:
     Raises:
         TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
         ValueError: If the engine keeps gradients in the host's memory, or trains in float16, or
-            without ZeRO in bfloat16; or a setting is out of range.
+            without ZeRO in bfloat16; has a pipeline under ZeRO; or a setting is out of range.
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
@@ -48,7 +54,26 @@ class DeepSpeedPreconditioner:
             )
         require_plain(engine.optimizer)
         self._engine = engine
-        self.preconditioner = Preconditioner(engine, **{"optimizer": engine.optimizer, **settings})
+        settings = {"optimizer": engine.optimizer, **settings}
+        self._pipelined = hasattr(engine, "train_batch")
+        if not self._pipelined:
+            self.preconditioner = Preconditioner(engine, **settings)
+            return
+        if engine.zero_optimization_stage() > 0:
+            raise ValueError(
+                "a pipeline of DeepSpeed under ZeRO is not served: leave zero_optimization out of "
+                "DeepSpeed's settings, and pass strategy='sharded' to spread the curvature over "
+                "the copies of a stage"
+            )
+        grid = engine.grid
+        settings.setdefault("pipeline", grid.get_pipe_parallel_group())
+        settings.setdefault("backend", TorchDistributed(grid.get_data_parallel_group()))
+        self.preconditioner = Preconditioner(engine.module, **settings)
+        engine.optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        """Precondition what the engine's optimizer is about to use."""
+        self.preconditioner.step()
 
     def step(self) -> None:
         """Precondition the gradients, if this micro-batch is the last before a step.
@@ -56,8 +81,13 @@ class DeepSpeedPreconditioner:
         The engine clips (``gradient_clipping``) afterwards: what is clipped is the direction.
 
         Raises:
-            RuntimeError: See `soframe.Preconditioner.step`.
+            RuntimeError: If a pipeline's engine does so itself; see `soframe.Preconditioner.step`.
             ValueError: See `soframe.Preconditioner.step`.
         """
+        if self._pipelined:
+            raise RuntimeError(
+                "engine.train_batch() of a pipeline takes the whole step, and has the gradients "
+                "preconditioned before its optimizer's: leave step() out"
+            )
         if self._engine.is_gradient_accumulation_boundary():
             self.preconditioner.step()

@@ -21,10 +21,13 @@ from soframe.comm.base import Backend
 from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
+from soframe.comm.stages import Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
 from soframe.gradients import averaging
 from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
+from soframe.setup import pipelines
+from soframe.setup.pipelines import Pipeline
 from soframe.solving.background import Background, require_able
 from soframe.solving.refresh import Refresh, require_followable, require_served
 from soframe.statistics.running import require_eager
@@ -41,35 +44,85 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
     Returns:
         The backend.
     """
+    return choose_backends(choice, None)[0]
+
+
+def choose_backends(
+    choice: str | type[Backend] | Backend | None, pipeline: object
+) -> tuple[Backend, Pipeline]:
+    """Return the communication backend, and the pipeline whose stages there are.
+
+    Args:
+        choice: A name, class or instance; None for torch.distributed where it is initialised, but
+            for one process where the ranks have stages of a pipeline instead.
+        pipeline: See `soframe.setup.pipelines.Pipeline`.
+
+    Returns:
+        Both.
+    """
     notes = Board.of_world()
     if notes is not None:
         notes.begin()
     try:
-        backend = _backend_of(choice)
+        of_stages = Pipeline(pipeline)
+        backend = _backend_of(choice, of_stages.backend)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         if notes is not None:
             notes.say_start(describe_error(error), failed=True)
         raise
-    if notes is not None and (backend.world_size == 1 or backend.on_paper):
+    alone = (backend.world_size == 1 or backend.on_paper) and of_stages.backend is None
+    if notes is not None and alone:
         notes.say_start(describe(choice), failed=False)
-    return backend
+    return backend, of_stages
 
 
-def _backend_of(choice: str | type[Backend] | Backend | None) -> Backend:
+def _backend_of(choice: str | type[Backend] | Backend | None, pipe: Backend | None) -> Backend:
+    if choice is None and pipe is not None:
+        pipelines.require_alone(pipe)
+        return SingleProcess()
     if choice is None:
         distributed = dist.is_available() and dist.is_initialized()
         return TorchDistributed() if distributed else SingleProcess()
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
+    if pipe is not None:
+        pipelines.require_apart(backend, pipe)
     return backend
 
 
+def meet_stages(
+    model: nn.Module, pipeline: Pipeline, backend: Backend, settings: Sequence[object]
+) -> nn.Module | None:
+    """Let the stages of a model meet, before any of them is registered.
+
+    Args:
+        model: The modules of this rank's stages.
+        pipeline: The pipeline.
+        backend: The backend of the copies of a stage.
+        settings: What all stages must have in common.
+
+    Returns:
+        The module that has the head of the whole model; None where another stage has it.
+
+    Raises:
+        ValueError: If settings differ, or a stage cannot start.
+    """
+    copies = f"copies of each stage: {backend.world_size}"
+    try:
+        pipeline.stages.compare("\n".join(map(describe, (*settings, copies))))
+    except Exception as error:  # whatever it is: the copies wait, and must be told
+        say_failed(backend, error)
+        raise
+    return pipeline.find_head(model)
+
+
 @contextmanager
-def starting(backend: Callable[[], Backend]) -> Iterator[None]:
+def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> Iterator[None]:
     """Let an error on this rank be one on all ranks, which wait for it in `build`.
 
     Args:
         backend: Returns the backend, where there is an error to tell.
+        stages: The stages of a pipeline, where the ranks have one.
 
     Yields:
         Nothing; what is done meanwhile starts no collective.
@@ -77,6 +130,8 @@ def starting(backend: Callable[[], Backend]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        if stages is not None:
+            stages.say_failed(error)
         say_failed(backend(), error)
         raise
 
@@ -124,7 +179,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         choices: What the user chose.
 
     Returns:
-        The registration, with at least one block.
+        The registration, with at least one block, unless the model is some stages of a pipeline.
 
     Raises:
         ValueError: If there is nothing to precondition, or parameters are shared out or without
@@ -134,7 +189,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     stacks.require_plans(model, choices.ranks)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
-    if not registration.blocks:
+    if not registration.blocks and not choices.staged:
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
         )
@@ -186,6 +241,7 @@ def build(
     *,
     owner: object,
     gradients: str,
+    pipeline: Pipeline,
     beside: object | None = None,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
@@ -204,6 +260,7 @@ def build(
         settings: The others that all ranks must have in common.
         owner: Whose the modules are to be; they may be nobody else's.
         gradients: What a step is given, one of the settings.
+        pipeline: The pipeline of which this model is some stages.
         beside: An owner whose they may be.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
@@ -227,6 +284,7 @@ def build(
         require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
         claims.require_free(owner, modules, beside)
+        pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise

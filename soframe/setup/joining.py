@@ -42,6 +42,7 @@ def check(
     local: bool,
     scaled: bool,
     everybody: bool,
+    staged: bool = False,
     divide_by_initial_world_size: bool = True,
 ) -> None:
     """Check that ranks may run out of data apart from each other.
@@ -52,12 +53,18 @@ def check(
         local: Whether gradients are each rank's own.
         scaled: Whether a ``GradScaler`` is in use.
         everybody: Whether the loss is a mean over the samples of all ranks.
+        staged: Whether the ranks have stages of a pipeline.
         divide_by_initial_world_size: What DistributedDataParallel is told.
 
     Raises:
         ValueError: If they may not; it is the same on every rank.
     """
     everyone = tuple(range(placement.world_size))
+    if staged:
+        raise ValueError(
+            "Join does not go with pipeline=: a schedule runs every stage in every step; let the "
+            "copies of the model have equally many batches"
+        )
     if any(work.shards for work in placement.work):
         raise ValueError(
             "Join does not go with fully_shard, a tensor-parallel plan or DeepSpeed's ZeRO, which "

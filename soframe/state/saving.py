@@ -24,6 +24,7 @@ from soframe.blocks.window import Cost
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.stages import ALONE, Stages
 from soframe.gradients.rates import LearningRates
 from soframe.registry import describe
 from soframe.specs import TensorSpec
@@ -428,6 +429,7 @@ def load(
     state: Any,
     placed: PlacedBlocks,
     check: Callable[[], object],
+    stages: Stages = ALONE,
 ) -> None:
     """Load a state on every rank, or on none.
 
@@ -435,6 +437,7 @@ def load(
         state: The state.
         placed: The blocks, with their places.
         check: Raises if this rank cannot load the state.
+        stages: Who loads the states of the other stages of a model.
 
     Raises:
         ValueError: If some rank cannot, or the ranks have different states.
@@ -457,21 +460,35 @@ def load(
         }
         return json.dumps([numbers, known], sort_keys=True)
 
-    agree(placed.backend, check, common)
+    def step() -> str:
+        return json.dumps([state["step"], state["owed_statistics"]])
+
+    agree(placed.backend, check, common, stages, step)
     load_blocks(state, placed)
 
 
-def agree(backend: Backend, check: Callable[[], object], common: Callable[[], str]) -> None:
+def agree(
+    backend: Backend,
+    check: Callable[[], object],
+    common: Callable[[], str],
+    stages: Stages = ALONE,
+    of_stages: Callable[[], str] = str,
+) -> None:
     """Check something on every rank; what one rank cannot load is loaded by none.
 
     Args:
         backend: The backend.
         check: Raises if this rank cannot load its state.
         common: Returns, after that, what must be the same on every rank.
+        stages: Who has the other stages of a model, which load nothing either then.
+        of_stages: Returns what must be the same on all of them.
 
     Raises:
         ValueError: If some rank cannot, or the ranks have different states.
     """
+    if stages.backend is not None:
+        agree(stages.backend, lambda: agree(backend, check, common), of_stages)
+        return
     backend.meet("loading the state of a preconditioner")
     try:
         check()

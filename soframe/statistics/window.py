@@ -47,6 +47,8 @@ class Statistics:
         grad_scale: Returns what the loss of the backward pass under way is multiplied by.
         capture: Sees the calls.
         sampler: Takes some of their rows.
+        part_of: Returns which of several stages of a pipeline a block belongs to. A backward pass
+            is one stage's, and there are as many of each.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Statistics:
         grad_scale: Callable[[], float],
         capture: Capture,
         sampler: Sampler,
+        part_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
@@ -92,6 +95,9 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
+        self._part_of = {block: part_of(block) for block in blocks}
+        self._parts: dict[int, int] = {}  # which stage each pass is of
+        self._everybodys = (0, 0)
         self._loss_scales: dict[int, float] = {}
         self.share = 1.0
         self._shared = SharedInputs()
@@ -176,6 +182,7 @@ class Statistics:
         told = None if said is None else said.terms
         told = told if probe is None else probe.samples
         samples = self._passes.enter(number, block.name, data_left, told, said)
+        self._parts.setdefault(number, self._part_of[block])
         shared = 1 if block.method.reduces else shared
         again = probe is not None and not probe.first
         each = None
@@ -346,8 +353,37 @@ class Statistics:
             )
             self._placed.history.took_statistics(block.name, names)
 
+    def seen(self) -> tuple[int, int]:
+        """Return how many backward passes the window has of a stage, and how many samples.
+
+        Returns:
+            Of the stage that has the most, where this rank has several.
+        """
+        each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
+        return max(map(len, each), default=0), max(map(sum, each), default=0)
+
+    def complete(self, passes: int, samples: int) -> None:
+        """Take note of what another stage of the model has seen of the same samples.
+
+        Args:
+            passes: How many backward passes the stage has seen that has seen the most. Those that
+                did not reach a stage count there, too.
+            samples: How many samples these had.
+        """
+        self._everybodys = (passes, samples)
+
+    def _passes_of(self, part: int) -> dict[int, int]:
+        """Return the samples of the backward passes of a stage, by their numbers."""
+        own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
+        passes, samples = self._everybodys
+        rest = samples - sum(own.values())
+        for missing in range(passes - len(own)):
+            own[-1 - missing] = rest if missing == 0 else 0
+        return own
+
     def _contribution(self, block: Block) -> Contribution:
-        return self._scale.contribution(block.window.counts, self._passes.samples)
+        passes = self._passes_of(self._part_of[block])
+        return self._scale.contribution(block.window.counts, passes)
 
     def resume(self, before: Statistics) -> None:
         """Go on with the window of other statistics, whose sums the blocks have taken over.
@@ -356,6 +392,7 @@ class Statistics:
             before: The statistics of the model as it was before.
         """
         self._passes, self._loss_scales = before._passes, before._loss_scales
+        self._parts, self._everybodys = before._parts, before._everybodys
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
@@ -384,6 +421,7 @@ class Statistics:
             block.begin_window()
         self._expect(due)
         self._passes = self._passes.anew()
+        self._parts, self._everybodys = {}, (0, 0)
         self._loss_scales = {}
         self.share = 1.0
         self._shared.forget()

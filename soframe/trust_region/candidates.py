@@ -54,15 +54,15 @@ class Methods:
         Args:
             which: 0 for the first, with its auxiliary, and so on.
         """
-        own = _built((self.first, *self.others)[which])
-        own += _built(self.auxiliary) if which == 0 else []
-        return any(method.captures for method in own)
+        methods = _built((self.first, *self.others)[which])
+        methods += _built(self.auxiliary) if which == 0 else []
+        return any(method.captures for method in methods)
 
     @property
     def damped(self) -> bool:
         """Whether the first has directions that are made of one gradient alone."""
-        own = _built(self.first) + _built(self.auxiliary)
-        return any(not _remembers(method) for method in own)
+        methods = _built(self.first) + _built(self.auxiliary)
+        return any(not _remembers(method) for method in methods)
 
 
 def methods_of(settings: Mapping[str, Any]) -> Methods:
@@ -200,9 +200,9 @@ class Candidates:
             For each method its negative direction, in parts; that of an auxiliary method whole.
         """
         self.names, self.lost = [], []
-        found = self._read(self._first, parameters, gradients, shares, numbers)
+        directions = self._read(self._first, parameters, gradients, shares, numbers)
         if not self.others:
-            return found
+            return directions
         home = self._first.home
         written = [home.read(parameter) for parameter in parameters]
         for other in self.others:
@@ -210,10 +210,10 @@ class Candidates:
                 home.put(parameter, gradient.clone())
             other.step()
             if other.updated:
-                found += self._read(other, parameters, gradients, shares, numbers)
-        for parameter, own in zip(parameters, written, strict=True):
-            home.put(parameter, own)
-        return found
+                directions += self._read(other, parameters, gradients, shares, numbers)
+        for parameter, direction in zip(parameters, written, strict=True):
+            home.put(parameter, direction)
+        return directions
 
     def _read(
         self,
@@ -229,14 +229,16 @@ class Candidates:
         for block in one.blocks:
             if one is self._first and not block.remembers:
                 continue
-            own = {p: g for p in block.parameters.values() if (g := read(p)) is not None}
+            of_block = {p: g for p in block.parameters.values() if (g := read(p)) is not None}
             # The first update of some methods is none: it only begins their averages.
-            if block.state.updates <= 1 and not any(bool(tensor.any()) for tensor in own.values()):
-                own = {p: raw[p] for p in own}
+            if block.state.updates <= 1 and not any(
+                bool(tensor.any()) for tensor in of_block.values()
+            ):
+                of_block = {p: raw[p] for p in of_block}
             key = (block.auxiliary, describe(block.method))
-            made.setdefault(key, {}).update(own)
+            made.setdefault(key, {}).update(of_block)
             names[key] = type(block.method).__name__
-        found: list[Direction] = []
+        directions: list[Direction] = []
         for key, tensors in made.items():
             rows = [-tensors[p] if p in tensors else None for p in parameters]
             whole = scaled(rows, shares)
@@ -245,6 +247,6 @@ class Candidates:
                 self.lost.append(names[key])
                 continue
             parts = [whole] if auxiliary else split(whole, [numbers[p] for p in parameters])
-            found += parts
+            directions += parts
             self.names += [f"auxiliary {names[key]}" if auxiliary else names[key]] * len(parts)
-        return found
+        return directions

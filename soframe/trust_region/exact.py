@@ -72,15 +72,17 @@ class ExactModel:
         if not self._verified:
             self._verify(objective, forwards)
             self._verified = True
-        own = torch.full((len(directions), len(directions)), torch.nan, dtype=torch.float64)
+        of_this_rank = torch.full(
+            (len(directions), len(directions)), torch.nan, dtype=torch.float64
+        )
         with self._told_to_others() as error:
-            own = curvature_along(
+            of_this_rank = curvature_along(
                 forwards,
                 objective.parameters,
                 directions,
                 isotropic=self._isotropic,
             )
-        curvature = self._mean(own)
+        curvature = self._mean(of_this_rank)
         self._require_no_failure(curvature, error)
         slope, metric, lengths = slope_and_metric(
             objective.gradients, directions, decays=objective.decays, damping=damping
@@ -91,20 +93,20 @@ class ExactModel:
         """Take the slope along the gradient forward: it is the gradient's square."""
         rows = zip(objective.gradients, objective.parameters, objective.decays, strict=True)
         direction = [g if decay == 0 else g - decay * p.detach() for g, p, decay in rows]
-        found = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
         with self._told_to_others() as error:
             for one in forwards:
                 (tangents,) = one.jacobian_products(objective.parameters, [direction])
                 for gradient, tangent in zip(one.gradients, tangents, strict=True):
                     g, t = gradient.detach().flatten().double(), tangent.flatten().double()
-                    found += torch.stack([g @ t, g.norm() * t.norm(), g.new_zeros(())]).cpu()
+                    sums += torch.stack([g @ t, g.norm() * t.norm(), g.new_zeros(())]).cpu()
         if error:
-            found.fill_(math.nan)
+            sums.fill_(math.nan)
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in direction]
-        found[2] = sum(float(norm) ** 2 for norm in norms)
-        found = self._mean(found)
-        self._require_no_failure(found, error)
-        slope, sizes, expected = found.tolist()
+        sums[2] = sum(float(norm) ** 2 for norm in norms)
+        sums = self._mean(sums)
+        self._require_no_failure(sums, error)
+        slope, sizes, expected = sums.tolist()
         rounding = 1e3 * max(torch.finfo(g.dtype).eps for one in forwards for g in one.gradients)
         if abs(slope - expected) > TOLERANCE * expected + rounding * sizes:
             raise RuntimeError(

@@ -30,10 +30,10 @@ def best_damping(first: float, start: float, after: Callable[[float], float]) ->
     for factor in (1 / APART, APART):
         begun = best
         for _ in range(TRIES):
-            found = after(best * factor)
-            if not start - found > BETTER * max(0.0, start - least):
+            objective = after(best * factor)
+            if not start - objective > BETTER * max(0.0, start - least):
                 break
-            best, least = best * factor, found
+            best, least = best * factor, objective
         if best != begun:
             break
     return best

@@ -153,18 +153,20 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         backend = preconditioner.get("backend")
         with building.starting(lambda: building.choose_backend(backend)):
-            own = AdaptiveDamping() if preconditioner_damping is None else preconditioner_damping
-            if isinstance(own, AdaptiveDamping):
-                own = copy.copy(own)  # an instance may serve many optimizers
-                own.restart()
+            blocks_damping = preconditioner_damping
+            if blocks_damping is None:
+                blocks_damping = AdaptiveDamping()
+            if isinstance(blocks_damping, AdaptiveDamping):
+                blocks_damping = copy.copy(blocks_damping)  # an instance may serve many optimizers
+                blocks_damping.restart()
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
             given = {"fisher": fisher, **preconditioner}
             built = settings.check(model, loss, params, given)
             methods = candidates.methods_of(preconditioner)
             if preconditioner_damping is None and not methods.damped:
-                own = 1.0  # no trial finds a damping for what is not damped
-            settings.require_damped(own, methods.damped)
+                blocks_damping = 1.0  # no trial finds a damping for what is not damped
+            settings.require_damped(blocks_damping, methods.damped)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
@@ -174,7 +176,7 @@ class TrustRegion(torch.optim.Optimizer):
                 damping=self.damping,
                 momentum=momentum,
                 parts=parts,
-                preconditioner_damping=own,
+                preconditioner_damping=blocks_damping,
                 reject=reject,
                 full_batch=full_batch,
                 max_increase=max_increase,
@@ -186,7 +188,7 @@ class TrustRegion(torch.optim.Optimizer):
             )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
             self._watch = LossWatch(max_increase)
-            self._steps, self._own_damping, self._loss = 0, own, built
+            self._steps, self._own_damping, self._loss = 0, blocks_damping, built
             self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
@@ -208,7 +210,7 @@ class TrustRegion(torch.optim.Optimizer):
         reads = [methods.captures(which) for which in range(len(methods.others) + 1)]
         reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
         plain: dict[str, Any] = {"fisher": "empirical"}
-        fishers = [{"fisher": fisher, "loss": built} if own else plain for own in reads]
+        fishers = [{"fisher": fisher, "loss": built} if captures else plain for captures in reads]
         self.preconditioner = Preconditioner(
             self._model,
             method=methods.first,
@@ -241,7 +243,7 @@ class TrustRegion(torch.optim.Optimizer):
             raise
         self._candidates = Candidates(self.preconditioner, others)
         self._memory = Memory(self._candidates.every)
-        adaptive = own if isinstance(own, AdaptiveDamping) else None
+        adaptive = blocks_damping if isinstance(blocks_damping, AdaptiveDamping) else None
         self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
         self._outputs = Outputs(self._model)
         self._exact = ExactModel(self.preconditioner.backend, isotropic=built.isotropic)
@@ -264,14 +266,16 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        damping, own = self._mean_damping(), self._own_damping
-        return max(own.at(damping)) if isinstance(own, AdaptiveDamping) else own * damping
+        damping, chosen = self._mean_damping(), self._own_damping
+        if isinstance(chosen, AdaptiveDamping):
+            return max(chosen.at(damping))
+        return chosen * damping
 
     def _tied_damping(self, step: int) -> float:
         """Return the damping of further methods: nobody tries others for them."""
         del step
-        own = self._own_damping
-        return self._mean_damping() * (1.0 if isinstance(own, AdaptiveDamping) else own)
+        multiple = self._own_damping
+        return self._mean_damping() * (1.0 if isinstance(multiple, AdaptiveDamping) else multiple)
 
     @property
     def candidates(self) -> tuple[Preconditioner, ...]:
@@ -376,22 +380,22 @@ class TrustRegion(torch.optim.Optimizer):
             proposals = self._proposer.propose(
                 parameters, gradients, shares, self._steps, trials=due
             )
-            own = ["preconditioned"] * len(proposals[0].parts)
+            of_first = ["preconditioned"] * len(proposals[0].parts)
             last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-            rest, names = self._proposer.rest(parameters, gradients, last, shares, covered)
-            rest, names = [*further, *rest], [*own, *self._candidates.names, *names]
+            others, names = self._proposer.rest(parameters, gradients, last, shares, covered)
+            others, names = [*further, *others], [*of_first, *self._candidates.names, *names]
             if due:
-                directions = [*chain(*(each.parts for each in proposals)), *rest]
+                directions = [*chain(*(each.parts for each in proposals)), *others]
                 damping = self.damping.at(self._steps)
                 quadratic = self._exact.along(objective, forwards, directions, damping=damping)
         if not due:
-            directions = [*proposals[0].parts, *rest]
+            directions = [*proposals[0].parts, *others]
             return self._go_on(parameters, loss, lr, directions, names=without_last(names))
         chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
             return {}
-        directions = [*chosen, *rest]
+        directions = [*chosen, *others]
         return self._move(forwards, parameters, loss, lr, directions, quadratic, names=names)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
@@ -483,18 +487,18 @@ class TrustRegion(torch.optim.Optimizer):
             total += float(loss.detach())
         return [], self._agree(total, None)[0]
 
-    def _observe(self, outputs: Sequence[Tensor], found: Fit | None, closures: int) -> None:
+    def _observe(self, outputs: Sequence[Tensor], terms: Fit | None, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
-        if found is not None and found.problem is not None:
+        if terms is not None and terms.problem is not None:
             return
         heads = outputs if len(outputs) > 1 else outputs[0]
         for one in self.candidates:
             fisher = one._fisher
             if fisher.kind == "empirical":  # no method of it reads calls
                 continue
-            if found is not None:
-                fisher = replace(fisher, roots=found.roots(closures, alike=self._alike))
-                one._statistics.weigh(found.share(closures, alike=self._alike))
+            if terms is not None:
+                fisher = replace(fisher, roots=terms.roots(closures, alike=self._alike))
+                one._statistics.weigh(terms.share(closures, alike=self._alike))
             fisher.observe(heads, one._capture)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -526,11 +530,11 @@ class TrustRegion(torch.optim.Optimizer):
         step brings is measured, since with too little damping any model promises much.
         """
         parameters, gradients = objective.parameters, objective.gradients
-        own = self._own_damping
+        policy = self._own_damping
         decay = groups.mean_decay(self.param_groups)
 
         def proposal(damping: float) -> Proposal:
-            multiple = 1.0 if isinstance(own, AdaptiveDamping) else own
+            multiple = 1.0 if isinstance(policy, AdaptiveDamping) else policy
             return self._proposer.restart(
                 parameters, gradients, shares, multiple * (damping + decay)
             )
@@ -542,9 +546,9 @@ class TrustRegion(torch.optim.Optimizer):
                 return math.inf
             update = combine(parameters, directions, model.minimise() * lr)
             with moved(parameters, update):
-                found = self._evaluate((one.closure, one.replay) for one in forwards)
+                loss_after = self._evaluate((one.closure, one.replay) for one in forwards)
                 penalty = groups.penalty(zip(parameters, objective.decays, strict=True))
-            return found + penalty if math.isfinite(found) else math.inf
+            return loss_after + penalty if math.isfinite(loss_after) else math.inf
 
         start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
         best = best_damping(self.damping.at(0), start, after)
@@ -573,8 +577,8 @@ class TrustRegion(torch.optim.Optimizer):
         coefficients, predicted, damping = self._believable(quadratic, lr, objective)
         if self._rare:
             model = quadratic.damped(damping - start)
-            own = without_last(names)
-            self._lengths.learn(own, model.along([*range(len(own))]).minimise())
+            kept_names = without_last(names)
+            self._lengths.learn(kept_names, model.along([*range(len(kept_names))]).minimise())
         measure = self._reduction.due(self._steps)
         if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
             self._step_back("the step is not finite")  # nobody would reject it
@@ -691,9 +695,9 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _tell(self, seen: dict[str, Any]) -> None:
         """Make the readout of a step, and warn once of a run that stands still."""
-        own = self._own_damping
-        adaptive = isinstance(own, AdaptiveDamping)
-        dampings = own.at(self._mean_damping()) if isinstance(own, AdaptiveDamping) else []
+        policy = self._own_damping
+        adaptive = isinstance(policy, AdaptiveDamping)
+        dampings = policy.at(self._mean_damping()) if isinstance(policy, AdaptiveDamping) else []
         if self.damping.at_cap() and self._undone == ROSE:
             self._notes.append("the damping is at its cap")
             self._warn_once(
@@ -738,12 +742,12 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the parameters of now."""
-        own, error = math.nan, None
+        on_this_rank, error = math.nan, None
         try:
-            own = sum(evaluated(closure, replay) for closure, replay in passes)
+            on_this_rank = sum(evaluated(closure, replay) for closure, replay in passes)
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
-        return self._agree(own, error)[0]
+        return self._agree(on_this_rank, error)[0]
 
     def _mean_damping(self) -> float:
         return self.damping.at(self._steps) + groups.mean_decay(self.param_groups)
@@ -768,8 +772,8 @@ class TrustRegion(torch.optim.Optimizer):
             }
         except Exception as raised:  # likewise
             error = error or raised
-        own = [loss, float(error is not None), *fingerprint(common), *further]
-        sums = add_over_ranks(backend, own)
+        numbers_of_rank = [loss, float(error is not None), *fingerprint(common), *further]
+        sums = add_over_ranks(backend, numbers_of_rank)
         require_no_failure(backend, error, sums[1])
         require_common(backend, common, sums[2:SAID])
         return sums[0] / backend.world_size, sums[SAID:]
@@ -791,7 +795,7 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If methods remember gradients, and ``curvature`` is false.
         """
-        own = self._own_damping
+        policy = self._own_damping
         if not curvature and (self._memory.any or self._candidates.others):
             raise ValueError(
                 "curvature=False leaves the state of one preconditioner to soframe.checkpoint, and "
@@ -804,7 +808,7 @@ class TrustRegion(torch.optim.Optimizer):
         if self._reduction.waits and self._memory.noted:
             with self._memory.as_before():
                 methods[settings.BEFORE] = [one.state_dict() for one in self.candidates]
-        found = {
+        state = {
             **super().state_dict(),
             **methods,
             "curvature": self.preconditioner.state_dict() if curvature else None,
@@ -813,16 +817,18 @@ class TrustRegion(torch.optim.Optimizer):
                 "steps": self._steps,
                 "burn_in": self._burn_in,
                 "damping": self.damping.state(),
-                "preconditioner_damping": own.state() if isinstance(own, AdaptiveDamping) else {},
+                "preconditioner_damping": policy.state()
+                if isinstance(policy, AdaptiveDamping)
+                else {},
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
                 "reduction": self._reduction.state(),
                 **({"lengths": self._lengths.state()} if self._rare else {}),
             },
         }
-        sealed = checksums.seal(settings.sealed_part(found))
-        found["trust_region"][checksums.KEY] = sealed[checksums.KEY]
-        return found
+        sealed = checksums.seal(settings.sealed_part(state))
+        state["trust_region"][checksums.KEY] = sealed[checksums.KEY]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; call it on every rank.
@@ -847,11 +853,11 @@ class TrustRegion(torch.optim.Optimizer):
             )
 
         def common() -> str:
-            own = settings.sealed_part(state_dict)["trust_region"]
-            return checksums.text([state_dict["curvature"] is None, own])
+            saved_region = settings.sealed_part(state_dict)["trust_region"]
+            return checksums.text([state_dict["curvature"] is None, saved_region])
 
         agree(self.preconditioner.backend, check, common)
-        own = state_dict["trust_region"]
+        saved_region = state_dict["trust_region"]
         self._memory.forget()
         if settings.BEFORE in state_dict:
             for one, saved in zip(self.candidates, state_dict[settings.BEFORE], strict=True):
@@ -862,14 +868,14 @@ class TrustRegion(torch.optim.Optimizer):
                 one._load(saved, lambda: None)
         keys = {*settings.KEYS, settings.FURTHER, settings.BEFORE}
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
-        self._steps, self._burn_in = own["steps"], own["burn_in"]
-        self.damping.load(own["damping"])
+        self._steps, self._burn_in = saved_region["steps"], saved_region["burn_in"]
+        self.damping.load(saved_region["damping"])
         if isinstance(self._own_damping, AdaptiveDamping):
-            self._own_damping.load(own["preconditioner_damping"])
-        self.counters = dict(own["counters"])
-        self._watch.load(own.get("losses", []))
-        self._reduction.load(own.get("reduction", {}))
-        self._lengths.load(own.get("lengths", {}))
+            self._own_damping.load(saved_region["preconditioner_damping"])
+        self.counters = dict(saved_region["counters"])
+        self._watch.load(saved_region.get("losses", []))
+        self._reduction.load(saved_region.get("reduction", {}))
+        self._lengths.load(saved_region.get("lengths", {}))
 
     def close(self) -> None:
         """Remove every hook."""

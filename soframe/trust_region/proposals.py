@@ -156,13 +156,13 @@ class Proposer:
             shares: What each direction is scaled by.
             covered: The parameters that a method has.
         """
-        rest = uncovered(parameters, gradients, covered)
-        rest = [scaled(direction, shares) for direction in rest]
-        names = ["steepest descent"] * len(rest)
+        directions = uncovered(parameters, gradients, covered)
+        directions = [scaled(direction, shares) for direction in directions]
+        names = ["steepest descent"] * len(directions)
         if last:
             moving = scaled(last, [float(share != 0) for share in shares])
-            rest += split(moving, [self._parts.numbers[p] for p in parameters])
-        return rest, names + [LAST] * (len(rest) - len(names))
+            directions += split(moving, [self._parts.numbers[p] for p in parameters])
+        return directions, names + [LAST] * (len(directions) - len(names))
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int
@@ -184,13 +184,13 @@ class Proposer:
         assert self._damping is not None
         (other,) = others
         count = len(one.parts)
-        own = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
+        usual = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
         finite = quadratic.finite_directions()[count : 2 * count]
-        if own.finite():
+        if usual.finite():
             barred = [bad or not good for bad, good in zip(other.unsolved, finite, strict=True)]
             taken, model = quadratic.best_of(count, barred)
         else:  # nothing is chosen, and what was tried is not tried again at once
-            taken, model = [False] * count, own
+            taken, model = [False] * count, usual
         self._damping.choose(taken, step)
         self._damp(self._of_blocks(self._dampings(self._damping)))  # what is in force from now on
         for number, second in enumerate(self._of_blocks(taken)):
@@ -202,19 +202,19 @@ class Proposer:
     def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
         blocks, read = self._blocks(), self._preconditioner.home.read
         covered = {p for block in blocks for p in block.parameters.values()}
-        found = [read(p) if p in covered else None for p in parameters]
-        rows = [None if direction is None else -direction for direction in found]
+        written = [read(p) if p in covered else None for p in parameters]
+        rows = [None if direction is None else -direction for direction in written]
         data = [dict(block.second_order) for block in blocks]
         parts = split(scaled(rows, shares), [self._parts.numbers[p] for p in parameters])
         return Proposal(parts, data, self._unsolved())
 
     def _unsolved(self) -> list[bool]:
         """Return which parts with blocks have a factor that could not be solved meanwhile."""
-        found: dict[int, bool] = {}
+        unsolved: dict[int, bool] = {}
         for block, number in zip(self._blocks(), self._part_of_blocks(), strict=True):
             failed = block.second_order.forgive()
-            found[number] = found.get(number, False) or failed
-        return [found[number] for number in sorted(found)]
+            unsolved[number] = unsolved.get(number, False) or failed
+        return [unsolved[number] for number in sorted(unsolved)]
 
     def _damp(self, dampings: Sequence[float]) -> None:
         for block, damping in zip(self._blocks(), dampings, strict=True):
@@ -233,6 +233,6 @@ class Proposer:
 
     def _of_blocks(self, each: Sequence[T]) -> list[T]:
         """Return what each block has, given what each part with blocks has."""
-        own = self._part_of_blocks()
-        numbers = sorted(set(own))
-        return [each[numbers.index(number)] for number in own]
+        part_of = self._part_of_blocks()
+        numbers = sorted(set(part_of))
+        return [each[numbers.index(number)] for number in part_of]

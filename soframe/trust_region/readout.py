@@ -112,10 +112,10 @@ class History(Sequence[Readout]):
         loss.set(ylabel="loss", yscale="log" if all(one.loss > 0 for one in self) else "linear")
         damping.plot(steps, [one.damping for one in self], label="of the model")
         for number in range(max((len(one.preconditioner_dampings) for one in self), default=0)):
-            own = [one for one in self if number < len(one.preconditioner_dampings)]
-            values = [one.preconditioner_dampings[number] for one in own]
+            tried = [one for one in self if number < len(one.preconditioner_dampings)]
+            values = [one.preconditioner_dampings[number] for one in tried]
             label = f"of the preconditioner, run {number}"
-            damping.plot([one.step for one in own], values, "--", label=label)
+            damping.plot([one.step for one in tried], values, "--", label=label)
         damping.set(ylabel="damping", yscale="log")
         judged = [(n.step, n.ratio) for n in self if n.ratio is not None and math.isfinite(n.ratio)]
         ratio.plot(*zip(*judged, strict=True) if judged else ([], []), ".")
@@ -145,14 +145,14 @@ class Scalars:
 
     def __call__(self, readout: Readout) -> None:
         """Write the numbers of a step, and 1 as ``undone`` where an update was."""
-        found: dict[str, float | None] = {
+        scalars: dict[str, float | None] = {
             name: getattr(readout, name)
             for name in ("loss", "damping", "predicted", "change", "ratio")
         }
-        found["undone"] = float(readout.undone is not None)
+        scalars["undone"] = float(readout.undone is not None)
         for name in ("preconditioner_dampings", "coefficients"):
             values: tuple[float, ...] = getattr(readout, name)
-            found |= {f"{name}/{number}": value for number, value in enumerate(values)}
-        for name, value in found.items():
+            scalars |= {f"{name}/{number}": value for number, value in enumerate(values)}
+        for name, value in scalars.items():
             if value is not None and math.isfinite(value):
                 self._writer.add_scalar(self._prefix + name, value, readout.step)

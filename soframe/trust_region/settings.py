@@ -63,6 +63,7 @@ REFUSED = {
     "norm_clip": "the quadratic model chooses the length of a step",
     "clip_lr": "the quadratic model chooses the length of a step",
     "optimizer": "it is an optimizer itself",
+    "pipeline": "it runs the whole model itself, and its parts are in other processes",
     "grad_scaler": "it runs the backward pass itself, of the loss as the closure returns it",
 }
 """Settings of a preconditioner that have no meaning here."""
@@ -112,11 +113,13 @@ class Own:
                 f"the next batch: with full_batch=True every step is judged by its model; pass "
                 f"model_every=1"
             )
-        own = self.preconditioner_damping
-        if not isinstance(own, AdaptiveDamping) and not (is_number(own) and 0 < own < math.inf):
+        damping = self.preconditioner_damping
+        if not isinstance(damping, AdaptiveDamping) and not (
+            is_number(damping) and 0 < damping < math.inf
+        ):
             raise ValueError(
-                f"preconditioner_damping must be positive, not {own!r}: an AdaptiveDamping, or a "
-                f"multiple of the policy's"
+                f"preconditioner_damping must be positive, not {damping!r}: an AdaptiveDamping, or "
+                f"a multiple of the policy's"
             )
 
 
@@ -258,8 +261,8 @@ def check_state(
             groups, or it is truncated or damaged.
     """
     check_keys(state_dict, {*KEYS, "state", "param_groups"}, "a TrustRegion")
-    own = _mapping("trust_region", state_dict["trust_region"])
-    version = own.get("version", 1)
+    saved = _mapping("trust_region", state_dict["trust_region"])
+    version = saved.get("version", 1)
     if version not in (1, VERSION) or isinstance(version, bool):
         raise ValueError(
             f"the state of the TrustRegion has version {version!r}; this soframe reads versions up "
@@ -267,25 +270,25 @@ def check_state(
         )
     keys = ["burn_in", "counters", "damping", "preconditioner_damping", "steps"]
     keys += ["losses", "reduction", checksums.KEY] if version == VERSION else []
-    if missing := sorted(set(keys) - set(own)):
+    if missing := sorted(set(keys) - set(saved)):
         raise ValueError(f"the state is truncated: trust_region lacks {missing}")
-    if version < VERSION and checksums.KEY in own:
+    if version < VERSION and checksums.KEY in saved:
         raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
     check_groups(state_dict["param_groups"], groups)
     waits = _check_parameters(state_dict["state"], groups)
     for key in ("steps", "burn_in"):
-        _check_count(key, own[key])
-    counters = _mapping("counters", own["counters"])
+        _check_count(key, saved[key])
+    counters = _mapping("counters", saved["counters"])
     for key in {*COUNTERS, *counters}:
         _check_count(f"counter {key!r}", counters.get(key))
-    check_damping(own["damping"], damping, own["steps"])
+    check_damping(saved["damping"], damping, saved["steps"])
     if adaptive is not None:
-        adaptive.check_state(own["preconditioner_damping"])
-    _check_losses(own.get("losses", []))
-    lengths.check(own.get("lengths", {}))
-    _check_reduction(own.get("reduction", {}), waits)
+        adaptive.check_state(saved["preconditioner_damping"])
+    _check_losses(saved.get("losses", []))
+    lengths.check(saved.get("lengths", {}))
+    _check_reduction(saved.get("reduction", {}), waits)
     if version == VERSION:
-        checksums.verify({**sealed_part(state_dict), checksums.KEY: own[checksums.KEY]})
+        checksums.verify({**sealed_part(state_dict), checksums.KEY: saved[checksums.KEY]})
     else:
         state.warn_unverified("the state of the TrustRegion is of a version")
 
@@ -349,9 +352,9 @@ def sealed_part(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state_dict: The state; what it has under ``"curvature"`` has checksums of its own.
     """
-    own = {k: v for k, v in state_dict["trust_region"].items() if k != checksums.KEY}
+    kept = {k: v for k, v in state_dict["trust_region"].items() if k != checksums.KEY}
     # What the optimizer's hooks add is not the trust region's.
-    return {**{key: state_dict[key] for key in ("state", "param_groups")}, "trust_region": own}
+    return {**{key: state_dict[key] for key in ("state", "param_groups")}, "trust_region": kept}
 
 
 def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
@@ -421,17 +424,17 @@ def _check_parameters(saved: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Check what is remembered of each parameter; return whether a step waits for its verdict."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     waits = False
-    for number, own in _mapping("state", saved).items():
+    for number, remembered in _mapping("state", saved).items():
         where = f"parameter {number}"
         _check_count("the number of a parameter", number)
         if number >= len(parameters):
             raise ValueError(f"the state is damaged: there is no {where}")
         shape = tuple(parameters[number].shape)
-        known = set(_mapping(where, own))
+        known = set(_mapping(where, remembered))
         if known - {"update", *WAITING} or known & WAITING not in (set(), WAITING):
             raise ValueError(f"the state is damaged: of {where} it has {sorted(map(str, known))}")
-        waits = waits or "moved" in own
-        for key, value in own.items():
+        waits = waits or "moved" in remembered
+        for key, value in remembered.items():
             if key == "decay":
                 good = _is_number(value) and 0 <= value < math.inf
             else:

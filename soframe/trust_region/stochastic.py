@@ -321,8 +321,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         def after(damping: float) -> float:
             length = self._mean.minimum(damping) * largest
             with moved(objective.parameters, [length * d for d in whole]):
-                found = self._evaluate(objective, forwards)
-            return found if math.isfinite(found) else math.inf
+                objective_after = self._evaluate(objective, forwards)
+            return objective_after if math.isfinite(objective_after) else math.inf
 
         self.damping.begin(best_damping(self.damping.at(0), start, after))
 
@@ -358,8 +358,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         state, (first, second) = self.state[parameter], self._betas
         count = float(state["step"])
         root = (state["square"].sqrt() / math.sqrt(1 - second**count)).add_(self._eps_of_root)
-        found: Tensor = (state["mean"] / (first**count - 1)).div_(root)
-        return found
+        direction: Tensor = (state["mean"] / (first**count - 1)).div_(root)
+        return direction
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the parameters of now enter the average."""
@@ -414,13 +414,13 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
     def _evaluate(self, objective: Objective, forwards: Sequence[Forward]) -> float:
         """Return the objective of a batch at the parameters of now."""
-        own, error = math.nan, None
+        on_this_rank, error = math.nan, None
         try:
-            own = sum(evaluated(one.closure, one.replay) for one in forwards)
+            on_this_rank = sum(evaluated(one.closure, one.replay) for one in forwards)
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         penalty = groups.penalty(zip(objective.parameters, objective.decays, strict=True))
-        return self._agree(own, error) + penalty
+        return self._agree(on_this_rank, error) + penalty
 
     def _agree(self, loss: float, error: Exception | None) -> float:
         """Agree with all ranks on a loss, on who raises, and on what must be the same.
@@ -453,7 +453,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
-        found = {
+        state = {
             **super().state_dict(),
             OWN: {
                 "version": VERSION,
@@ -464,8 +464,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 "counters": dict(self.counters),
             },
         }
-        found[OWN][checksums.KEY] = checksums.seal(settings.sealed_part(found))[checksums.KEY]
-        return found
+        state[OWN][checksums.KEY] = checksums.seal(settings.sealed_part(state))[checksums.KEY]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; call it on every rank.
@@ -486,14 +486,14 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             return checksums.text(settings.sealed_part(state_dict)[OWN])
 
         agree(self._backend, check, common)
-        own = state_dict[OWN]
+        saved = state_dict[OWN]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OWN})
         for parameter, state in self.state.items():
             state["step"] = state["step"].to(parameter.device)  # where the fused kernel wants it
-        self._steps, self._since = own["steps"], own["since"]
-        self._mean.load(own["model"])
-        self.damping.load(own["damping"])
-        self.counters = dict(own["counters"])
+        self._steps, self._since = saved["steps"], saved["since"]
+        self._mean.load(saved["model"])
+        self.damping.load(saved["damping"])
+        self.counters = dict(saved["counters"])
 
     def close(self) -> None:
         """Remove the hook."""
@@ -522,14 +522,14 @@ def _change(batch: Quadratic, damping: float, length: float) -> float:
 def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
     """Check that an optimizer can go on from a state; nothing has been loaded yet."""
     settings.check_keys(state, {"state", "param_groups", OWN}, "a StochasticTrustRegion")
-    own = state[OWN]
-    settings.check_keys(own, {*KEYS, checksums.KEY}, "a StochasticTrustRegion")
-    if own["version"] != VERSION:
+    saved = state[OWN]
+    settings.check_keys(saved, {*KEYS, checksums.KEY}, "a StochasticTrustRegion")
+    if saved["version"] != VERSION:
         raise ValueError(
-            f"the state of the StochasticTrustRegion has version {own['version']!r}; this soframe "
-            f"reads version {VERSION}: load it with the soframe that wrote it or newer"
+            f"the state of the StochasticTrustRegion has version {saved['version']!r}; this "
+            f"soframe reads version {VERSION}: load it with the soframe that wrote it or newer"
         )
-    checksums.verify({**settings.sealed_part(state), checksums.KEY: own[checksums.KEY]})
+    checksums.verify({**settings.sealed_part(state), checksums.KEY: saved[checksums.KEY]})
     settings.check_groups(state["param_groups"], optimizer.param_groups)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state["state"].items():
@@ -542,5 +542,5 @@ def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
                 f"{ {name: list(tensor.shape) for name, tensor in kept.items()} }, and here it "
                 f"has shape {list(shape)}"
             )
-    averaged.check(own["model"])
-    settings.check_damping(own["damping"], optimizer.damping, own["steps"])
+    averaged.check(saved["model"])
+    settings.check_damping(saved["damping"], optimizer.damping, saved["steps"])

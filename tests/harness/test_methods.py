@@ -90,6 +90,7 @@ def test_losses_after_some_steps_are_of_the_best_rate_so_far(runs: methods.Runs)
     found = methods.losses_after(2, names, [0, 1], runs, 1)
     assert list(found) == [f"{name}, lr 0.25" for name in names]
     assert list(found.values()) == [[1 / 2.25] * 2] * 2
+    assert methods.losses_after(2, ["muon"], [0], runs, 1, 0.5) == {"muon, lr 0.5": [1 / 2.5]}
 
 
 @pytest.mark.slow

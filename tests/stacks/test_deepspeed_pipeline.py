@@ -1,0 +1,204 @@
+"""DeepSpeed's pipeline: its stages train as one process does with the whole model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import soframe
+from soframe.comm import TorchDistributed
+from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.integrations.kit import as_launched
+
+pytestmark = pytest.mark.distributed
+
+BATCHES, SAMPLES, WIDTH, STEPS = 4, 2, 5, 4
+OPTIONS: dict[str, Any] = {
+    "damping": 0.1,
+    "statistics_every": 1,
+    "solve_every": 2,
+    "kl_clip": 1e-4,
+}
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets).square().sum(1).mean()
+
+
+def batches(step: int, copy: int) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches of a copy of the model in a step."""
+    generator = torch.Generator().manual_seed(100 + 10 * step + copy)
+    shape = (2, BATCHES, SAMPLES, WIDTH)
+    return list(zip(*torch.randn(shape, generator=generator), strict=True))
+
+
+def initialise(module: Any, optimizer: Any, **settings: Any) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": BATCHES,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        **settings,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def module_of(rank: int, ranks: int, every: list[Any] | None = None) -> Any:
+    as_launched(rank, ranks)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
+    deepspeed.init_distributed("gloo")
+    every = list(layers()) if every is None else every
+    return PipelineModule(every, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+
+
+def train(rank: int, ranks: int, own: bool) -> dict[str, Tensor]:
+    module = module_of(rank, ranks)
+    grid = module._grid
+    if own:
+        copies = TorchDistributed(grid.get_data_parallel_group())
+        pipe = grid.get_pipe_parallel_group()
+        optimizer: Any = soframe.Optimizer(
+            module, "muon", lr=0.05, pipeline=pipe, backend=copies, **OPTIONS
+        )
+        engine = initialise(module, optimizer)
+    else:
+        engine = initialise(module, torch.optim.SGD(module.parameters(), lr=0.05))
+        hook = DeepSpeedPreconditioner(engine, **OPTIONS)
+        assert hook.preconditioner.world_size == ranks // 2
+        with pytest.raises(RuntimeError, match="leave step"):
+            hook.step()
+    for step in range(STEPS):
+        engine.train_batch(iter(batches(step, grid.get_data_parallel_rank())))
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def alone(copies: int, own: bool) -> dict[str, Tensor]:
+    model = nn.Sequential(*layers())
+    if own:
+        optimizer: Any = soframe.Optimizer(model, "muon", lr=0.05, **OPTIONS)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        preconditioner = soframe.Preconditioner(model, optimizer=optimizer, **OPTIONS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        every = [pair for copy in range(copies) for pair in batches(step, copy)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*every, strict=True))
+        loss_of(model(inputs), targets).backward()
+        if not own:
+            preconditioner.step()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "own"), [(2, False), (2, True), (4, False)])
+def test_ranks_are_one_process(ranks: int, own: bool) -> None:
+    """In float32, with micro-batches, the KL clip over both stages, and the head of the last."""
+    pytest.importorskip("deepspeed")
+    expected, names = alone(ranks // 2, own), set()
+    for found in run_ranks(train, ranks, own, timeout=120):
+        names.update(found)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=2e-6, msg=name)
+    assert names == set(expected)
+
+
+def without(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(module_of(rank, ranks), kl_clip=None, backend="single")
+
+
+def tied(rank: int, ranks: int) -> None:
+    from deepspeed.pipe import TiedLayerSpec
+
+    ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    module = module_of(rank, ranks, [ends[0], nn.Linear(WIDTH, WIDTH), nn.Tanh(), ends[1]])
+    pipe = module._grid.get_pipe_parallel_group()
+    soframe.Preconditioner(module, kl_clip=None, pipeline=pipe)
+
+
+def under_zero(rank: int, ranks: int) -> None:
+    module = module_of(rank, ranks)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    zero = {"stage": 1}
+    DeepSpeedPreconditioner(initialise(module, optimizer, zero_optimization=zero), **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (without, "PipelineModule of DeepSpeed, of which each rank has a stage"),
+        (tied, "belongs to a layer that DeepSpeed ties over stages"),
+        (under_zero, "a pipeline of DeepSpeed under ZeRO is not served"),
+    ],
+)
+def test_what_is_refused(function: Callable[..., None], words: str) -> None:
+    pytest.importorskip("deepspeed")
+    for failure in run_ranks(function, 2, check=False, timeout=60):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
+
+
+# -- without DeepSpeed -----------------------------------------------------------------------------
+
+
+class PipelineModule(nn.Sequential):
+    """Stands in for DeepSpeed's: its layers, and those that it ties over stages."""
+
+    def __init__(self, *modules: nn.Module, ties: bool = False) -> None:
+        super().__init__(*modules)
+        self.tied_comms = {"ends": {}} if ties else {}
+        self.tied_modules = nn.ModuleDict({"ends": modules[0]} if ties else {})
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("deepspeed.runtime.pipe.module")
+    module.PipelineModule = PipelineModule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_stage_by_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="of which each rank has a stage"):
+        soframe.Preconditioner(PipelineModule(nn.Linear(2, 2)), kl_clip=None)
+
+
+def tied_stand_in(rank: int, ranks: int) -> None:
+    module = types.ModuleType("deepspeed.runtime.pipe.module")
+    module.PipelineModule = PipelineModule  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    free = PipelineModule(nn.Linear(2, 2))
+    soframe.Preconditioner(free, kl_clip=None, pipeline=dist.group.WORLD).close()
+    ends = PipelineModule(nn.Linear(2, 2), ties=True)
+    soframe.Preconditioner(ends, kl_clip=None, pipeline=dist.group.WORLD)
+
+
+def test_tied_layers_are_refused() -> None:
+    (failure,) = run_ranks(tied_stand_in, 1, check=False)
+    assert isinstance(failure, RankFailure)
+    assert "DeepSpeed ties over stages" in str(failure.exception)
