@@ -56,6 +56,7 @@ _OTHERS = [
     "scipy",
     "torch",
     "Tensor",
+    "DeviceMesh",
     "T",
     *sorted(sys.stdlib_module_names),
 ]

@@ -31,7 +31,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
 from soframe.settings import Cadence, Clips, Curvature
 from soframe.solvers import Solver
-from soframe.specs import FactorSpec, Shards, TensorSpec
+from soframe.specs import Cut, FactorSpec, Shards, TensorSpec
 from soframe.strategies import Placement, Strategy
 from soframe.trust_region.optimizer import TrustRegion
 from soframe.trust_region.stochastic import StochasticTrustRegion
@@ -45,6 +45,7 @@ __all__ = [
     "Cadence",
     "Clips",
     "Curvature",
+    "Cut",
     "FactorSpec",
     "GradientHome",
     "LayerHelper",

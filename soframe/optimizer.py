@@ -28,6 +28,7 @@ from soframe.blocks import home, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
+from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
@@ -99,6 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         auxiliary_constraint: Constraint | None = None,
         **preconditioner: Any,
     ) -> None:
+        check_model(model)
         for name in ("optimizer", "lr"):
             if name in preconditioner:
                 raise TypeError(f"{name}= is this optimizer's own; leave it out")

@@ -65,6 +65,7 @@ from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining
 from soframe.setup.pipelines import STAGES
+from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
@@ -591,11 +592,13 @@ class Preconditioner(Joinable):
     def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
         """Return why the copies of this stage cannot go on, the same on all of them."""
         try:
-            require_common(self.backend, common, said.common)
+            require_common(self.backend, common, said.common, HINTS)
             if said.changed:
                 require_all_ranks(self.backend, said.changed)
-            elif not (any(said.rebuilt) or said.bad_gradient or said.bad_statistics):
-                self._effect.require(self._statistics.due, said.reached)
+            elif not any(said.rebuilt):
+                self._weights.require_copies()
+                if not (said.bad_gradient or said.bad_statistics):
+                    self._effect.require(self._statistics.due, said.reached)
         except Exception as error:  # whatever it is: other stages wait, and must be told
             return error
         return None
@@ -635,6 +638,7 @@ class Preconditioner(Joinable):
                 "solve_every": refresh.solve_every.at(step),
                 "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
+                **self._weights.common(),
             }
             optimizer: object = self._optimizer
             if isinstance(optimizer, AgreedSettings):
@@ -717,6 +721,7 @@ class Preconditioner(Joinable):
         self._placed, self.placement = placed, placement
         self._report, self._registration = registration.report, registration
         self._watch = Watch(self._model)
+        self._weights = Weights(registration.blocks, self.backend)
         if again:
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)

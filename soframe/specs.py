@@ -175,11 +175,27 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Shards:
-    """How a parameter, and its gradient with it, is cut up: along one dimension, over ranks.
+class Cut:
+    """Which indices along a dimension ranks hold.
 
-    Several ranks may hold the same range: they are copies of each other (hybrid sharding). Each
-    copy, which is all ranks of one number in ``copies``, holds the whole tensor.
+    Attributes:
+        dim: The dimension.
+        ranges: For each rank the first index that it holds, and the one after the last; equal for a
+            rank that holds nothing.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a parameter, and its gradient with it, is cut up over ranks.
+
+    That is along one dimension, most often; along others too where two plans cut it, such as
+    ``fully_shard`` the rows and a tensor-parallel plan the columns. Several ranks may hold the same
+    part: they are copies of each other (hybrid sharding). Each copy, which is all ranks of one
+    number in ``copies``, holds the whole tensor.
 
     Attributes:
         shape: The shape in which the tensor is cut: the parameter's own, or a flat one.
@@ -188,6 +204,7 @@ class Shards:
             last; equal for a rank that holds nothing.
         copies: For each rank the number of the copy that it belongs to.
         dtype: The dtype of the gradient, by its name.
+        also: Further cuts, along other dimensions: a rank holds what is in all of its ranges.
     """
 
     shape: tuple[int, ...]
@@ -195,6 +212,7 @@ class Shards:
     ranges: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
     dtype: str
+    also: tuple[Cut, ...] = ()
 
     @property
     def whole(self) -> int:
@@ -207,8 +225,7 @@ class Shards:
         Args:
             rank: The rank.
         """
-        start, stop = self.ranges[rank]
-        return self.whole // max(self.shape[self.dim], 1) * (stop - start) if self.shape else 1
+        return prod(self.part_shape(rank))
 
     def holds_all(self, rank: int) -> bool:
         """Return whether a rank holds the whole tensor.
@@ -217,6 +234,19 @@ class Shards:
             rank: The rank.
         """
         return self.numel(rank) == self.whole
+
+    @property
+    def copied(self) -> bool:
+        """Whether there are several copies."""
+        return len(set(self.copies)) > 1
+
+    def where(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return which part a rank holds: the same for the ranks that hold the same.
+
+        Args:
+            rank: The rank.
+        """
+        return tuple(cut.ranges[rank] for cut in self._cuts)
 
     def sources(self, rank: int) -> list[int]:
         """Return the other ranks from which a rank gets what it lacks of the whole, in order.
@@ -303,8 +333,11 @@ class Shards:
         """
         if not self.shape:
             return ()
-        start, stop = self.ranges[rank]
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        sizes = list(self.shape)
+        for cut in self._cuts:
+            start, stop = cut.ranges[rank]
+            sizes[cut.dim] = stop - start
+        return tuple(sizes)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a whole tensor that a rank holds.
@@ -318,8 +351,15 @@ class Shards:
         """
         if not self.shape:
             return whole.reshape(())
-        start, stop = self.ranges[rank]
-        return whole.reshape(self.shape).narrow(self.dim, start, stop - start)
+        part = whole.reshape(self.shape)
+        for cut in self._cuts:
+            start, stop = cut.ranges[rank]
+            part = part.narrow(cut.dim, start, stop - start)
+        return part
+
+    @property
+    def _cuts(self) -> tuple[Cut, ...]:
+        return (Cut(self.dim, self.ranges), *self.also)
 
     @classmethod
     def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:

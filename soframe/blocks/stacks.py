@@ -10,7 +10,7 @@ So it refuses to be built, and where the stack comes later, to step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -50,28 +50,47 @@ def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def require_one_plan(model: nn.Module) -> None:
-    """Check that all DTensors of a model are fully_shard's, or all a tensor-parallel plan's.
+def require_plans(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Check that what fully_shard and tensor-parallel plans make of a model is what is served.
 
     Args:
         model: The model.
+        ranks: The global ranks of the group that the preconditioner works in.
 
     Raises:
-        ValueError: If they are not, or the layers of a plan compute with them in ways in which
-            statistics would be wrong.
+        ValueError: If ranks have the same data for some layers and their own for others; nobody
+            averages gradients over some ranks; or the layers of a plan compute with DTensors in
+            ways in which statistics would be wrong.
     """
-    for name, parameter in dtensors.foreign(model):
-        if dtensors.units(model):
+    if dtensors.hides_plan(model):
+        raise ValueError(
+            "DistributedDataParallel with device_mesh= (or what is built on it) hides a "
+            "tensor-parallel plan: the layers have no parameters but this rank's parts, and after "
+            "a pass none at all. Average gradients by replicate(model, mesh=mesh['dp']) of "
+            "torch.distributed._composable.replicate_with_fsdp, by fully_shard, or yourself over "
+            "mesh['dp'].get_group(), which all go with a plan"
+        )
+    for one in dtensors.planned(model):
+        if one.alone and dtensors.units(model):
             raise ValueError(
-                f"the parameter {name} belongs to a tensor-parallel plan, whose ranks have the "
+                f"the parameter {one.name} belongs to a tensor-parallel plan, whose ranks have the "
                 f"same data, and other modules of the model to fully_shard, whose ranks have their "
-                f"own: a Preconditioner serves one of the two. Leave out the plan, or fully_shard"
+                f"own: put the plan on one dimension of a mesh, and call fully_shard on the whole "
+                f"model with another one (mesh=mesh['dp']); or leave out one of the two"
             )
-        if (why := dtensors.uncomputed(parameter)) is not None:
+        if (why := dtensors.uncomputed(one.parameter, one.dims)) is not None:
             raise ValueError(
-                f"the parameter {name} belongs to a tensor-parallel plan that {why}; or instead "
-                f"{_INSTEAD}"
+                f"the parameter {one.name} belongs to a tensor-parallel plan that {why}; or "
+                f"instead {_INSTEAD}"
             )
+    if (why := dtensors.apart(model, ranks)) is not None:
+        raise ValueError(
+            f"{why}, and the preconditioner works on the ranks {list(ranks)}: no gradient but "
+            f"those of all data is a step's. Either let fully_shard's mesh have all ranks of the "
+            f"backend's process group (those of a tensor-parallel plan aside), or let the backend "
+            f"have the ranks of the mesh: backend=soframe.comm.TorchDistributed(mesh). Experts "
+            f"that ranks have for themselves are DTensors on a dimension of the mesh, or skipped"
+        )
 
 
 def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
@@ -122,7 +141,7 @@ def _owner(parameter: nn.Parameter) -> str | None:
     why = dtensors.unserved(parameter)
     if why is None:
         return None
-    return f"several plans at once, such as a tensor-parallel plan within fully_shard ({why})"
+    return f"several plans at once, or one of a kind that is not known ({why})"
 
 
 def require_materialised(names: Iterable[tuple[str, nn.Parameter]]) -> None:

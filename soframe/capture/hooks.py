@@ -393,6 +393,18 @@ class Capture:
         if self.together is not None:
             # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
             self.together.note(helper, tuple(map(dtensors.local, inputs)))
+        if any(map(dtensors.is_cut, trained)) and not all(
+            map(dtensors.is_dtensor, (output, *inputs))
+        ):
+            self.fail(
+                ValueError(
+                    f"{self.names[helper]} computes with this rank's part of a parameter that is "
+                    f"cut up over ranks, as experts over ranks do, and not with DTensors: its rows "
+                    f"are not those of the whole. Choose a method that reads gradients alone for "
+                    f"it, such as 'muon' or 'soap' (method={{pattern: ...}}), or skip it"
+                )
+            )
+            return
         where, view = _lasting(output, inputs)
         if self.probing and not again:
             # What a checkpoint recomputes is reached through the graph of its first pass.

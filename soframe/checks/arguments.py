@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,11 @@ def check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     hint = "; pass an instance of the class" if isinstance(model, type) else ""
+    if not hint and isinstance(model, Iterable):
+        raise TypeError(
+            f"model must be a torch.nn.Module, whose parameters are found by themselves, not a "
+            f"{type(model).__name__} such as model.parameters() is: pass the model"
+        )
     raise TypeError(f"model must be a torch.nn.Module, not {model!r}{hint}")
 
 

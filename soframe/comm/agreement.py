@@ -23,6 +23,9 @@ from soframe.strategies.placement import Placement
 _SIZE = hashlib.sha256().digest_size
 
 
+_TOLD = 8
+"""How many differences between ranks a message names."""
+
 STARTING = "building a Preconditioner"
 """What ranks are about to do when they first meet."""
 
@@ -241,13 +244,19 @@ def fingerprint(common: Mapping[str, object]) -> list[float]:
     return [float(number), float(number**2)]
 
 
-def require_common(backend: Backend, common: Mapping[str, object], sums: Sequence[float]) -> None:
+def require_common(
+    backend: Backend,
+    common: Mapping[str, object],
+    sums: Sequence[float],
+    hints: Mapping[str, str] | None = None,
+) -> None:
     """Check that what has to be the same on every rank is the same.
 
     Args:
         backend: The backend.
         common: What has to be the same, by name, as this rank has it.
         sums: The sums over ranks of its `fingerprint`.
+        hints: What to do where something differs, by what its name begins with.
 
     Raises:
         ValueError: On every rank, if it is not; the message names what differs and the ranks.
@@ -258,17 +267,20 @@ def require_common(backend: Backend, common: Mapping[str, object], sums: Sequenc
         return
     mine = {name: describe(value) for name, value in common.items()}
     everyones = [json.loads(text) for text in gather_texts(backend, json.dumps(mine))]
-    problems = []
+    problems = {}
     for name in mine:
         values = [said.get(name) for said in everyones]
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
-            problems.append(
-                f"{name}: rank(s) {others} have {values[others[0]]}, rank 0 has {values[0]}"
-            )
+            problems[name] = f"rank(s) {others} have {values[others[0]]}, rank 0 has {values[0]}"
+    told = [f"{name}: {problem}" for name, problem in problems.items()]
+    if len(told) > _TOLD:
+        told[_TOLD:] = [f"and {len(told) - _TOLD} more"]
+    hints = hints or {}
+    advice = [hint for start, hint in hints.items() if any(n.startswith(start) for n in problems)]
     raise ValueError(
         "these must be the same on every rank, and are not; no gradient was changed. "
-        + "; ".join(problems or ["the names of what ranks compare differ"])
+        + ". ".join(["; ".join(told or ["the names of what ranks compare differ"]), *advice])
     )
 
 

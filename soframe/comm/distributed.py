@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from soframe.comm import board
 from soframe.comm.base import Backend, Handle, together
@@ -27,7 +28,9 @@ class TorchDistributed(Backend):
     threads.
 
     Args:
-        group: The process group; None for the default one. Only its members may build this.
+        group: The process group, or a ``DeviceMesh`` of all ranks that train the model, such as
+            those of one stage of a pipeline; None for the default group. Only its members may build
+            this; of a mesh that is a slice of another one of several dimensions every rank must.
         meet_timeout: How long ``meet`` waits for the other ranks, in seconds.
         overlap: See `Backend`.
         fused: See `Backend`; None for what suits the engine: fused on NCCL alone.
@@ -40,7 +43,7 @@ class TorchDistributed(Backend):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         meet_timeout: float = 300.0,
         overlap: bool = True,
@@ -53,7 +56,7 @@ class TorchDistributed(Backend):
                 "backend 'torch': torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first, or pass backend='single'"
             )
-        default = group if group is not None else dist.group.WORLD
+        default = group_of(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
         assert default is not None
         if dist.get_rank(default) < 0:
             raise ValueError("backend 'torch': this process is not a member of the given group")
@@ -334,6 +337,22 @@ class TorchDistributed(Backend):
         gathered = [torch.empty_like(tensor) for _ in self._everyone]
         _handle(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
         return gathered
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of all ranks of a mesh.
+
+    Args:
+        mesh: The mesh, of however many dimensions.
+
+    Returns:
+        The default group where these are all ranks; else that of the mesh, which it makes if it has
+        several dimensions.
+    """
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 class _Clock:

@@ -186,7 +186,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             values.
     """
     dtensors.reshard(dtensors.units(model))
-    stacks.require_one_plan(model)
+    stacks.require_plans(model, choices.ranks)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks and not choices.staged:
@@ -471,15 +471,15 @@ def require_together(
         ValueError: If some ranks would not take part where the rows of a call are brought together,
             or if each would draw targets of its own.
     """
-    foreign = {id(parameter): name for name, parameter in dtensors.foreign(model)}
-    if foreign and draws:
+    planned = {id(one.parameter): one.name for one in dtensors.planned(model)}
+    if planned and draws:
         raise ValueError(
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
-            f"tensor-parallel plan of {next(iter(foreign.values()))} have one batch together: pass "
+            f"tensor-parallel plan of {next(iter(planned.values()))} have one batch together: pass "
             f"fisher='type-2', or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(id(p) in foreign for p in block.parameters.values()):
+        if not any(id(p) in planned for p in block.parameters.values()):
             continue
         captured = [index for index, factor in enumerate(block.factors) if factor.captured]
         ranks = range(placement.world_size)

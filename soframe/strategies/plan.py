@@ -118,6 +118,9 @@ def traffic(
         reached = _REACHED + _REACHED_BLOCK * taking if taking else 0
         present = _present(pairs, local) if local is not None else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
+        copied = [shards for work, _ in pairs for shards in work.shards if shards.copied]
+        if first and copied:  # sums of the bits of weights
+            _count(phases, "agree", [_AGREED_BYTES * len(copied)])
         for after in (False, True):
             turn = [(w, p) for w, p in due if w.after == after]
             _count(phases, "agree", _solve_agreements(turn))

@@ -382,17 +382,6 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
     run.preconditioner.step()
 
 
-def plan_of_its_own(rank: int, ranks: int) -> None:
-    """A tensor-parallel layer within a model that is sharded besides."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
-    model = make_net()
-    parallelize_module(model.layers[0], mesh["tensor"], {"up": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    soframe.Preconditioner(model, kl_clip=None)
-
-
 @pytest.mark.parametrize(
     ("function", "ranks", "words"),
     [
@@ -407,7 +396,6 @@ def plan_of_its_own(rank: int, ranks: int) -> None:
         (trust_region, 2, "TrustRegion needs whole parameters"),
         (gone_on_one_rank, 2, "blocks with gradients"),
         (uneven, 2, "Join does not go with fully_shard"),
-        (plan_of_its_own, 2, "tensor-parallel plan"),
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:

@@ -271,13 +271,6 @@ def uneven(rank: int, ranks: int) -> None:
     soframe.Preconditioner(model, kl_clip=None)
 
 
-def beside_data(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.Linear(4, 4))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    soframe.Preconditioner(model, kl_clip=None)
-
-
 def drawn(rank: int, ranks: int) -> None:
     settings = {"fisher": "monte-carlo", "loss": "squared-error"}
     soframe.Preconditioner(net(ranks), kl_clip=None, **settings)  # type: ignore[arg-type]
@@ -353,7 +346,6 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
         (beside_fully_shard, 2, "tensor-parallel plan, whose ranks have the same data"),
         (two_dimensions, 2, "plan that has a mesh of 2 dimensions"),
         (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
-        (beside_data, 4, "is sharded over the ranks .* no data parallelism beside"),
         (drawn, 2, "monte-carlo.* pass fisher='type-2'"),
         (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
         (owners_alone_later, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),

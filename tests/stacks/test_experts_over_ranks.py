@@ -1,0 +1,275 @@
+"""Experts of which every rank has some: exact where methods read gradients alone, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as across
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import soframe
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.stacks.fully_sharded import weights
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, WIDTH, EXPERTS, STEPS = 8, 6, 4, 3
+
+
+class Kernels(nn.Module):
+    """A matrix for each expert, or for each of those that this rank has."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.empty(experts, WIDTH, WIDTH))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        kernel = self.kernel
+        own = kernel.to_local() if isinstance(kernel, DTensor) else kernel
+        return rows @ own.mT
+
+
+class KernelsHelper(soframe.layers.ExpertsHelper):
+    """Each expert is a layer."""
+
+    parameter = "kernel"
+
+
+class Net(nn.Module):
+    """Rows go to all experts, weighed by a router; over ranks, to those of every rank."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = Kernels(experts), Kernels(experts)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        gates = self.router(hidden).softmax(1)
+        if self.group is None:
+            return self.head(self._mixed(hidden, gates))
+        rank, size = dist.get_rank(self.group), len(x)
+        rows, weighed = self._of_all(hidden), self._of_all(gates)
+        own = weighed.chunk(dist.get_world_size(self.group), 1)[rank]
+        summed = across.all_reduce(self._mixed(rows, own), group=self.group)
+        return self.head(summed[rank * size : (rank + 1) * size])
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Return the rows of all ranks: torch's all-gather has no gradient in a part of them."""
+        parts = [torch.zeros_like(own)] * dist.get_world_size(self.group)
+        parts[dist.get_rank(self.group)] = own
+        return across.all_reduce(torch.cat(parts), group=self.group)
+
+    def _mixed(self, rows: Tensor, gates: Tensor) -> Tensor:
+        every = rows.expand(gates.shape[1], *rows.shape)
+        return (self.down(self.up(every).tanh()) * gates.T[..., None]).sum(0)
+
+
+def make_net() -> Net:
+    generator = torch.Generator().manual_seed(3)
+    model = Net().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        owner: Whether soframe owns the step, rather than SGD.
+        options: Settings of soframe.
+        sharded: Whether fully_shard cuts up the rest, and the experts over fewer ranks.
+    """
+
+    owner: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sharded: bool = False
+
+
+EACH = {"layers": {"up|down": KernelsHelper}}
+MEM = {"strategy": "mem-opt"}
+CASES = {
+    "muon": Case(options={"method": "muon", **EACH, **MEM}),
+    "matrices": Case(options={"method": "muon", **MEM}),
+    "shampoo": Case(options={"method": "shampoo", **EACH}),
+    "mixed": Case(options={"method": {"up|down": "muon", "": "kfac"}, **EACH, **MEM}),
+    "skipped": Case(owner=False, options={"method": "kfac", "skip": ["up|down"], "kl_clip": 1e-3}),
+}
+SHARDED = {
+    "muon": Case(options={"method": "muon", **EACH, **MEM}, sharded=True),
+    "mixed": Case(options={"method": {"up|down": "muon", "": "kfac"}, **EACH}, sharded=True),
+}
+
+
+def spread(model: Net, ranks: int, case: Case) -> int:
+    """Spread the experts over ranks; return how many have other experts."""
+    if not case.sharded:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("experts",))
+    else:
+        names = ("copies", "experts")
+        whole = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
+        mesh, every = whole["experts"], whole[names]._flatten("data")
+    for module in (model.up, model.down):
+        kernel = distribute_tensor(module.kernel.detach(), mesh, [Shard(0)])
+        module.kernel = nn.Parameter(kernel)
+        if case.sharded:
+            fully_shard(module, mesh=whole["copies"])
+    if case.sharded:
+        fully_shard(model, mesh=every)
+    model.group = mesh.get_group()
+    return mesh.size()
+
+
+def average(model: Net, case: Case, ranks: int, spread_over: int) -> None:
+    """Let gradients be those of the mean over all samples."""
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if "kernel" in name:  # has those of all rows that come to it
+            gradient /= spread_over
+        elif not case.sharded:
+            dist.all_reduce(gradient)
+            gradient /= ranks
+
+
+def train(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
+    model = make_net()
+    over = spread(model, ranks, case) if ranks > 1 else 1
+    settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, **case.options}
+    if ranks == 1:
+        settings.pop("strategy", None)
+    optimizer: Any
+    if case.owner:
+        optimizer = soframe.Optimizer(model, lr=0.05, **settings)
+        own = optimizer.preconditioner
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        own = soframe.Preconditioner(model, optimizer=optimizer, **settings)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+        optimizer.zero_grad()
+        (model(x[mine]) - y[mine]).square().sum(1).mean().backward()
+        if ranks > 1:
+            average(model, case, ranks, over)
+        if not case.owner:
+            own.step()
+        optimizer.step()
+    own.close()
+    return weights(model)
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [train(rank, ranks, case) for case in cases]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, SHARDED)], ids=["plain", "sharded"])
+def test_experts_are_those_of_one_process(ranks: int, cases: dict[str, Case]) -> None:
+    results = run_ranks(train_all, ranks, list(cases.values()), timeout=200)
+    start = weights(make_net())
+    for index, (name, case) in enumerate(cases.items()):
+        expected = train(0, 1, case)
+        for found in (own[index] for own in results):
+            for which, weight in found.items():
+                where = f"{name}, {which}"
+                torch.testing.assert_close(weight, expected[which], rtol=1e-9, atol=1e-9, msg=where)
+                assert not torch.equal(weight, start[which]), where
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def local_net(rank: int, ranks: int) -> Net:
+    """With experts of its own on every rank, under names that all of them use."""
+    whole, model = make_net(), Net(EXPERTS // ranks).double()
+    held = {n: p.chunk(ranks)[rank] if "kernel" in n else p for n, p in whole.state_dict().items()}
+    model.load_state_dict(held)
+    model.group = dist.group.WORLD
+    return model
+
+
+def one_pass(model: Net) -> None:
+    model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
+
+
+def their_own(rank: int, ranks: int) -> None:
+    model = local_net(rank, ranks)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, method={"up|down": "muon", "": "kfac"}, **EACH
+    )
+    one_pass(model)
+    own.step()
+
+
+def their_own_in_shards(rank: int, ranks: int) -> None:
+    """Of two halves of the ranks each has experts of its own, and shards them."""
+    model = local_net(rank % 2, 2)
+    names = ("data", "experts")
+    whole = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
+    every = whole[names]._flatten("all")
+    for module in (model.up, model.down):
+        fully_shard(module, mesh=whole["data"])
+    fully_shard(model, mesh=every)
+    soframe.Optimizer(model, "muon", lr=0.1)
+
+
+def copies_apart(rank: int, ranks: int) -> None:
+    """Experts of a rank's own that look like one tensor in two copies."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "experts"))
+    kernel = torch.full((4, 4), float(rank // 2 + 1))
+    model[0].weight = nn.Parameter(distribute_tensor(kernel, mesh["experts"], [Shard(0)]))
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def other_names(rank: int, ranks: int) -> None:
+    model = nn.ModuleDict({f"expert{rank}": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def calls_of_parts(rank: int, ranks: int) -> None:
+    model = make_net()
+    spread(model, ranks, Case())
+    own = soframe.Preconditioner(model, kl_clip=None, samples=lambda: SAMPLES, **EACH)
+    one_pass(model)
+    own.step()
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "words"),
+    [
+        (
+            their_own,
+            2,
+            r"the weights of up.kernel: rank\(s\) \[1\] have .* make their weights DTensors",
+        ),
+        (their_own_in_shards, 4, "is averaged over the ranks .* Experts that ranks have"),
+        (copies_apart, 4, "hold the same part of 0.weight, and not the same numbers"),
+        (other_names, 2, "differs from rank 0's"),
+        (calls_of_parts, 2, "computes with this rank's part .* Choose a method that reads"),
+    ],
+)
+def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
+    for failure in run_ranks(function, ranks, check=False, timeout=60):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception

@@ -1,0 +1,398 @@
+"""On meshes of several dimensions ranks train as one process does with whole layers and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import soframe
+from soframe.blocks import dtensors
+from soframe.comm import TorchDistributed
+from soframe.strategies import Sharded
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.test_plans import planned
+from tests.stacks import tensor_parallel
+from tests.stacks.fully_sharded import weights
+from tests.stacks.meshed import Case, Run, alone, train
+from tests.stacks.tensor_parallel import make_net, plan
+
+pytestmark = pytest.mark.distributed
+
+MEM = {"strategy": "mem-opt"}
+ALL = {**MEM, "layers": "all"}
+KL = {**ALL, "kl_clip": 1e-4}
+SHARDED = {"strategy": Sharded(group=None, deferred=True), "layers": "all"}
+
+ALONE: dict[str, Any] = {
+    "kind": "none",
+    "tensor": 1,
+    "passes": 2,
+    "syncs": False,
+    "checkpoints": True,
+}
+"""Without a plan."""
+
+CASES: dict[str, Case] = {
+    # fully_shard over ranks with other data.
+    "mem kl": Case(options=KL),
+    "sharded": Case(options=SHARDED, passes=2, syncs=False, checkpoints=True),
+    "sequence": Case(kind="sequence", options={**ALL, "norm_clip": 0.03}),
+    "observed": Case(observed=True, options=MEM, end=1),
+    "after": Case(when="after", options={"kl_clip": 1e-4}),
+    "spoilt": Case(spoilt=1, place="part", kind="distributed", options=MEM),
+    "own": Case(owner="own", method="shampoo", kind="sequence", options=MEM),
+    "own after": Case(owner="own", method="muon", kind="embedding", when="after", options=MEM),
+    # In copies.
+    "hybrid": Case(stack="hybrid", options=KL),
+    "replicate": Case(stack="replicate", kind="sequence", passes=2, options=KL),
+    "own replicate": Case(stack="replicate", owner="own", method="adamw", kind="sequence"),
+    "hybrid alone": Case(stack="hybrid", spoilt=1, place="part", options=KL, **ALONE),
+    "replicate alone": Case(stack="replicate", options=KL, **ALONE),
+    # By hand.
+    "hand": Case(stack="hand", options=KL),
+    "hand sequence": Case(stack="hand", kind="sequence", passes=2, options=SHARDED),
+    "hand later": Case(stack="hand", when="after", options={"kl_clip": 1e-4}),
+    "own hand": Case(stack="hand", owner="own", method="muon", kind="sequence", options=MEM),
+}
+
+Result = tuple[dict[str, Tensor], dict[str, int]]
+
+
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        run = train(case, ranks)
+        run.preconditioner.close()
+        found.append((weights(run.model), run.preconditioner.counters))
+    return found
+
+
+def assert_same(results: list[Result], case: Case, what: str) -> None:
+    expected, start = alone(case), weights(make_net())
+    for found, counters in results:
+        for name, weight in found.items():
+            where = f"{what}, {name}"
+            torch.testing.assert_close(
+                weight,
+                expected[name],
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda text, where=where: f"{where}: {text}",
+            )
+            assert not torch.equal(weight, start[name]), where
+        skipped = counters.pop("skipped_updates")
+        assert skipped == (case.spoilt is not None)
+        assert counters.pop("skipped_statistics") in (0, skipped)
+        assert not any(counters.values())
+
+
+NAMES = tuple(CASES)
+
+
+@pytest.mark.parametrize("names", [NAMES[:6], NAMES[6:12], NAMES[12:]], ids=lambda names: names[0])
+def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
+    results = run_ranks(train_all, 4, [CASES[name] for name in names], timeout=240)
+    for index, name in enumerate(names):
+        assert_same([own[index] for own in results], CASES[name], name)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        run = train(case, ranks)
+        found.append(run.state())
+        run.preconditioner.close()
+    return found
+
+
+def test_a_run_goes_on() -> None:
+    """In the middle of an interval, from one stack to the next one and to one process."""
+    cases = [CASES["mem kl"], replace(CASES["own hand"], stack="fully_shard")]
+    early = [replace(case, end=2) for case in cases]
+    saved, *_ = run_ranks(save_after, 4, early)
+    rest = [replace(c, begin=2, state=s) for c, s in zip(cases, saved, strict=True)]
+    stacks: dict[str, dict[str, Any]] = {
+        "fully_shard": {},
+        "hand": {},
+        "hybrid": {"tensor": 1, "kind": "none"},
+    }
+    for stack, of in stacks.items():
+        results = run_ranks(train_all, 4, [replace(case, stack=stack, **of) for case in rest])
+        for index, case in enumerate(cases):
+            assert_same([own[index] for own in results], case, stack)
+    for case, state in zip(cases, saved, strict=True):
+        options = {k: v for k, v in case.options.items() if k != "strategy"}
+        run = train(replace(case, begin=2, state=state, options=options))
+        assert_same([(weights(run.model), run.preconditioner.counters)], case, "one process")
+
+
+def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:
+    """Half of the ranks have a model to themselves, as a stage of a pipeline has its layers."""
+    names = ("stage", "data", "tensor")
+    mesh = init_device_mesh("cpu", (ranks // 2, 1, 2), mesh_dim_names=names)
+    assert TorchDistributed(mesh).world_size == ranks
+    assert TorchDistributed(mesh["tensor"]).world_size == 2
+    model = make_net()
+    parallelize_module(model, mesh["tensor"], plan("pairs"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    backend = TorchDistributed(mesh["data", "tensor"])
+    assert backend.global_ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+    own = soframe.Preconditioner(
+        model,
+        lr=0.02,
+        backend=backend,
+        damping=0.1,
+        statistics_every=1,
+        solve_every=2,
+        kl_clip=1e-3,
+        **MEM,
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        tokens, targets = tensor_parallel.batch(step)
+        (0.5 * (model(tokens) - targets).square().sum((1, 2)).mean()).backward()
+        own.step()
+        optimizer.step()
+    own.close()
+    return weights(model)
+
+
+def test_a_stage() -> None:
+    """A part of all ranks, whose group is that of its mesh."""
+    case = tensor_parallel.Case(end=2, options={"kl_clip": 1e-3})
+    expected = tensor_parallel.alone(case)
+    for found in run_ranks(a_stage, 4):
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+PLANNED = ("mem kl", "sharded", "hybrid", "replicate", "hand", "hand later")
+
+
+def recorded(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """What runs sent and hold, on this rank, with what their placements plan."""
+    found = []
+    for name in names:
+        own = train(replace(CASES[name], when="before"), ranks).preconditioner
+        found.append((own.placement, own.traffic(), own.memory_usage()))
+        own.close()
+    return found
+
+
+def test_plans_are_what_is_sent_and_held() -> None:
+    for rank, own in enumerate(run_ranks(recorded, 4, PLANNED, timeout=120)):
+        for name, (placement, traffic, memory) in zip(PLANNED, own, strict=True):
+            used = [work.name for work in placement.work]
+            clips = ["kl"] if "kl_clip" in CASES[name].options else []
+            assert traffic == planned(placement, rank, 3, (1, 2), used, clips=clips), name
+            assert memory == placement.memory(rank, used=used), name
+            assert any(shards.copied for work in placement.work for shards in work.shards), name
+
+
+def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part() -> None:
+    """By hand: of what both have cut up a rank has a quarter, of what one has cut up a half."""
+    own = [found for (found,) in run_ranks(recorded, 4, ["mem kl"])]
+    cut = ("q.weight", "k.weight", "v.weight", "o.weight", "up.weight", "up.bias", "down.weight")
+    sizes = {name: p.numel() for name, p in make_net().named_parameters()}
+    quarters = sum(size for name, size in sizes.items() if name.endswith(cut))
+    halves = sum(sizes.values()) - quarters
+    # The worker lacks three quarters, or half of a copy; three ranks lack their part.
+    for phase, lacked in (
+        ("gradients", 3 * quarters + 2 * halves),
+        ("exchange", 3 * quarters + 6 * halves),
+    ):
+        moved = sum(traffic[phase]["bytes"] for _, traffic, _ in own)
+        assert moved == 3 * 8 * 2 * lacked / 4, phase  # what one rank gives another one takes
+
+
+# -- which part a rank has -------------------------------------------------------------------------
+
+
+def where_parts_are(rank: int, ranks: int, stack: str, along: int) -> int:
+    """For rows and columns that fully_shard cuts unevenly, and more ranks than rows."""
+    widths = (4, 8, 12) if along else (2, 6, 10)  # torch cuts no columns unevenly
+    model = nn.Sequential(*(nn.Linear(n, 8) for n in widths), *(nn.Linear(8, n) for n in widths))
+    plan = {str(i): RowwiseParallel() if i < 3 else ColwiseParallel() for i in range(6)}
+    plan["2"], plan["3"] = ColwiseParallel(), RowwiseParallel()
+    shape = (2, ranks // 4, 2) if stack == "hybrid" else (ranks // 2, 2)
+    mesh = init_device_mesh(
+        "cpu", shape, mesh_dim_names=("copies", "data", "tensor")[-len(shape) :]
+    )
+    parallelize_module(model, mesh["tensor"], plan)
+    data = mesh["copies", "data"] if stack == "hybrid" else mesh["data"]
+    if stack == "replicate":
+        replicate(model, mesh=data)
+    elif stack != "hand":
+        dim = Shard(along)
+        fully_shard(model, mesh=data, shard_placement_fn=lambda p: dim if p.dim() > along else None)
+    seen = 0
+    for parameter in model.parameters():
+        found = dtensors.shards(parameter, tuple(range(ranks)))
+        assert found is not None
+        whole = parameter.detach().full_tensor()
+        assert torch.equal(found.part(whole, rank), parameter.to_local())
+        seen += len(found.also)
+        for copy in set(found.copies):
+            of_copy = [r for r in range(ranks) if found.copies[r] == copy]
+            entries = [
+                found.part(torch.arange(whole.numel()).view(whole.shape), r).flatten()
+                for r in of_copy
+            ]
+            assert sorted(torch.cat(entries).tolist()) == list(range(whole.numel()))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("stack", "along", "both"),
+    [
+        ("fully_shard", 0, 3),
+        ("fully_shard", 1, 3),
+        ("hybrid", 0, 3),
+        ("replicate", 0, 0),
+        ("hand", 0, 0),
+    ],
+)
+def test_parts_are_torchs(stack: str, along: int, both: int) -> None:
+    for seen in run_ranks(where_parts_are, 4, stack, along):
+        assert seen == both  # matrices that are cut along both dimensions
+
+
+# -- what is seen, and what is refused -------------------------------------------------------------
+
+
+def forward_only_first(rank: int, ranks: int) -> None:
+    """A validation pass leaves whole parameters in the outermost module."""
+    names = [type(module).__name__ for module in make_net().modules()]
+    for stack in ("fully_shard", "replicate"):
+        model = Run(Case(stack=stack), ranks).model
+        model(torch.zeros(2, 4, dtype=torch.long))
+        own = soframe.Preconditioner(model, kl_clip=None, layers="all")
+        assert {type(p).__name__ for p in own.covered()} == {"DTensor"}
+        assert len(list(own.covered())) == len(list(model.parameters()))
+        assert [dtensors.class_name(module) for module in model.modules()] == names
+        own.close()
+
+
+def test_after_a_validation_pass() -> None:
+    run_ranks(forward_only_first, 2)
+
+
+def cut_in_two(ranks: int) -> tuple[nn.Module, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+    model = make_net()
+    parallelize_module(model, mesh["tensor"], plan("pairs"))
+    return model, mesh
+
+
+def in_ddp(rank: int, ranks: int) -> None:
+    """torch hides the plan from it."""
+    model, mesh = cut_in_two(ranks)
+    soframe.Preconditioner(DistributedDataParallel(model, device_mesh=mesh["data"]), kl_clip=None)
+
+
+def in_ddp_later(rank: int, ranks: int) -> None:
+    model, mesh = cut_in_two(ranks)
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    ddp = DistributedDataParallel(model, device_mesh=mesh["data"])
+    ddp(torch.zeros(2, 4, dtype=torch.long)).square().mean().backward()
+    own.step()
+
+
+def averaged_by_nobody(rank: int, ranks: int) -> None:
+    """A third dimension, over which fully_shard averages nothing."""
+    shape = (2, 1, ranks // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("other", "data", "tensor"))
+    model = make_net()
+    parallelize_module(model, mesh["tensor"], plan("pairs"))
+    fully_shard(model, mesh=mesh["data"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def meshes_of_their_own(rank: int, ranks: int) -> None:
+    """Each half of the ranks has a mesh that knows of no other."""
+    half = range(ranks // 2) if rank < ranks // 2 else range(ranks // 2, ranks)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = DeviceMesh.from_group(groups[rank // 2], "cpu")
+    assert mesh.mesh.tolist() == list(half)
+    model = make_net()
+    parallelize_module(model, mesh, plan("pairs"))
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def uneven(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def drawn(rank: int, ranks: int) -> None:
+    model = Run(Case(stack="replicate"), ranks).model
+    settings = {"fisher": "monte-carlo", "loss": "squared-error"}
+    soframe.Preconditioner(model, kl_clip=None, **settings)  # type: ignore[arg-type]
+
+
+def owners_alone(rank: int, ranks: int) -> None:
+    soframe.Preconditioner(Run(Case(), ranks).model, kl_clip=None, strategy="owner-local")
+
+
+def plan_outside(rank: int, ranks: int) -> None:
+    """fully_shard on a part of the model, and the plan in another part."""
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    model = make_net()
+    parallelize_module(model, mesh["tensor"], plan("pairs"))
+    fully_shard(model.head, mesh=mesh["data"])
+    soframe.Preconditioner(model, kl_clip=None)
+
+
+def whole_mesh(rank: int, ranks: int) -> None:
+    """Parameters that are DTensors of the whole mesh before fully_shard is called."""
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    placed = [Replicate(), Shard(0)]
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, placed))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    inputs = distribute_tensor(torch.ones(2, 4), mesh, [Replicate(), Replicate()])
+    model(inputs).full_tensor().square().mean().backward()
+    own.step()
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "words"),
+    [
+        (in_ddp, 2, "DistributedDataParallel with device_mesh=.* replicate"),
+        (in_ddp_later, 2, "DistributedDataParallel with device_mesh=.* replicate"),
+        (averaged_by_nobody, 4, "no gradient but those of all data is a step.s"),
+        (meshes_of_their_own, 4, "be dimensions of one mesh"),
+        (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
+        (drawn, 2, "monte-carlo.* pass fisher='type-2'"),
+        (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+        (plan_outside, 2, "call fully_shard on the whole model"),
+        (whole_mesh, 2, "gradients without statistics"),
+    ],
+)
+def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
+    for failure in run_ranks(function, ranks, check=False, timeout=60):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
