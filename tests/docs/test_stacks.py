@@ -23,7 +23,7 @@ def test_it_is_there(file: str, name: str) -> None:
 def test_every_letter_has_a_test() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
     cells = [cell for row in rows[1:] for cell in row.split("|")[2:]]
-    used = {letter for cell in cells for letter in re.findall(r"\b[a-z]\b", cell)}
-    explained = set(re.findall(r"^- ([a-z]): `tests/", PAGE, re.MULTILINE))
+    used = {letter for cell in cells for letter in re.findall(r"\b[a-zA-Z]\b", cell)}
+    explained = set(re.findall(r"^- ([a-zA-Z]): `tests/", PAGE, re.MULTILINE))
     assert used == explained
     assert len(used) > 10

@@ -491,20 +491,26 @@ def test_every_rank_raises(how: str, what: str) -> None:
         assert what in failure.summary
 
 
-def taken_on_one_rank(rank: int, world_size: int) -> None:
-    """An optimizer in hooks on rank 1 alone."""
+def drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def taken_on_one_rank(rank: int, world_size: int, hook: Callable[[nn.Parameter], None]) -> None:
+    """Hooks on rank 1 alone, which take the gradients of a layer."""
     torch.manual_seed(0)
     model = Network()
     own = build(model)
     if rank == 1:
-        model.last.weight.register_post_accumulate_grad_hook(to_none)
-        model.last.bias.register_post_accumulate_grad_hook(to_none)
+        model.last.weight.register_post_accumulate_grad_hook(hook)
+        model.last.bias.register_post_accumulate_grad_hook(hook)
     backward(model)
     own.step()
 
 
 @pytest.mark.distributed
-def test_hooks_on_one_rank() -> None:
-    for failure in run_ranks(taken_on_one_rank, 2, check=False):
+@pytest.mark.parametrize(("hook", "what"), [(drop, GONE), (to_none, "the weights of last")])
+def test_hooks_on_one_rank(hook: Callable[[nn.Parameter], None], what: str) -> None:
+    """Where they are an optimizer's, the weights of that rank have moved, too."""
+    for failure in run_ranks(taken_on_one_rank, 2, hook, check=False):
         assert isinstance(failure, RankFailure)
-        assert GONE in failure.summary
+        assert what in failure.summary
