@@ -96,6 +96,15 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
+def total_of_bits(tensors: Sequence[Tensor]) -> int:
+    """Return the sum of `sum_of_bits` over tensors, of any shapes, dtypes and devices.
+
+    Args:
+        tensors: The tensors.
+    """
+    return sum(_read([sum_of_bits(tensor) for tensor in tensors]))
+
+
 def _read(sums: Sequence[Tensor]) -> list[int]:
     """Return numbers on devices, of which each is waited for once."""
     found: dict[int, int] = {}

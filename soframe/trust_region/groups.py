@@ -54,6 +54,23 @@ def check(model: nn.Module, group: Group) -> None:
     _require_own(model, group["params"])
 
 
+def check_last(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Check the group that was added last, and take it out again if it is wrong.
+
+    Args:
+        model: The model.
+        groups: The groups.
+
+    Raises:
+        ValueError: See `check`.
+    """
+    try:
+        check(model, groups[-1])
+    except ValueError:
+        del groups[-1]
+        raise
+
+
 def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
     """Check that the groups have the parameters of the model that are trained.
 

@@ -29,12 +29,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
-from soframe.comm.agreement import (
-    add_over_ranks,
-    fingerprint,
-    require_common,
-    require_no_failure,
-)
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
@@ -46,7 +40,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.setup import building
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import candidates, groups, settings
+from soframe.trust_region import agreeing, candidates, groups, settings
 from soframe.trust_region.candidates import Beside, Candidates
 from soframe.trust_region.declared import (
     Fit,
@@ -65,9 +59,6 @@ from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.watch import LossWatch
-
-SAID = 4
-"""Numbers that come first in what ranks agree on."""
 
 MOST_DAMPINGS = 60
 """Raises of the damping in one step, until a promise can be believed."""
@@ -258,11 +249,7 @@ class TrustRegion(torch.optim.Optimizer):
             ValueError: If a setting is unknown or out of range, or a parameter not the model's.
         """
         super().add_param_group(param_group)
-        try:
-            groups.check(self._model, self.param_groups[-1])
-        except ValueError:
-            del self.param_groups[-1]
-            raise
+        groups.check_last(self._model, self.param_groups)
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
@@ -458,7 +445,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._eps = torch.finfo(loss.dtype).eps
         problems = [one.problem for one in fits if one.problem is not None]
         error = ValueError(problems[0]) if problems and math.isfinite(total) else None
-        mean, sums = self._agree(total, error, numbers(fits))
+        mean, sums = self._agree(total, error, numbers(fits), parameters)
         if compared and math.isfinite(mean):
             backend = self.preconditioner.backend
             ranks = 1 if backend.on_paper else backend.world_size
@@ -753,30 +740,31 @@ class TrustRegion(torch.optim.Optimizer):
         return self.damping.at(self._steps) + groups.mean_decay(self.param_groups)
 
     def _agree(
-        self, loss: float, error: Exception | None, further: Sequence[float] = ()
+        self,
+        loss: float,
+        error: Exception | None,
+        further: Sequence[float] = (),
+        parameters: Sequence[nn.Parameter] = (),
     ) -> tuple[float, list[float]]:
         """Agree with all ranks on a loss, on who raises, and on what must be the same.
 
         Returns:
             The mean over ranks, and the sums of further numbers.
         """
-        backend, common = self.preconditioner.backend, {}
-        try:
-            common = {
+        backend = self.preconditioner.backend
+
+        def common() -> dict[str, object]:
+            return {
                 "step": self._steps,
                 "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
                 "damping": self.damping.at(self._steps),
                 "burn_in": self._burn_in,
                 "whether a step waits for its verdict": self._reduction.waits,
                 "rounding of the loss": self._eps,
+                **agreeing.gradients_in_common(backend, parameters),
             }
-        except Exception as raised:  # likewise
-            error = error or raised
-        numbers_of_rank = [loss, float(error is not None), *fingerprint(common), *further]
-        sums = add_over_ranks(backend, numbers_of_rank)
-        require_no_failure(backend, error, sums[1])
-        require_common(backend, common, sums[2:SAID])
-        return sums[0] / backend.world_size, sums[SAID:]
+
+        return agreeing.agree(backend, loss, error, common, further)
 
     # -- state --------------------------------------------------------------------------------
 

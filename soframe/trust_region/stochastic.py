@@ -31,19 +31,13 @@ from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.comm import Backend
-from soframe.comm.agreement import (
-    add_over_ranks,
-    fingerprint,
-    require_common,
-    require_no_failure,
-)
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import averaged, groups, settings
+from soframe.trust_region import agreeing, averaged, groups, settings
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.initial import best_damping
@@ -103,7 +97,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         readout: What the last step saw and did; None before the first.
 
     Raises:
-        ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
+        ValueError: If a setting is out of range, or a parameter that needs a gradient is in no
+            group, or sharded, or of another dtype than float32 and float64.
         TypeError: If a setting has the wrong type.
     """
 
@@ -142,6 +137,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             {"lr": lr, "weight_decay": weight_decay},
         )
         groups.check_all(self._model, self.param_groups)
+        _require_precise(self._model)
         self.damping = adopted(settings.whole_model_damping(damping))
         self._backend = choose_backend(backend)
         self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
@@ -164,11 +160,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             ValueError: If a setting is unknown or out of range, or a parameter not the model's.
         """
         super().add_param_group(param_group)
-        try:
-            groups.check(self._model, self.param_groups[-1])
-        except ValueError:
-            del self.param_groups[-1]
-            raise
+        groups.check_last(self._model, self.param_groups)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -215,15 +207,16 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             )
             made = self._with_model(objective, forwards, loss, eps)
         else:
-            length = self._mean.minimum(self.damping.at(self._steps))
+            damping = self.damping.at(self._steps)
+            length = self._mean.minimum(damping)
             self._adam(length)
             self._since += 1
             largest = groups.shares(self.param_groups)[1]
-            made = {"coefficients": (length * largest,), "notes": ("without a model",)}
+            made = {"coefficients": (length * largest,), "damping": damping}
+            made["notes"] = ("without a model",)
         self._steps += 1
         self._average(parameters)
-        now = {"damping": self.damping.at(self._steps), "directions": ("AdamW",)}
-        self._tell(Readout(**seen, **{**now, **made}))
+        self._tell(Readout(**seen, **made, directions=("AdamW",)))
         return torch.tensor(loss)
 
     def _passes(
@@ -249,7 +242,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                     loss.backward()
             total += float(loss.detach())
             eps = torch.finfo(loss.dtype).eps
-        return forwards, self._agree(total, None), eps
+        # To compare gradients takes time, and who has others has them when there is a model, too.
+        return forwards, self._agree(total, None, parameters if due else ()), eps
 
     def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradients of the objective, which are in ``.grad``."""
@@ -278,7 +272,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             self.damping.observe(-math.inf)
             self._since = self._every
             self.counters["skipped_steps"] += 1
-            return {"undone": "the model of the loss is not finite"}
+            undone = "the model of the loss is not finite"
+            return {"damping": self.damping.at(self._steps), "undone": undone}
         self._mean.learn(batch)
         start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
         if self._steps == 0 and self.damping.to_be_measured():
@@ -422,7 +417,9 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         penalty = groups.penalty(zip(objective.parameters, objective.decays, strict=True))
         return self._agree(on_this_rank, error) + penalty
 
-    def _agree(self, loss: float, error: Exception | None) -> float:
+    def _agree(
+        self, loss: float, error: Exception | None, parameters: Sequence[nn.Parameter] = ()
+    ) -> float:
         """Agree with all ranks on a loss, on who raises, and on what must be the same.
 
         Returns:
@@ -431,17 +428,18 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         backend = self._backend
         if backend.world_size == 1 and error is None:
             return loss
-        common = {
-            "settings": self._settings,
-            "step": self._steps,
-            "steps since the last model": self._since,
-            "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
-            "damping": self.damping.at(self._steps),
-        }
-        sums = add_over_ranks(backend, [loss, float(error is not None), *fingerprint(common)])
-        require_no_failure(backend, error, sums[1])
-        require_common(backend, common, sums[2:])
-        return sums[0] / backend.world_size
+
+        def common() -> dict[str, object]:
+            return {
+                "settings": self._settings,
+                "step": self._steps,
+                "steps since the last model": self._since,
+                "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
+                "damping": self.damping.at(self._steps),
+                **agreeing.gradients_in_common(backend, parameters),
+            }
+
+        return agreeing.agree(backend, loss, error, common)[0]
 
     # -- state --------------------------------------------------------------------------------
 
@@ -498,6 +496,21 @@ class StochasticTrustRegion(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hook."""
         self._outputs.close()
+
+
+def _require_precise(model: nn.Module) -> None:
+    """Check that averages can be kept in the parameters' types.
+
+    Raises:
+        ValueError: If one has too few digits, so that a long average would no longer change.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"StochasticTrustRegion keeps averages in the types of the parameters, and "
+                f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep the "
+                f"parameters in float32, and let the closure compute under torch.autocast"
+            )
 
 
 def _begun(parameter: nn.Parameter) -> dict[str, Tensor]:

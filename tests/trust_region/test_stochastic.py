@@ -19,7 +19,7 @@ import soframe
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, Quadratic
 from soframe.trust_region.averaged import KEEP, AveragedModel
 from tests.curvature import fill, half_square, randn
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 from tests.trust_region.dense import affine_net, regression
 from tests.trust_region.kit import classes_of, closures, deep, fisher, gradient, vector
 
@@ -340,6 +340,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averages_need_single_precision(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"would soon stand still.* under torch.autocast"):
+        soframe.StochasticTrustRegion(deep().to(dtype))
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_out_of_range(case: str) -> None:
     settings, kind, said = REFUSED[case]
@@ -391,6 +397,80 @@ def test_ranks_are_one_process(ranks: int) -> None:
         for _, averages, counters in found:
             torch.testing.assert_close(averages, vector(model), rtol=1e-7, atol=1e-9)
             assert counters == own.counters
+
+
+def in_legs(
+    rank: int, ranks: int, steps: range, saved: bytes | None
+) -> tuple[bytes, Tensor, dict[str, int]]:
+    """Train on this rank's rows, in two micro-batches, perhaps from what others have saved."""
+    model = deep()
+    wrapped = DistributedDataParallel(model)
+    own = made(wrapped)
+    if saved is not None:
+        everything = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(everything["model"])
+        own.load_state_dict(everything["optimizer"])
+    for step in steps:
+        x, y = classes_of(step, 24)
+        mine = range(rank * 24 // ranks, (rank + 1) * 24 // ranks)
+        halves = [slice(mine.start, mine.stop, 2), slice(mine.start + 1, mine.stop, 2)]
+        own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
+        own.step([lambda h=h, x=x, y=y: F.cross_entropy(wrapped(x[h]), y[h]) / 2 for h in halves])
+    return save(model, own), vector(model), own.counters
+
+
+@pytest.mark.distributed
+def test_four_ranks_in_micro_batches_and_then_two_are_one_process() -> None:
+    model = deep()
+    own = made(model)
+    train(model, own, range(11))
+    saved = run_ranks(in_legs, 4, range(5), None)[-1][0]
+    for _, iterates, counters in run_ranks(in_legs, 2, range(5, 11), saved):
+        torch.testing.assert_close(iterates, vector(model), rtol=1e-7, atol=1e-9)
+        assert counters == own.counters
+
+
+def alone_on_each(rank: int, ranks: int, kind: str) -> None:
+    """Each rank has gradients of its own: nobody averages them."""
+    model = deep()
+    x, y = classes_of(rank)
+    own: torch.optim.Optimizer
+    if kind == "stochastic":
+        own = soframe.StochasticTrustRegion(model, damping=0.1, reject=False)
+    else:
+        own = soframe.TrustRegion(
+            model, "cross-entropy", damping=0.1, preconditioner_damping=1.0, reject=False
+        )
+    own.step(lambda: F.cross_entropy(model(x), y))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["stochastic", "trust region"])
+def test_gradients_that_nobody_averages_are_told(kind: str) -> None:
+    for failure in run_ranks(alone_on_each, 2, kind, check=False):
+        assert isinstance(failure, RankFailure)
+        assert "bits of all gradients" in failure.summary
+        assert "wrap the model in DistributedDataParallel" in failure.summary
+
+
+def with_a_schedule(rank: int, ranks: int) -> None:
+    def damping(step: int) -> float:
+        if rank == 1 and step == 1:
+            raise ZeroDivisionError("no damping")
+        return 0.1
+
+    wrapped = DistributedDataParallel(deep())
+    own = soframe.StochasticTrustRegion(wrapped, damping=damping)
+    x, y = classes_of(rank)
+    for _ in range(2):
+        own.step(lambda: F.cross_entropy(wrapped(x), y))
+
+
+@pytest.mark.distributed
+def test_a_damping_that_raises_on_one_rank_is_told_on_all() -> None:
+    first, second = run_ranks(with_a_schedule, 2, check=False)
+    assert "ZeroDivisionError" in second.summary
+    assert "no damping" in first.summary
 
 
 def differ(rank: int, ranks: int) -> list[str]:

@@ -1,0 +1,74 @@
+"""What the ranks of a trust region agree on after their passes: a loss, and what is one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from soframe.comm import Backend
+from soframe.comm.agreement import (
+    add_over_ranks,
+    fingerprint,
+    require_common,
+    require_no_failure,
+)
+from soframe.setup.weights import total_of_bits
+
+GRADIENTS = "the sum of the bits of all gradients"
+"""The name under which gradients are compared."""
+
+HINTS = {
+    GRADIENTS: "Every rank must have the mean of all ranks' gradients: wrap the model in "
+    "DistributedDataParallel, and let the closure call the wrapper"
+}
+
+_OWN = 4
+"""Numbers that come first: the loss, whether a rank raises, and a fingerprint."""
+
+
+def agree(
+    backend: Backend,
+    loss: float,
+    error: Exception | None,
+    common: Callable[[], Mapping[str, object]],
+    further: Sequence[float] = (),
+) -> tuple[float, list[float]]:
+    """Agree with all ranks on a loss, on who raises, and on what must be the same.
+
+    Args:
+        backend: The backend.
+        loss: This rank's.
+        error: What this rank is about to raise.
+        common: Returns what must be the same, by name; what it raises is told to all, too.
+        further: Numbers to be added up over ranks.
+
+    Returns:
+        The mean loss, and the sums of the further numbers.
+
+    Raises:
+        Exception: On every rank: the error of this one, or that another has one, or what differs.
+    """
+    mine: Mapping[str, object] = {}
+    try:
+        mine = common()
+    except Exception as raised:  # whatever it is: the other ranks wait, and must be told
+        error = error or raised
+    sums = add_over_ranks(backend, [loss, float(error is not None), *fingerprint(mine), *further])
+    require_no_failure(backend, error, sums[1])
+    require_common(backend, mine, sums[2:_OWN], HINTS)
+    return sums[0] / backend.world_size, sums[_OWN:]
+
+
+def gradients_in_common(backend: Backend, parameters: Sequence[nn.Parameter]) -> dict[str, object]:
+    """Return what ranks with the same gradients have in common; nothing where there is one rank.
+
+    Args:
+        backend: The backend.
+        parameters: The parameters, after the backward passes.
+    """
+    if backend.world_size == 1 or backend.on_paper:
+        return {}
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+    return {GRADIENTS: total_of_bits(dense)}
