@@ -54,7 +54,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     rows, columns = _beyond(geometry.rows), _beyond(geometry.columns)
     matrices = [_correlations(x, geometry)]
     matrices += [_lines(x, strips) for strips in _strips(geometry)]
-    matrices += [_corners(x, *both) for both in product(rows, columns)]
+    matrices += [_corners(x, above, beside) for above, beside in product(rows, columns)]
     _add(total, torch.cat(matrices), geometry, scale)
 
 

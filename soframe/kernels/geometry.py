@@ -149,8 +149,16 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
             step = ks[1] - ks[0] if len(ks) > 1 else 1
             assert ks == list(range(ks[0], ks[-1] + 1, step))
             shift = axis.dilation * other
-            run = (ks[0], step, len(ks), other)
-            runs.append(Segment(start * stride + residue, stop - start, shift, *run))
+            segment = Segment(
+                start=start * stride + residue,
+                count=stop - start,
+                shift=shift,
+                first=ks[0],
+                step=step,
+                kernels=len(ks),
+                other=other,
+            )
+            runs.append(segment)
     return tuple(sorted(runs, key=lambda s: (abs(s.shift), s.shift, s.start)))
 
 
