@@ -282,6 +282,7 @@ class Preconditioner(Joinable):
             chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
             self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
             self._pipeline.require_fisher(probed=self._fisher.probed)
+            self._pipeline.require_unscaled(scaled=grad_scaler is not None)
             self._choices = Choices(
                 method=method,
                 solver=solver,
@@ -659,18 +660,24 @@ class Preconditioner(Joinable):
 
     # -- building -----------------------------------------------------------------------------
 
-    def _meet_stages(self) -> None:
-        """Let the stages of a model meet before they are registered."""
-        settings = (
+    def _common(self) -> tuple[object, ...]:
+        """Return the settings that all copies of all stages must have in common."""
+        return (
             self._damping,
             self._decay,
             self._bounds,
             self._scaling,
             self._loss_average,
             self._fisher.kind,
-            self._lrs.which,
             building.describe_samples(self._samples),
             self._sampler,
+        )
+
+    def _meet_stages(self) -> None:
+        """Let the stages of a model meet before they are registered."""
+        settings = (
+            *self._common(),
+            self._lrs.which,
             self._gradients,
             self._background,
             self._refresh,
@@ -681,17 +688,10 @@ class Preconditioner(Joinable):
     def _build(self) -> None:
         """Register the model, place the work and hook the layers."""
         settings = (
-            self._damping,
-            self._decay,
-            self._bounds,
-            self._scaling,
-            self._loss_average,
-            self._fisher.kind,
+            *self._common(),
             self._lrs,
             building.averaged_tensors(self._model, self._gradients),
-            building.describe_samples(self._samples),
             self.home,
-            self._sampler,
             self.backend.fused,
         )
         registration, placement = building.build(

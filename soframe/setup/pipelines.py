@@ -247,6 +247,22 @@ class Pipeline:
                 "fisher='empirical' or 'forward-only'"
             )
 
+    def require_unscaled(self, *, scaled: bool) -> None:
+        """Check that the loss has no scale that changes.
+
+        Args:
+            scaled: Whether a scaler was given.
+
+        Raises:
+            ValueError: If one was, and the model has stages on other ranks.
+        """
+        if scaled and self.backend is not None:
+            raise ValueError(
+                "grad_scaler= does not go together with pipeline=: a GradScaler sees what is not "
+                "finite on its own stage alone, so that the scales of stages part, and other "
+                "stages step where it skips. Use bfloat16, which needs none, or float32"
+            )
+
     def require_uncounted(self) -> None:
         """Check that nothing has to be said of the single forward passes.
 

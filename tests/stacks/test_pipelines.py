@@ -363,6 +363,12 @@ def drawn(rank: int, ranks: int) -> None:
     soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, **settings)
 
 
+def scaled(rank: int, ranks: int) -> None:
+    model, schedule = stage_of(rank, ranks)
+    scaler = torch.amp.GradScaler("cpu")
+    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, grad_scaler=scaler)
+
+
 def other_module(rank: int, ranks: int) -> None:
     _, schedule = stage_of(rank, ranks)
     soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=schedule)
@@ -519,6 +525,7 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (no_pipeline, "pipeline must be a schedule of torch.distributed.pipelining"),
     (halves, "zero bubble.* choose ScheduleGPipe"),
     (drawn, "with pipeline= pass fisher='empirical'"),
+    (scaled, "a GradScaler sees what is not finite on its own stage alone"),
     (other_module, "is in no stage that the schedule"),
     (part_of_stages, "is not in the given model: build one Preconditioner"),
     (counted, r"count\(\) says something of the next forward pass"),
