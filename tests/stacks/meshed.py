@@ -5,7 +5,7 @@ Ranks of one plan have the same part of a batch, and those of another plan other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.stacks import tensor_parallel
-from tests.stacks.fully_sharded import weights
 from tests.stacks.tensor_parallel import POSITIONS, TOKENS, plan
 
 SAMPLES = 8
@@ -117,14 +116,4 @@ class Run(tensor_parallel.Run):
                 part /= self.mesh.size()
 
 
-def train(case: Case, ranks: int = 0) -> Run:
-    run = Run(case, ranks)
-    for step in range(case.begin, case.end):
-        run.step(step)
-    return run
-
-
-def alone(case: Case) -> dict[str, Tensor]:
-    """The weights after a run on one process, of the concatenated batch."""
-    options = {k: v for k, v in case.options.items() if k != "strategy"}
-    return weights(train(replace(case, options=options)).model)
+train, alone = Run.train, Run.alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -213,15 +213,19 @@ class Run:
         own = self.preconditioner if self.case.owner == "sgd" else self.own
         return {"model": weights(self.model), "own": own.state_dict()}
 
+    @classmethod
+    def train(cls, case: Case, ranks: int = 0) -> Self:
+        """Take all steps of a case."""
+        run = cls(case, ranks)
+        for step in range(case.begin, case.end):
+            run.step(step)
+        return run
 
-def train(case: Case, ranks: int = 0) -> Run:
-    run = Run(case, ranks)
-    for step in range(case.begin, case.end):
-        run.step(step)
-    return run
+    @classmethod
+    def alone(cls, case: Case) -> dict[str, Tensor]:
+        """The weights after a run on one process, of the concatenated batch."""
+        options = {k: v for k, v in case.options.items() if k != "strategy"}
+        return weights(cls.train(replace(case, options=options)).model)
 
 
-def alone(case: Case) -> dict[str, Tensor]:
-    """The weights after a run on one process."""
-    options = {k: v for k, v in case.options.items() if k != "strategy"}
-    return weights(train(replace(case, options=options)).model)
+train, alone = Run.train, Run.alone

@@ -18,6 +18,7 @@ from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
+from tests.stacks.kit import assert_refused
 
 pytestmark = pytest.mark.distributed
 
@@ -156,11 +157,7 @@ def under_zero(rank: int, ranks: int) -> None:
 )
 def test_what_is_refused(function: Callable[..., None], words: str) -> None:
     pytest.importorskip("deepspeed")
-    for failure in run_ranks(function, 2, check=False, timeout=60):
-        assert isinstance(failure, RankFailure)
-        assert failure.exception is not None, failure
-        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
-            raise failure.exception
+    assert_refused(function, 2, words)
 
 
 # -- without DeepSpeed -----------------------------------------------------------------------------

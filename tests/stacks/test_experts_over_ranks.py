@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import soframe
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.stacks.fully_sharded import weights
+from tests.stacks.kit import assert_refused
 
 pytestmark = pytest.mark.distributed
 
@@ -268,8 +269,4 @@ def calls_of_parts(rank: int, ranks: int) -> None:
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
-    for failure in run_ranks(function, ranks, check=False, timeout=60):
-        assert isinstance(failure, RankFailure)
-        assert failure.exception is not None, failure
-        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
-            raise failure.exception
+    assert_refused(function, ranks, words)

@@ -20,7 +20,7 @@ from soframe.blocks import dtensors
 from soframe.methods.base import Direction, Given
 from soframe.methods.kfac import KFAC
 from soframe.strategies import HybridOpt, Sharded
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.stacks.fully_sharded import (
     SAMPLES,
@@ -35,6 +35,7 @@ from tests.stacks.fully_sharded import (
     weights,
     whole,
 )
+from tests.stacks.kit import Result, assert_refused, assert_same
 
 pytestmark = pytest.mark.distributed
 
@@ -119,9 +120,6 @@ def groups_on(ranks: int) -> list[tuple[str, ...]]:
     return [tuple(names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
 
 
-Result = tuple[dict[str, Tensor], dict[str, int]]
-
-
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     found = []
     for case in cases:
@@ -131,17 +129,15 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     return found
 
 
-def assert_same(results: list[Result], case: Case, what: str = "") -> None:
-    expected, start = alone(case), weights(make_net())
-    for found, counters in results:
-        for name, weight in found.items():
-            where = f"{what}, {name}"
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
-            assert torch.equal(weight, start[name]) == name.startswith("unused"), where
-        skipped = counters.pop("skipped_updates")
-        assert skipped == (case.spoilt is not None)
-        assert counters.pop("skipped_statistics") in (0, skipped)
-        assert not any(counters.values())
+def check(results: list[Result], case: Case, what: str = "") -> None:
+    assert_same(
+        results,
+        alone(case),
+        weights(make_net()),
+        spoilt=case.spoilt is not None,
+        what=what,
+        unused="unused",
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def assert_same(results: list[Result], case: Case, what: str = "") -> None:
 def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
     results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
     for index, name in enumerate(names):
-        assert_same([own[index] for own in results], CASES[name], name)
+        check([own[index] for own in results], CASES[name], name)
 
 
 @pytest.mark.slow
@@ -168,7 +164,7 @@ def test_every_method_is_one_process() -> None:
     cases = {name: case for name, case in METHODS.items() if name not in NULL}
     results = run_ranks(train_all, 4, list(cases.values()), timeout=300)
     for index, (name, case) in enumerate(cases.items()):
-        assert_same([own[index] for own in results], case, name)
+        check([own[index] for own in results], case, name)
 
 
 class Averaged(Run):
@@ -246,7 +242,7 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
         rest = [replace(c, begin=3, state=s) for c, s in zip(RESUMED, states, strict=True)]
         results = run_ranks(train_all, after, rest)
         for index, case in enumerate(RESUMED):
-            assert_same([own[index] for own in results], case)
+            check([own[index] for own in results], case)
 
 
 # -- less precision in a pass ----------------------------------------------------------------------
@@ -399,11 +395,7 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
-    for failure in run_ranks(function, ranks, check=False):
-        assert isinstance(failure, RankFailure)
-        assert failure.exception is not None, failure
-        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
-            raise failure.exception
+    assert_refused(function, ranks, words)
 
 
 # -- what travels ----------------------------------------------------------------------------------
@@ -499,7 +491,7 @@ def test_clips_of_what_ranks_know_together() -> None:
     cases = [CASES["kfac norm"], CASES["kfac kl"]]
     results = run_ranks(train_all, 2, cases)
     for index, case in enumerate(cases):
-        assert_same([own[index] for own in results], case)
+        check([own[index] for own in results], case)
 
 
 class Endless(KFAC):

@@ -21,10 +21,11 @@ import soframe
 from soframe.blocks import dtensors
 from soframe.comm import TorchDistributed
 from soframe.strategies import Sharded
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.stacks import tensor_parallel
 from tests.stacks.fully_sharded import weights
+from tests.stacks.kit import Result, assert_refused, assert_same
 from tests.stacks.meshed import Case, Run, alone, train
 from tests.stacks.tensor_parallel import make_net, plan
 
@@ -67,8 +68,6 @@ CASES: dict[str, Case] = {
     "own hand": Case(stack="hand", owner="own", method="muon", kind="sequence", options=MEM),
 }
 
-Result = tuple[dict[str, Tensor], dict[str, int]]
-
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     found = []
@@ -79,23 +78,14 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     return found
 
 
-def assert_same(results: list[Result], case: Case, what: str) -> None:
-    expected, start = alone(case), weights(make_net())
-    for found, counters in results:
-        for name, weight in found.items():
-            where = f"{what}, {name}"
-            torch.testing.assert_close(
-                weight,
-                expected[name],
-                rtol=1e-9,
-                atol=1e-9,
-                msg=lambda text, where=where: f"{where}: {text}",
-            )
-            assert not torch.equal(weight, start[name]), where
-        skipped = counters.pop("skipped_updates")
-        assert skipped == (case.spoilt is not None)
-        assert counters.pop("skipped_statistics") in (0, skipped)
-        assert not any(counters.values())
+def check(results: list[Result], case: Case, what: str = "") -> None:
+    assert_same(
+        results,
+        alone(case),
+        weights(make_net()),
+        spoilt=case.spoilt is not None,
+        what=what,
+    )
 
 
 NAMES = tuple(CASES)
@@ -105,7 +95,7 @@ NAMES = tuple(CASES)
 def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
     results = run_ranks(train_all, 4, [CASES[name] for name in names], timeout=240)
     for index, name in enumerate(names):
-        assert_same([own[index] for own in results], CASES[name], name)
+        check([own[index] for own in results], CASES[name], name)
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -134,11 +124,11 @@ def test_a_run_goes_on() -> None:
     for stack, of in stacks.items():
         results = run_ranks(train_all, 4, [replace(case, stack=stack, **of) for case in rest])
         for index, case in enumerate(cases):
-            assert_same([own[index] for own in results], case, stack)
+            check([own[index] for own in results], case, stack)
     for case, state in zip(cases, saved, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=2, state=state, options=options))
-        assert_same([(weights(run.model), run.preconditioner.counters)], case, "one process")
+        check([(weights(run.model), run.preconditioner.counters)], case, "one process")
 
 
 def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:
@@ -391,8 +381,4 @@ def whole_mesh(rank: int, ranks: int) -> None:
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
-    for failure in run_ranks(function, ranks, check=False, timeout=60):
-        assert isinstance(failure, RankFailure)
-        assert failure.exception is not None, failure
-        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
-            raise failure.exception
+    assert_refused(function, ranks, words)

@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import soframe
 from soframe.strategies import Sharded
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.stacks.fully_sharded import weights
+from tests.stacks.kit import Result, assert_refused, assert_same
 from tests.stacks.tensor_parallel import Case, Run, alone, make_net, train
 
 pytestmark = pytest.mark.distributed
@@ -61,8 +62,6 @@ CASES: dict[str, Case] = {
 FEW = ("mem kl", "sequence", "own sequence")
 """Cases that run on four ranks, too."""
 
-Result = tuple[dict[str, Tensor], dict[str, int]]
-
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     found = []
@@ -73,17 +72,14 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     return found
 
 
-def assert_same(results: list[Result], case: Case, what: str) -> None:
-    expected, start = alone(case), weights(make_net())
-    for found, counters in results:
-        for name, weight in found.items():
-            where = f"{what}, {name}"
-            torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
-            assert not torch.equal(weight, start[name]), where
-        skipped = counters.pop("skipped_updates")
-        assert skipped == (case.spoilt is not None)
-        assert counters.pop("skipped_statistics") in (0, skipped)
-        assert not any(counters.values())
+def check(results: list[Result], case: Case, what: str = "") -> None:
+    assert_same(
+        results,
+        alone(case),
+        weights(make_net()),
+        spoilt=case.spoilt is not None,
+        what=what,
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +94,7 @@ def assert_same(results: list[Result], case: Case, what: str) -> None:
 def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
     results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
     for index, name in enumerate(names):
-        assert_same([own[index] for own in results], CASES[name], name)
+        check([own[index] for own in results], CASES[name], name)
 
 
 def test_the_cases_are_not_all_one() -> None:
@@ -158,11 +154,11 @@ def test_a_run_goes_on() -> None:
         rest = [replace(c, begin=3, state=s) for c, s in zip(cases, states, strict=True)]
         results = run_ranks(train_all, 2, rest)
         for index, (case, name) in enumerate(zip(cases, names, strict=True)):
-            assert_same([own[index] for own in results], case, name)
+            check([own[index] for own in results], case, name)
     for case, state, name in zip(cases, saved, names, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=3, state=state, options=options))
-        assert_same([(weights(run.model), run.preconditioner.counters)], case, name)
+        check([(weights(run.model), run.preconditioner.counters)], case, name)
 
 
 # -- what travels ----------------------------------------------------------------------------------
@@ -361,8 +357,4 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:
-    for failure in run_ranks(function, ranks, check=False, timeout=60):
-        assert isinstance(failure, RankFailure)
-        assert failure.exception is not None, failure
-        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
-            raise failure.exception
+    assert_refused(function, ranks, words)

@@ -1,0 +1,62 @@
+"""What tests of all stacks say of runs on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.harness import RankFailure, run_ranks
+
+Result = tuple[dict[str, Tensor], dict[str, int]]
+"""The weights that a rank ends with, and what its preconditioner counted."""
+
+
+def assert_same(
+    results: Sequence[Result],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    *,
+    spoilt: bool,
+    what: str,
+    unused: str | None = None,
+) -> None:
+    """Every rank has the weights of one process, and has skipped what was spoilt and nothing else.
+
+    Args:
+        results: Of each rank.
+        expected: The weights of one process.
+        start: The weights at the start, from which all have moved.
+        spoilt: Whether a gradient was not finite.
+        what: The case, for messages.
+        unused: What the names of parameters begin with that do not move; None where all do.
+    """
+    for found, counters in results:
+        for name, weight in found.items():
+            where = f"{what}, {name}"
+            torch.testing.assert_close(
+                weight,
+                expected[name],
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda text, where=where: f"{where}: {text}",
+            )
+            stands = unused is not None and name.startswith(unused)
+            assert torch.equal(weight, start[name]) == stands, where
+        left = dict(counters)
+        skipped = left.pop("skipped_updates")
+        assert skipped == spoilt, what
+        assert left.pop("skipped_statistics") in (0, skipped), what
+        assert not any(left.values()), what
+
+
+def assert_refused(function: Callable[..., Any], ranks: int, words: str) -> None:
+    """Every rank raises, in these words: a pattern, in which a dot may be a new line."""
+    for failure in run_ranks(function, ranks, check=False, timeout=60):
+        assert isinstance(failure, RankFailure)
+        assert failure.exception is not None, failure
+        with pytest.raises(type(failure.exception), match=f"(?s){words}"):
+            raise failure.exception
