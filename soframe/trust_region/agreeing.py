@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from soframe.blocks.home import GradientHome
 from soframe.comm import Backend
 from soframe.comm.agreement import (
     add_over_ranks,
@@ -60,15 +61,17 @@ def agree(
     return sums[0] / backend.world_size, sums[_OWN:]
 
 
-def gradients_in_common(backend: Backend, parameters: Sequence[nn.Parameter]) -> dict[str, object]:
+def gradients_in_common(
+    backend: Backend, home: GradientHome, parameters: Sequence[nn.Parameter]
+) -> dict[str, object]:
     """Return what ranks with the same gradients have in common; nothing where there is one rank.
 
     Args:
         backend: The backend.
+        home: Where the gradients live.
         parameters: The parameters, after the backward passes.
     """
     if backend.world_size == 1 or backend.on_paper:
         return {}
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+    dense = [g.to_dense() if g.is_sparse else g for g in home.of(parameters)]
     return {GRADIENTS: total_of_bits(dense)}

@@ -761,7 +761,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "burn_in": self._burn_in,
                 "whether a step waits for its verdict": self._reduction.waits,
                 "rounding of the loss": self._eps,
-                **agreeing.gradients_in_common(backend, parameters),
+                **agreeing.gradients_in_common(backend, self.preconditioner.home, parameters),
             }
 
         return agreeing.agree(backend, loss, error, common, further)

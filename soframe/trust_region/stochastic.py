@@ -436,7 +436,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 "steps since the last model": self._since,
                 "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
                 "damping": self.damping.at(self._steps),
-                **agreeing.gradients_in_common(backend, parameters),
+                **agreeing.gradients_in_common(backend, self._home, parameters),
             }
 
         return agreeing.agree(backend, loss, error, common)[0]

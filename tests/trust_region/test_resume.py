@@ -227,11 +227,12 @@ def other_loss_rank(rank: int, ranks: int) -> tuple[str, bool]:
     """What a rank says where rank 1 alone forgot to divide by the number of its samples."""
     model = net()
     before = vector(model)
-    own = optimizer_of(DistributedDataParallel(model))
+    wrapped = DistributedDataParallel(model)
+    own = optimizer_of(wrapped)
     x, y = batch(0, part_of(rank, ranks))
     reduction = "sum" if rank == 1 else "mean"
     try:
-        own.step(lambda: F.cross_entropy(own._model(x), y, reduction=reduction))
+        own.step(lambda: F.cross_entropy(wrapped(x), y, reduction=reduction))
     except ValueError as error:
         return str(error), torch.equal(vector(model), before)
     return "", False
