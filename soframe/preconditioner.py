@@ -417,10 +417,10 @@ class Preconditioner(Joinable):
                 directions,
                 incoming.raw(),
                 self._raw,
-                now.limits,
-                self._lrs,
-                self._steps,
-                self._stages,
+                limits=now.limits,
+                rates=self._lrs,
+                step=self._steps,
+                stages=self._stages,
             )
         self.updated = clipped.finite
         self._taken = self._note(incoming, directions, now, clipped)
