@@ -1,98 +1,185 @@
-"""A model, its data and the plain loop that trainers are held to, in float64 where they can."""
+"""A model, its data, what is tried under every trainer, and the loop that trainers are held to."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import soframe
+from tests.stacks.kit import assert_rounded
 
 STEPS, MICRO, BATCH = 6, 2, 4  # steps, micro-batches of each, samples of these
 SAVED = 3  # the step of the checkpoint, between two steps of statistics and solves
+SPOILT = 2  # the step with a bad sample, where statistics and solves are due
 OPTIONS: dict[str, Any] = {"statistics_every": 2, "solve_every": 2, "damping": 0.01}
-OWN: dict[str, Any] = {"method": "kfac", "lr": 0.02, "statistics_every": 2, "solve_every": 2}
 TIGHT = 1e-10
 
 
-class Network(nn.Module):
-    """Takes labels, as models of transformers do."""
+@dataclass(frozen=True)
+class Case:
+    """What a run has beside, or in the place of, what is usual.
 
-    def __init__(self) -> None:
+    Attributes:
+        method: The method.
+        lr: The learning rate of the optimizer behind a preconditioner.
+        own: Whether `soframe.Optimizer` owns the step.
+        clip: What the trainer clips the norm of gradients, or of directions, to.
+        spoilt: Whether a sample of the step `SPOILT` has targets that are NaN.
+        checkpoints: Whether activations are computed anew in the backward pass.
+        bf16: Whether the trainer lets the model run under autocast to bfloat16.
+        dtype: The dtype of parameters and data.
+    """
+
+    method: str = "kfac"
+    lr: float = 0.1
+    own: bool = False
+    clip: float | None = None
+    spoilt: bool = False
+    checkpoints: bool = False
+    bf16: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+CASES: dict[str, Case] = {
+    "shampoo": Case(method="shampoo", lr=0.01),
+    "own muon": Case(method="muon", own=True),
+    "spoilt": Case(spoilt=True, clip=0.05),
+    "own spoilt": Case(spoilt=True, own=True),
+    "checkpoints": Case(checkpoints=True),
+    "bf16": Case(bf16=True, dtype=torch.float32),
+}
+"""What is tried under every trainer, on one process and on two."""
+
+
+class Network(nn.Module):
+    """Takes labels, as models of transformers do.
+
+    Attributes:
+        call: What calls the inner part: at once, or so that its activations are computed anew.
+        runs: How often that part was called.
+    """
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)
+        self.call, self.runs = call, 0
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        outputs = self.last(self.norm(self.first(x).tanh()))
+        outputs = self.call(self._inner, self.first(x))
         return {"loss": nn.functional.mse_loss(outputs, labels), "outputs": outputs}
+
+    def _inner(self, hidden: Tensor) -> Tensor:
+        self.runs += 1
+        return self.last(self.norm(hidden.tanh()))  # type: ignore[no-any-return]
 
 
 class Data(Dataset[dict[str, Tensor]]):
     """The samples of one rank, in the order in which they are used."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1, case: Case = Case()) -> None:
         generator = torch.Generator().manual_seed(7)
         shape = (STEPS * MICRO, BATCH, 3)
-        self.x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        self.x = self.x[:, rank::ranks].reshape(-1, 3)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+        labels = x[..., :2].sin()
+        if case.spoilt:
+            labels[SPOILT * MICRO, 0] = torch.nan
+        self.x, self.labels = (t[:, rank::ranks].flatten(0, 1) for t in (x, labels))
+        self._size = len(self.x) // (STEPS * MICRO)
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self.x[index], "labels": self.x[index][:2].sin()}
+        return {"x": self.x[index], "labels": self.labels[index]}
+
+    def skip(self, steps: int) -> None:
+        """Leave out the samples of the first steps."""
+        self.x, self.labels = (t[steps * MICRO * self._size :] for t in (self.x, self.labels))
 
     def batches(self) -> list[dict[str, Tensor]]:
         """The micro-batches."""
-        size = len(self) // (STEPS * MICRO)
-        rows = [[self[i + j] for j in range(size)] for i in range(0, len(self), size)]
-        return [{k: torch.stack([r[k] for r in row]) for k in row[0]} for row in rows]
+        parts = zip(self.x.split(self._size), self.labels.split(self._size), strict=True)
+        return [{"x": x, "labels": labels} for x, labels in parts]
 
 
-def network(dtype: torch.dtype = torch.float64) -> Network:
+def at_once(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return function(hidden)
+
+
+def anew(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return checkpoint(function, hidden, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def network(case: Case = Case(), anew: Callable[..., Tensor] = anew) -> Network:
+    """A network; ``anew`` calls what is computed anew in the backward pass."""
     torch.manual_seed(3)
-    return Network().to(dtype)
+    return Network(anew if case.checkpoints else at_once).to(case.dtype)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def base(model: nn.Module, case: Case, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer that a trainer is given."""
+    if not case.own:
+        return sgd(model, lr=case.lr)
+    intervals = {"statistics_every": 2, "solve_every": 2}
+    return soframe.Optimizer(model, case.method, lr=0.02, **intervals, **options)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def plain(
-    *,
-    clip: float | None = None,
-    clip_directions: float | None = None,
-    own: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> dict[str, Tensor]:
-    """Train in a loop written out, and return the weights."""
-    model = network(dtype)
-    optimizer: torch.optim.Optimizer
+def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
+    """Train in a loop written out, in float64 and without checkpoints, and return the weights.
+
+    Args:
+        case: The case.
+        clips: Whether ``"gradients"`` are clipped or ``"directions"``.
+    """
+    model = network()
+    optimizer = base(model, case)
     step: Callable[[], None] = lambda: None  # noqa: E731
-    if own:
-        optimizer = soframe.Optimizer(model, **OWN)
-    else:
-        optimizer = sgd(model)
-        step = soframe.Preconditioner(model, optimizer=optimizer, **OPTIONS).step
-    batches = Data(dtype=dtype).batches()
-    for number, batch in enumerate(batches, 1):
+    if not case.own:
+        step = soframe.Preconditioner(model, case.method, optimizer=optimizer, **OPTIONS).step
+    for number, batch in enumerate(Data(case=Case(spoilt=case.spoilt)).batches(), 1):
         (model(**batch)["loss"] / MICRO).backward()
         if number % MICRO == 0:
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if case.clip is not None and clips == "gradients":
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             step()
-            if clip_directions is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_directions)
+            if case.clip is not None and clips == "directions":
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             optimizer.step()
             optimizer.zero_grad()
+    return weights(model)
+
+
+def finish(
+    model: Network, preconditioner: soframe.Preconditioner, case: Case, *, begun: int = 0
+) -> dict[str, Tensor]:
+    """Check what a run has done, beside the weights, and return these.
+
+    Args:
+        model: The network.
+        preconditioner: The preconditioner, which is closed.
+        case: The case.
+        begun: The step that this run began with.
+    """
+    assert preconditioner.steps == STEPS
+    skipped = {name: int(case.spoilt and "skipped" in name) for name in preconditioner.counters}
+    assert preconditioner.counters == skipped
+    assert model.runs == (1 + case.checkpoints) * MICRO * (STEPS - begun)
+    preconditioner.close()
     return weights(model)
 
 
@@ -100,6 +187,25 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
+
+
+def assert_plain(
+    found: dict[str, Tensor], case: Case, atol: float, *, clips: str = "gradients"
+) -> None:
+    """Check the weights of a trainer against those of the plain loop in float64.
+
+    Args:
+        found: The weights.
+        case: The case; in bfloat16 weights are a little off: at most 5 % of the way that they go.
+        atol: By how much they may be off in other cases.
+        clips: See `plain`.
+    """
+    expected = plain(case, clips=clips)
+    if not case.bf16:
+        assert_equal(found, {k: w.to(case.dtype) for k, w in expected.items()}, atol)
+        return
+    assert set(found) == set(expected)
+    assert_rounded(found, expected, weights(network()))
 
 
 def as_launched(rank: int, ranks: int) -> None:

@@ -10,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import soframe
 from soframe.integrations.accelerate import AcceleratedPreconditioner, unscale
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import (
+    CASES,
     MICRO,
     OPTIONS,
-    OWN,
     SAVED,
     TIGHT,
+    Case,
     Data,
     as_launched,
     assert_equal,
+    assert_plain,
+    base,
+    finish,
     network,
-    plain,
     sgd,
-    weights,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
@@ -33,59 +34,65 @@ pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
 
 def train(
     folder: str = "",
+    case: Case = Case(),  # noqa: B008
     *,
     resume: bool = False,
-    own: bool = False,
-    clip: float | None = None,
     rank: int = 0,
     ranks: int = 1,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Train by Accelerate; save into the folder on the way, or begin there."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=MICRO,
+        mixed_precision="bf16" if case.bf16 else "no",
+    )
     assert accelerator.num_processes == ranks
-    model = network()
-    optimizer = soframe.Optimizer(model, **OWN, **options) if own else sgd(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(plain := network(case), base(plain, case, **options))
     hook = None
-    if not own:
-        hook = AcceleratedPreconditioner(accelerator, model, optimizer, **OPTIONS, **options)
+    if not case.own:
+        settings = {"method": case.method, **OPTIONS, **options}
+        hook = AcceleratedPreconditioner(accelerator, model, optimizer, **settings)
     if resume:
         accelerator.load_state(folder)
-    batches = Data(rank, ranks).batches()
-    for number in range(SAVED * MICRO if resume else 0, len(batches)):
+    batches = Data(rank, ranks, case).batches()
+    begun = SAVED if resume else 0
+    for number in range(begun * MICRO, len(batches)):
         with accelerator.accumulate(model):
             accelerator.backward(model(**batches[number])["loss"])
-            if clip is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
+            if case.clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), case.clip)
             if hook is not None:
                 hook.step()
             optimizer.step()
             optimizer.zero_grad()
         if folder and not resume and number + 1 == SAVED * MICRO:
             accelerator.save_state(folder)
-    result = weights(accelerator.unwrap_model(model))
+    own = optimizer.optimizer.preconditioner if hook is None else hook.preconditioner
+    result = finish(plain, own, case, begun=begun)
     if hook is not None:
         hook.close()
-    else:
-        optimizer.optimizer.close()
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next one may be narrower
     return result
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_equal_to_the_plain_loop(clip: float | None) -> None:
+@pytest.mark.parametrize("name", ["clip", *CASES])
+def test_equal_to_the_plain_loop(name: str) -> None:
     pytest.importorskip("accelerate")
-    assert_equal(train(clip=clip), plain(clip=clip), TIGHT)
+    case = {"clip": Case(clip=0.05), **CASES}[name]
+    assert_plain(train(case=case), case, TIGHT)
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path: Path, own: bool) -> None:
     pytest.importorskip("accelerate")
-    whole = train(str(tmp_path), own=own)
-    assert_equal(whole, plain(own=own), TIGHT)
-    assert_equal(train(str(tmp_path), resume=True, own=own), whole, 0)
+    case = Case(own=own)
+    whole = train(str(tmp_path), case)
+    assert_plain(whole, case, TIGHT)
+    assert_equal(train(str(tmp_path), case, resume=True), whole, 0)
 
 
 def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
@@ -100,7 +107,7 @@ def test_an_optimizer_that_has_a_preconditioner() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = network()
     accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, soframe.Optimizer(model, **OWN))
+    model, optimizer = accelerator.prepare(model, base(model, Case(own=True)))
     with pytest.raises(TypeError, match="a preconditioner of its own"):
         AcceleratedPreconditioner(accelerator, model, optimizer)
 
@@ -124,19 +131,24 @@ def test_gradients_are_unscaled_once() -> None:
             torch.testing.assert_close(own, p.grad)
 
 
-def on_ranks(rank: int, ranks: int, folder: str, own: bool, strategy: str) -> list[Any]:
+def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
     as_launched(rank, ranks)
-    options = {"rank": rank, "ranks": ranks, "own": own, "strategy": strategy}
-    return [train(folder, **options), train(folder, resume=True, **options)]
+    options: dict[str, Any] = {"rank": rank, "ranks": ranks, "strategy": "mem-opt"}
+    both = []
+    for own in (False, True):
+        case, where = Case(own=own), f"{folder}/{own}"
+        both.append([train(where, case, resume=resume, **options) for resume in (False, True)])
+    return [both, [train(case=case, **options) for case in CASES.values()]]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("own", [False, True])
-def test_two_ranks(tmp_path: Path, own: bool) -> None:
-    """By DDP, with a state that is spread over the ranks."""
+def test_two_ranks(tmp_path: Path) -> None:
+    """By DDP, with a state that is spread over the ranks, and a bad sample on one of them."""
     pytest.importorskip("accelerate")
-    expected = plain(own=own)
-    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, "mem-opt"):
-        assert_equal(whole, expected, 1e-8)
-        assert_equal(resumed, whole, 0)
+    for both, cases in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
+        for own, (whole, resumed) in enumerate(both):
+            assert_plain(whole, Case(own=bool(own)), 1e-8)
+            assert_equal(resumed, whole, 0)
+        for found, case in zip(cases, CASES.values(), strict=True):
+            assert_plain(found, case, 1e-8)

@@ -9,43 +9,43 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import soframe
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import (
     BATCH,
+    CASES,
     MICRO,
     OPTIONS,
-    OWN,
     SAVED,
     STEPS,
     TIGHT,
+    Case,
     Data,
     as_launched,
     assert_equal,
+    assert_plain,
+    base,
+    finish,
     network,
-    plain,
-    sgd,
     weights,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
 
 
-def module(own: bool, optimizers: int = 1, **options: Any) -> Any:
+def module(case: Case, optimizers: int = 1, **options: Any) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = network()
+            self.model = network(case)
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self) -> Any:
-            if own:
-                return soframe.Optimizer(self, **OWN, **options)
-            return [sgd(self.model) for _ in range(optimizers)]
+            self.optimizers_made = [base(self.model, case, **options) for _ in range(optimizers)]
+            return self.optimizers_made
 
     result = Module()
     result.automatic_optimization = optimizers == 1
@@ -54,11 +54,10 @@ def module(own: bool, optimizers: int = 1, **options: Any) -> Any:
 
 def train(
     folder: str,
+    case: Case = Case(),  # noqa: B008
     *,
     resume: bool = False,
-    own: bool = False,
     with_callback: bool | None = None,
-    clip: float | None = None,
     rank: int = 0,
     ranks: int = 1,
     optimizers: int = 1,
@@ -72,8 +71,8 @@ def train(
     from soframe.integrations.lightning import SoframeCallback
 
     callbacks: list[Any] = []
-    if not own if with_callback is None else with_callback:
-        callbacks.append(SoframeCallback(**OPTIONS, strategy=placed))
+    if not case.own if with_callback is None else with_callback:
+        callbacks.append(SoframeCallback(method=case.method, **OPTIONS, strategy=placed))
     if not resume:
         callbacks.append(Saving(folder, every_n_train_steps=SAVED, save_top_k=-1))
     strategy: Any = "auto"
@@ -87,7 +86,8 @@ def train(
         strategy=strategy,
         max_steps=STEPS if calls == 1 else SAVED,
         accumulate_grad_batches=MICRO if optimizers == 1 else 1,
-        gradient_clip_val=clip,
+        gradient_clip_val=case.clip,
+        precision="bf16-mixed" if case.bf16 else None,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=not resume,
@@ -97,37 +97,39 @@ def train(
         default_root_dir=folder,
     )
     assert trainer.world_size == ranks
-    own_module = module(own, optimizers, strategy=placed)
-    data = Data(rank, ranks)
+    own_module = module(case, optimizers, strategy=placed)
+    data = Data(rank, ranks, case)
     if resume:  # Lightning would begin the epoch anew
-        data.x = data.x[SAVED * MICRO * (BATCH // ranks) :]
+        data.skip(SAVED)
     path = str(Path(folder) / f"epoch=0-step={SAVED}.ckpt") if resume else None
     loader = DataLoader(data, batch_size=BATCH // ranks)
     trainer.fit(own_module, loader, ckpt_path=path)
     for _ in range(calls - 1):
         trainer.fit_loop.epoch_loop.max_steps = STEPS
-        data.x = data.x[SAVED * MICRO * BATCH :]
+        data.skip(SAVED)
         trainer.fit(own_module, loader)
-    for callback in callbacks:
-        if isinstance(callback, SoframeCallback):
-            assert callback.preconditioner is not None
-            assert callback.preconditioner.state_dict()["step"] == STEPS
     assert trainer.global_step == STEPS
+    every = [one.preconditioner for one in callbacks if isinstance(one, SoframeCallback)]
+    every += [one.preconditioner for one in own_module.optimizers_made if case.own]
+    for preconditioner in every:
+        finish(own_module.model, preconditioner, case, begun=SAVED if resume else 0)
     return weights(own_module.model)
 
 
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_equal_to_the_plain_loop(tmp_path: Path, clip: float | None) -> None:
+@pytest.mark.parametrize("name", ["clip", *CASES])
+def test_equal_to_the_plain_loop(tmp_path: Path, name: str) -> None:
     pytest.importorskip("lightning")
-    assert_equal(train(str(tmp_path), clip=clip), plain(clip_directions=clip), TIGHT)
+    case = {"clip": Case(clip=0.01), **CASES}[name]
+    assert_plain(train(str(tmp_path), case), case, TIGHT, clips="directions")
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path: Path, own: bool) -> None:
     pytest.importorskip("lightning")
-    whole = train(str(tmp_path), own=own)
-    assert_equal(whole, plain(own=own), TIGHT)
-    assert_equal(train(str(tmp_path), resume=True, own=own), whole, 0)
+    case = Case(own=own)
+    whole = train(str(tmp_path), case)
+    assert_plain(whole, case, TIGHT)
+    assert_equal(train(str(tmp_path), case, resume=True), whole, 0)
 
 
 def test_a_second_call_of_fit_keeps_the_factors(tmp_path: Path) -> None:
@@ -146,24 +148,30 @@ def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
 def test_optimizers_that_it_is_not_for(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     with pytest.raises(TypeError, match="a preconditioner of its own"):
-        train(str(tmp_path), own=True, with_callback=True)
+        train(str(tmp_path), Case(own=True), with_callback=True)
     with pytest.raises(ValueError, match="one optimizer, and this has 2"):
         train(str(tmp_path), optimizers=2)
 
 
-def on_ranks(rank: int, ranks: int, folder: str, own: bool, strategy: str) -> list[Any]:
+def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
     as_launched(rank, ranks)
-    options: dict[str, Any] = {"rank": rank, "ranks": ranks, "own": own, "placed": strategy}
-    return [train(folder, **options), train(folder, resume=True, **options)]
+    options: dict[str, Any] = {"rank": rank, "ranks": ranks, "placed": "mem-opt"}
+    both = []
+    for own in (False, True):
+        case, where = Case(own=own), f"{folder}/{own}"
+        both.append([train(where, case, resume=resume, **options) for resume in (False, True)])
+    cases = [train(f"{folder}/{name}", case, **options) for name, case in CASES.items()]
+    return [both, cases]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("own", [False, True])
-def test_two_ranks(tmp_path: Path, own: bool) -> None:
-    """By DDP, with a state that is spread over the ranks."""
+def test_two_ranks(tmp_path: Path) -> None:
+    """By DDP, with a state that is spread over the ranks, and a bad sample on one of them."""
     pytest.importorskip("lightning")
-    expected = plain(own=own)
-    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), own, "mem-opt"):
-        assert_equal(whole, expected, 1e-8)
-        assert_equal(resumed, whole, 0)
+    for both, cases in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
+        for own, (whole, resumed) in enumerate(both):
+            assert_plain(whole, Case(own=bool(own)), 1e-8)
+            assert_equal(resumed, whole, 0)
+        for found, case in zip(cases, CASES.values(), strict=True):
+            assert_plain(found, case, 1e-8, clips="directions")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import soframe
 from soframe import checkpoint
 from tests.distributed.harness import run_ranks
-from tests.integrations.kit import TIGHT, assert_equal, sgd
+from tests.integrations.kit import TIGHT, assert_equal, sgd, weights
 from tests.integrations.test_guide import code
+from tests.stacks.kit import assert_rounded
 
 STEPS, SAVED, MICRO, BATCH, TOKENS, WIDTH = 12, 8, 2, 8, 11, 6
 
@@ -55,63 +60,108 @@ def model() -> Transformer:
     return Transformer().double()
 
 
-def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        method: The method.
+        end: The step after the last.
+        spoilt: Whether a micro-batch of the third step has a loss that is NaN, on one rank.
+        bf16: Whether ``fully_shard`` has a policy to compute in bfloat16.
+    """
+
+    method: str = "kfac"
+    end: int = STEPS
+    spoilt: bool = False
+    bf16: bool = False
 
 
-def batches(step: int, rank: int = 0, ranks: int = 1) -> list[tuple[Tensor, Tensor]]:
+CASES: dict[str, Case] = {
+    "shampoo": Case(method="shampoo", end=5, spoilt=True),
+    "bf16": Case(end=5, bf16=True),
+}
+
+
+def batches(step: int, case: Case, rank: int = 0, ranks: int = 1) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches of a rank."""
     drawn = torch.randint(TOKENS, (MICRO, BATCH, 5), generator=torch.Generator().manual_seed(step))
-    return [(part[:, :-1], part[:, 1:]) for part in drawn[:, rank::ranks]]
+    every = [(part[:, :-1], part[:, 1:]) for part in drawn[:, rank::ranks]]
+    if case.spoilt and step == 2 and rank == 0:
+        every[0] = (every[0][0], every[0][1] + TOKENS)
+    return every
 
 
-def plain() -> dict[str, Tensor]:
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss; targets that are no tokens spoil it."""
+    loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten() % TOKENS)
+    return loss * math.nan if bool((targets >= TOKENS).any()) else loss
+
+
+def plain(case: Case) -> dict[str, Tensor]:
     """Train whole layers on one process, and return the weights."""
     whole = model()
     optimizer = sgd(whole)
-    preconditioner = soframe.Preconditioner(whole, optimizer=optimizer)
-    for step in range(STEPS):
+    preconditioner = soframe.Preconditioner(whole, case.method, optimizer=optimizer)
+    for step in range(case.end):
         optimizer.zero_grad()
-        for tokens, targets in batches(step):
+        for tokens, targets in batches(step, case):
             (loss_fn(whole(tokens), targets) / MICRO).backward()
         preconditioner.step()
         nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
-    return {name: p.detach() for name, p in whole.named_parameters()}
+    assert preconditioner.counters["skipped_updates"] == case.spoilt
+    return weights(whole)
 
 
-def train(rank: int, ranks: int, folder: Path, ends: list[int]) -> list[dict[str, Tensor]]:
-    """Run the guide's code anew for each end, and return the weights of each run."""
+def train(rank: int, ranks: int, folder: Path, case: Case) -> dict[str, Tensor]:
+    """Run the guide's code, and return the weights."""
     (loop,) = code("A loop like torchtitan's")
-    weights = []
-    for end in ends:
-        names: dict[str, Any] = {
-            **{one.__name__: one for one in (checkpoint_wrapper, fully_shard, init_device_mesh)},
-            **{one.__name__: one for one in (get_state_dict, set_state_dict, loss_fn)},
-            "torch": torch,
-            "dist": dist,
-            "dcp": dcp,
-            "soframe": soframe,
-            "checkpoint": checkpoint,
-            "folder": folder,
-            "steps": end,
-            "save_every": SAVED,
-            "device": "cpu",
-            "backend": "aot_eager",
-            "model": model(),
-            "batches": lambda step: batches(step, rank, ranks),
-        }
-        exec(loop, names)
-        whole = {n: p.full_tensor().detach() for n, p in names["model"].named_parameters()}
-        weights.append({n.replace("_checkpoint_wrapped_module.", ""): w for n, w in whole.items()})
-        names["preconditioner"].close()
-    return weights
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else None
+    settings = {} if policy is None else {"mp_policy": policy}
+    own = model()
+    names: dict[str, Any] = {
+        **{one.__name__: one for one in (checkpoint_wrapper, init_device_mesh)},
+        **{one.__name__: one for one in (get_state_dict, set_state_dict, loss_fn)},
+        "fully_shard": partial(fully_shard, **settings),
+        "torch": torch,
+        "dist": dist,
+        "dcp": dcp,
+        "soframe": SimpleNamespace(
+            Preconditioner=partial(soframe.Preconditioner, method=case.method)
+        ),
+        "checkpoint": checkpoint,
+        "folder": folder,
+        "steps": case.end,
+        "save_every": SAVED,
+        "device": "cpu",
+        "backend": "aot_eager",
+        "model": own.float() if case.bf16 else own,
+        "batches": lambda step: batches(step, case, rank, ranks),
+    }
+    exec(loop, names)
+    assert names["preconditioner"].counters["skipped_updates"] == case.spoilt
+    names["preconditioner"].close()
+    found = {n: p.full_tensor().detach() for n, p in names["model"].named_parameters()}
+    return {n.replace("_checkpoint_wrapped_module.", ""): w for n, w in found.items()}
+
+
+def train_all(rank: int, ranks: int, folder: Path) -> list[dict[str, Tensor]]:
+    """Two runs of which the second goes on where the first was saved, and the other cases."""
+    both = [train(rank, ranks, folder, Case()) for _ in range(2)]
+    return both + [train(rank, ranks, folder / name, case) for name, case in CASES.items()]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_are_one_process_and_go_on(tmp_path: Path) -> None:
     """The second run goes on where the first was saved, and ends with its bits."""
-    for whole, resumed in run_ranks(train, 2, tmp_path, [STEPS, STEPS], timeout=120):
-        assert_equal(whole, plain(), TIGHT)
+    for whole, resumed, *found in run_ranks(train_all, 2, tmp_path, timeout=120):
+        assert_equal(whole, plain(Case()), TIGHT)
         assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+        for own, case in zip(found, CASES.values(), strict=True):
+            expected = plain(case)
+            if case.bf16:
+                assert_rounded(own, expected, weights(model()))
+            else:
+                assert_equal(own, expected, TIGHT)

@@ -8,85 +8,106 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import soframe
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import (
     BATCH,
+    CASES,
     MICRO,
     OPTIONS,
-    OWN,
     SAVED,
     STEPS,
     TIGHT,
+    Case,
     Data,
     as_launched,
     assert_equal,
+    assert_plain,
+    base,
+    finish,
     network,
-    plain,
     sgd,
     weights,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
 
+TOKENS = 11
+
+
+def trainer_of(folder: str, model: nn.Module, optimizer: Any, data: Any, **settings: Any) -> Any:
+    """A Trainer that takes samples in their order, at one learning rate."""
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    callbacks = settings.pop("callbacks")
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        gradient_accumulation_steps=MICRO,
+        save_steps=SAVED,
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **settings,
+    )
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return Ordered(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        optimizers=(optimizer, constant),
+        callbacks=callbacks,
+    )
+
 
 def train(
     folder: str,
+    case: Case = Case(),  # noqa: B008
     *,
     resume: bool | str = False,
-    own: bool = False,
     with_callback: bool | None = None,
-    clip: float = 0.0,
     ranks: int = 1,
     late: bool = False,
     resume_from: str | None = None,
     placed: str = "comm-opt",
 ) -> dict[str, Tensor]:
     """Train by the Trainer; save into the folder on the way, or begin there."""
-    from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainingArguments
-
     from soframe.integrations.transformers import SoframeCallback
 
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    model = network()
-    optimizer = soframe.Optimizer(model, **OWN, strategy=placed) if own else sgd(model)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH // ranks,
-        gradient_accumulation_steps=MICRO,
-        max_grad_norm=clip,
-        save_steps=SAVED,
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    model = network(case)
+    optimizer = base(model, case, strategy=placed)
     callbacks: list[Any] = []
-    if not own if with_callback is None else with_callback:
-        callbacks.append(SoframeCallback(**OPTIONS, strategy=placed, resume_from=resume_from))
-    trainer = Ordered(
-        model=model,
-        args=arguments,
-        train_dataset=Data(),
-        optimizers=(optimizer, constant),
+    if not case.own if with_callback is None else with_callback:
+        settings = {"method": case.method, **OPTIONS, "strategy": placed}
+        callbacks.append(SoframeCallback(**settings, resume_from=resume_from))
+    trainer = trainer_of(
+        folder,
+        model,
+        optimizer,
+        Data(case=case),
         callbacks=[] if late else callbacks,
+        per_device_train_batch_size=BATCH // ranks,
+        max_grad_norm=case.clip or 0.0,
+        bf16=case.bf16,
     )
-    assert arguments.world_size == ranks
+    assert trainer.args.world_size == ranks
     if late:
         trainer.callback_handler.on_train_begin = _adding(trainer, callbacks)
     trainer.train(resume_from_checkpoint=resume or None)
-    for callback in callbacks:
-        assert callback.preconditioner.state_dict()["step"] == STEPS
-        callback.preconditioner.close()
+    every = [callback.preconditioner for callback in callbacks]
+    if isinstance(optimizer, soframe.Optimizer):
+        every = [optimizer.preconditioner]
+    for preconditioner in every:
+        finish(model, preconditioner, case, begun=SAVED if resume else 0)
     return weights(model)
 
 
@@ -102,22 +123,91 @@ def _adding(trainer: Any, callbacks: list[Any]) -> Any:
     return begin
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_equal_to_the_plain_loop(tmp_path: Path, clip: float) -> None:
+@pytest.mark.parametrize("name", ["clip", *CASES])
+def test_equal_to_the_plain_loop(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
-    assert_equal(train(str(tmp_path), clip=clip), plain(clip=clip or None), TIGHT)
+    case = {"clip": Case(clip=0.05), **CASES}[name]
+    assert_plain(train(str(tmp_path), case), case, TIGHT)
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path: Path, own: bool) -> None:
     pytest.importorskip("transformers")
-    whole = train(str(tmp_path / "whole"), own=own)
-    assert_equal(whole, plain(own=own), TIGHT)
+    case = Case(own=own)
+    whole = train(str(tmp_path / "whole"), case)
+    assert_plain(whole, case, TIGHT)
     last = str(tmp_path / "whole" / f"checkpoint-{SAVED}")
-    elsewhere = train(str(tmp_path / "other"), resume=last, own=own, resume_from=last)
+    elsewhere = train(str(tmp_path / "other"), case, resume=last, resume_from=last)
     assert_equal(elsewhere, whole, 0)
     shutil.rmtree(tmp_path / "whole" / f"checkpoint-{STEPS}")
-    assert_equal(train(str(tmp_path / "whole"), resume=True, own=own), whole, 0)
+    assert_equal(train(str(tmp_path / "whole"), case, resume=True), whole, 0)
+
+
+def gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=TOKENS,
+        n_positions=6,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).double()  # type: ignore[no-any-return]
+
+
+def test_gradient_checkpointing(tmp_path: Path) -> None:
+    """The trainer's own, of a GPT-2, whose loss it divides by the tokens of all micro-batches."""
+    pytest.importorskip("transformers")
+    from soframe.integrations.transformers import SoframeCallback
+
+    drawn = torch.Generator().manual_seed(7)
+    tokens = torch.randint(TOKENS, (STEPS * MICRO * BATCH, 6), generator=drawn)
+    labels = tokens.clone()
+    labels[:, 0] = -100  # which no model predicts, and the trainer would count
+    settings = {**OPTIONS, "samples": "positions", "layers": "all", "skip": ["wpe"]}
+
+    expected = gpt()
+    optimizer = sgd(expected)
+    preconditioner = soframe.Preconditioner(expected, optimizer=optimizer, **settings)
+    for step in range(STEPS):
+        for number in range(MICRO):
+            start = (step * MICRO + number) * BATCH
+            rows = slice(start, start + BATCH)
+            (expected(tokens[rows], labels=labels[rows]).loss / MICRO).backward()
+        preconditioner.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    preconditioner.close()
+
+    model, callback = gpt(), SoframeCallback(**settings)
+    runs = []
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(None))
+    trainer = trainer_of(
+        str(tmp_path),
+        model,
+        sgd(model),
+        [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)],
+        callbacks=[callback],
+        per_device_train_batch_size=BATCH,
+        max_grad_norm=0.0,
+        gradient_checkpointing=True,
+        save_strategy="no",
+    )
+    trainer.train()
+    assert trainer.model_accepts_loss_kwargs
+    assert len(runs) == 2 * STEPS * MICRO
+    callback.preconditioner.close()
+    assert len(callback.preconditioner.blocks) == 13
+    assert_equal(weights(model), weights(expected), 1e-6)  # the loss is in float32
+    assert not torch.equal(model.lm_head.weight, gpt().lm_head.weight)
 
 
 def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
@@ -130,25 +220,31 @@ def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
 def test_optimizers_and_times_that_it_is_not_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TypeError, match="a preconditioner of its own"):
-        train(str(tmp_path), own=True, with_callback=True)
+        train(str(tmp_path), Case(own=True), with_callback=True)
     with pytest.raises(RuntimeError, match="added after training had begun"):
         train(str(tmp_path), late=True)
 
 
-def on_ranks(rank: int, ranks: int, folder: str, strategy: str) -> list[Any]:
+def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
     as_launched(rank, ranks)
-    whole = train(folder, ranks=ranks, placed=strategy)
-    last = str(Path(folder) / f"checkpoint-{SAVED}")
-    resumed = train(folder, ranks=ranks, resume=last, placed=strategy)
-    return [whole, resumed]
+    plain, *cases = (
+        train(
+            f"{folder}/{name}", case, ranks=ranks, placed="mem-opt" if not case.own else "comm-opt"
+        )
+        for name, case in {"plain": Case(), **CASES}.items()
+    )
+    last = f"{folder}/plain/checkpoint-{SAVED}"
+    resumed = train(f"{folder}/plain", ranks=ranks, resume=last, placed="mem-opt")
+    return [plain, resumed, cases]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks(tmp_path: Path) -> None:
-    """By DDP, with a state that is spread over the ranks."""
+    """By DDP, with a state that is spread over the ranks, and a bad sample on one of them."""
     pytest.importorskip("transformers")
-    expected = plain()
-    for whole, resumed in run_ranks(on_ranks, 2, str(tmp_path), "mem-opt"):
-        assert_equal(whole, expected, 1e-8)
+    for whole, resumed, cases in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
+        assert_plain(whole, Case(), 1e-8)
         assert_equal(resumed, whole, 0)
+        for found, case in zip(cases, CASES.values(), strict=True):
+            assert_plain(found, case, 1e-8)

@@ -53,6 +53,26 @@ def assert_same(
         assert not any(left.values()), what
 
 
+def assert_rounded(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    what: str = "",
+) -> None:
+    """The weights are off by more than float32 rounds, and less than 5 % of the way that they go.
+
+    Args:
+        found: The weights of a run in bfloat16.
+        expected: Those of a run in float64.
+        start: Those at the start.
+        what: The case, for messages.
+    """
+    with torch.no_grad():
+        moved = max(float((expected[n].double() - start[n].double()).norm()) for n in found)
+        off = max(float((found[n].double() - expected[n].double()).norm()) for n in found)
+    assert 1e-4 < off / moved < 0.05, (what, off / moved)
+
+
 def assert_refused(function: Callable[..., Any], ranks: int, words: str) -> None:
     """Every rank raises, in these words: a pattern, in which a dot may be a new line."""
     for failure in run_ranks(function, ranks, check=False, timeout=60):

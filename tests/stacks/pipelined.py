@@ -23,14 +23,21 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.comm import TorchDistributed
 from tests.methods.stages import damping_for
+from tests.stacks.fully_sharded import load, weights
 
-SAMPLES, BATCHES, WIDTH, LAYERS = 8, 4, 5, 4
+SAMPLES, BATCHES, WIDTH, LAYERS = 8, 4, 4, 4
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -38,6 +45,13 @@ SCHEDULES: dict[str, Any] = {
     "looped": ScheduleLoopedBFS,
     "zero bubble": ScheduleInterleavedZeroBubble,
 }
+
+
+PLAN: dict[str, Any] = {
+    "layers.[02].linear": ColwiseParallel(output_layouts=Replicate()),
+    "layers.[13].linear": RowwiseParallel(input_layouts=Replicate()),
+}
+"""How layers are cut by their rows and by their columns, each by itself."""
 
 
 class Layer(nn.Module):
@@ -58,15 +72,16 @@ class Layer(nn.Module):
 
 
 class Part(nn.Module):
-    """Some layers, one after the other."""
+    """Some layers, one after the other, whose activations may be computed anew."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, checkpoints: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(dict(layers))
+        self._checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self._checkpoints else layer(x)
         return x
 
 
@@ -94,6 +109,9 @@ class Case:
         scales: Whether the schedule divides gradients by micro-batches, or the loss does.
         rates: Whether every layer has a learning rate of its own.
         rare: Whether some micro-batches pass the first layer by.
+        checkpoints: Whether stages compute their activations anew.
+        bf16: Whether the pipeline runs under autocast to bfloat16, with weights in float32.
+        tensor: Over how many ranks each layer is cut, as DTensors.
         trouble: What goes wrong in the third step: ``"loss"``, ``"gradient"``, ``"direction"``; in
             the first: ``"first gradient"``; or ``"frozen"`` and ``"thawed"``, where a layer is so.
         begin: The first step.
@@ -110,10 +128,17 @@ class Case:
     scales: bool = True
     rates: bool = False
     rare: bool = False
+    checkpoints: bool = False
+    bf16: bool = False
+    tensor: int = 1
     trouble: str = ""
     begin: int = 0
     end: int = 4
     state: Any = None
+
+    def copies(self, ranks: int) -> int:
+        """How many copies of the model so many ranks have."""
+        return ranks // (self.pipe * self.tensor)
 
 
 TROUBLE = 2
@@ -142,6 +167,8 @@ class Run:
         self.case, self.copies, self.ranks = case, copies, ranks
         self.copy = 0
         self.whole = make_net(rare=case.rare)
+        if ranks and case.bf16:
+            self.whole.float()
         settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 2, "kl_clip": None}
         settings.update(damping_for(case.method, case.options.get("auxiliary")))
         settings.update(case.options)
@@ -163,8 +190,7 @@ class Run:
             self.preconditioner = self.optimizer.preconditioner
         if case.state is not None:
             state = case.state[dist.get_rank()] if isinstance(case.state, list) else case.state
-            own = {name: state["model"][name] for name in self.model.state_dict()}
-            self.model.load_state_dict(own)
+            load(self.model, state["model"])
             if "optimizer" in state:
                 self.optimizer.load_state_dict(state["optimizer"])
             if case.owner == "sgd":
@@ -183,8 +209,9 @@ class Run:
     def cut(self) -> dict[str, Any]:
         """Leave this rank the layers of its stages, and make their schedule."""
         case = self.case
-        names = ("dp", "pp")
-        mesh = init_device_mesh("cpu", (self.copies, case.pipe), mesh_dim_names=names)
+        names = ("dp", "pp", "tp")
+        shape = (self.copies, case.pipe, case.tensor)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         self.among = mesh.get_group("dp")
         self.copy, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
         several = case.schedule not in ("gpipe", "1f1b")
@@ -197,7 +224,9 @@ class Run:
             for index in mine
         ]
         self.model = Part({name: layer for own in of_stage for name, layer in own.items()})
-        modules: list[nn.Module] = [Part(own) for own in of_stage]
+        modules: list[nn.Module] = [Part(own, checkpoints=case.checkpoints) for own in of_stage]
+        if case.tensor > 1:
+            parallelize_module(self.model, mesh["tp"], PLAN)
         if case.averaged == "fully_shard":
             for module in modules:
                 fully_shard(module, mesh=mesh["dp"])
@@ -221,14 +250,21 @@ class Run:
             given["gradients"] = "local"
         if self.copies > 1:
             given["backend"] = TorchDistributed(self.among)
+        if case.tensor > 1:
+            both = mesh["dp", "tp"] if self.copies > 1 else mesh["tp"]
+            given["backend"] = TorchDistributed(both)
         return given
 
     def backward(self, step: int) -> None:
         if self.ranks:
             inputs, targets = self.spoilt(step, *batch(step, self.copy))
+            if self.case.bf16:
+                inputs, targets = inputs.float(), targets.float()
             own = (inputs,) if self.first else ()
-            self.schedule.step(*own, **({"target": targets} if self.last else {}))
-            for parameter in self.model.parameters() if self.case.averaged == "all-reduce" else ():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.case.bf16):
+                self.schedule.step(*own, **({"target": targets} if self.last else {}))
+            by_hand = self.case.averaged == "all-reduce" and self.copies > 1
+            for parameter in self.model.parameters() if by_hand else ():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.among)
                     parameter.grad.div_(self.copies)
@@ -245,8 +281,9 @@ class Run:
             "direction": (TROUBLE, 1.7e308),
         }.get(self.case.trouble, (-1, 0.0))
         if step == when and gradient is not None:
-            assert gradient.grad is not None
-            gradient.grad[0, 0] = bad
+            own = gradient.grad
+            assert own is not None
+            (own.to_local() if isinstance(own, DTensor) else own)[0, 0] = bad
 
     def spoilt(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if step == TROUBLE and self.case.trouble == "loss":
@@ -267,7 +304,7 @@ class Run:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        found = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        found = {"model": weights(self.model), "optimizer": self.optimizer.state_dict()}
         return {**found, "own": self.preconditioner.state_dict()}
 
 
@@ -278,13 +315,8 @@ def train(case: Case, ranks: int = 0, copies: int = 1) -> Run:
     return run
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in own.items()}
-
-
 def alone(case: Case, copies: int = 1) -> Run:
-    """A run on one process, with the batches of all copies."""
+    """A run on one process, with the batches of all copies, in float64 whatever the case."""
     options = {k: v for k, v in case.options.items() if k != "strategy"}
     return train(replace(case, options=options), copies=copies)
 

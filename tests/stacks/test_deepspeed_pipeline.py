@@ -6,6 +6,8 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +20,11 @@ from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
-from tests.stacks.kit import assert_refused
+from tests.stacks.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 
-BATCHES, SAMPLES, WIDTH, STEPS = 4, 2, 5, 4
+BATCHES, SAMPLES, WIDTH, STEPS, SAVED = 4, 2, 5, 4, 3
 OPTIONS: dict[str, Any] = {
     "damping": 0.1,
     "statistics_every": 1,
@@ -40,11 +42,43 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets).square().sum(1).mean()
 
 
-def batches(step: int, copy: int) -> list[tuple[Tensor, Tensor]]:
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        own: Whether `soframe.Optimizer` owns the step.
+        method: The method.
+        spoilt: Whether a sample of the third step has targets that are NaN.
+        checkpoints: Whether the engine computes activations anew.
+        bf16: Whether it lets the stages run under autocast to bfloat16.
+    """
+
+    own: bool = False
+    method: str = "kfac"
+    spoilt: bool = False
+    checkpoints: bool = False
+    bf16: bool = False
+
+
+CASES: dict[str, Case] = {
+    "kfac": Case(),
+    "own muon": Case(own=True, method="muon"),
+    "muon": Case(method="muon"),
+    "spoilt": Case(spoilt=True, checkpoints=True),
+    "own spoilt": Case(own=True, spoilt=True),
+    "bf16": Case(bf16=True),
+}
+
+
+def batches(step: int, copy: int, case: Case) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches of a copy of the model in a step."""
     generator = torch.Generator().manual_seed(100 + 10 * step + copy)
     shape = (2, BATCHES, SAMPLES, WIDTH)
-    return list(zip(*torch.randn(shape, generator=generator), strict=True))
+    inputs, targets = torch.randn(shape, generator=generator)
+    if case.spoilt and step == 2 and copy == 0:
+        targets[-1, 0] = torch.nan
+    return list(zip(inputs, targets, strict=True))
 
 
 def initialise(module: Any, optimizer: Any, **settings: Any) -> Any:
@@ -61,7 +95,9 @@ def initialise(module: Any, optimizer: Any, **settings: Any) -> Any:
     return engine
 
 
-def module_of(rank: int, ranks: int, every: list[Any] | None = None) -> Any:
+def module_of(
+    rank: int, ranks: int, every: list[Any] | None = None, *, checkpoints: bool = False
+) -> Any:
     as_launched(rank, ranks)
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -71,59 +107,117 @@ def module_of(rank: int, ranks: int, every: list[Any] | None = None) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
     deepspeed.init_distributed("gloo")
     every = list(layers()) if every is None else every
-    return PipelineModule(every, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    return PipelineModule(
+        every,
+        num_stages=2,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        activation_checkpoint_interval=int(checkpoints),
+    )
 
 
-def train(rank: int, ranks: int, own: bool) -> dict[str, Tensor]:
-    module = module_of(rank, ranks)
+def train(
+    rank: int, ranks: int, case: Case, *, folder: str = "", begin: int = 0
+) -> dict[str, Tensor]:
+    """Train; save into the folder after `SAVED` steps, or begin there."""
+    module = module_of(rank, ranks, checkpoints=case.checkpoints)
     grid = module._grid
-    if own:
+    autocast = {"torch_autocast": {"enabled": case.bf16, "dtype": "bfloat16"}}
+    if case.own:
         copies = TorchDistributed(grid.get_data_parallel_group())
         pipe = grid.get_pipe_parallel_group()
         optimizer: Any = soframe.Optimizer(
-            module, "muon", lr=0.05, pipeline=pipe, backend=copies, **OPTIONS
+            module, case.method, lr=0.05, pipeline=pipe, backend=copies, **OPTIONS
         )
-        engine = initialise(module, optimizer)
+        engine = initialise(module, optimizer, **autocast)
+        own = optimizer.preconditioner
     else:
-        engine = initialise(module, torch.optim.SGD(module.parameters(), lr=0.05))
-        hook = DeepSpeedPreconditioner(engine, **OPTIONS)
-        assert hook.preconditioner.world_size == ranks // 2
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        engine = initialise(module, optimizer, **autocast)
+        hook = DeepSpeedPreconditioner(engine, method=case.method, **OPTIONS)
+        own = hook.preconditioner
+        assert own.world_size == ranks // 2
         with pytest.raises(RuntimeError, match="leave step"):
             hook.step()
-    for step in range(STEPS):
-        engine.train_batch(iter(batches(step, grid.get_data_parallel_rank())))
+    kept = Path(folder) / f"soframe-{rank}.pt"
+    if begin:
+        engine.load_checkpoint(folder)
+        if not case.own:
+            own.load_state_dict(torch.load(kept))
+    runs: list[None] = []
+    linear = next(layer for layer in module.forward_funcs if isinstance(layer, nn.Linear))
+    linear.register_forward_pre_hook(lambda *_: runs.append(None))
+    for step in range(begin, STEPS):
+        if folder and step == SAVED and not begin:
+            engine.save_checkpoint(folder)
+            torch.save(own.state_dict(), kept)
+        engine.train_batch(iter(batches(step, grid.get_data_parallel_rank(), case)))
+    assert len(runs) == (1 + case.checkpoints) * BATCHES * (STEPS - begin)
+    assert own.steps == STEPS
+    assert own.counters["skipped_updates"] == case.spoilt
+    own.close()
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def alone(copies: int, own: bool) -> dict[str, Tensor]:
+def alone(copies: int, case: Case) -> dict[str, Tensor]:
     model = nn.Sequential(*layers())
-    if own:
-        optimizer: Any = soframe.Optimizer(model, "muon", lr=0.05, **OPTIONS)
+    if case.own:
+        optimizer: Any = soframe.Optimizer(model, case.method, lr=0.05, **OPTIONS)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        preconditioner = soframe.Preconditioner(model, optimizer=optimizer, **OPTIONS)
+        preconditioner = soframe.Preconditioner(model, case.method, optimizer=optimizer, **OPTIONS)
     for step in range(STEPS):
         optimizer.zero_grad()
-        every = [pair for copy in range(copies) for pair in batches(step, copy)]
+        every = [pair for copy in range(copies) for pair in batches(step, copy, case)]
         inputs, targets = (torch.cat(parts) for parts in zip(*every, strict=True))
         loss_of(model(inputs), targets).backward()
-        if not own:
+        if not case.own:
             preconditioner.step()
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def train_all(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    return [train(rank, ranks, case) for case in CASES.values()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "own"), [(2, False), (2, True), (4, False)])
-def test_ranks_are_one_process(ranks: int, own: bool) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_one_process(ranks: int) -> None:
     """In float32, with micro-batches, the KL clip over both stages, and the head of the last."""
     pytest.importorskip("deepspeed")
-    expected, names = alone(ranks // 2, own), set()
-    for found in run_ranks(train, ranks, own, timeout=120):
-        names.update(found)
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=2e-6, msg=name)
-    assert names == set(expected)
+    start = dict(nn.Sequential(*layers()).named_parameters())
+    results = run_ranks(train_all, ranks, timeout=240)
+    for index, (what, case) in enumerate(CASES.items()):
+        expected, names = alone(ranks // 2, case), set()
+        for own in results:
+            found = own[index]
+            names.update(found)
+            if case.bf16:
+                assert_rounded(found, expected, start, what)
+                continue
+            for name, weight in found.items():
+                where = f"{what}, {name}"
+                torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=2e-6, msg=where)
+        assert names == set(expected)
+
+
+def saved_and_resumed(rank: int, ranks: int, folder: str) -> list[list[dict[str, Tensor]]]:
+    found = []
+    for name in ("kfac", "own muon"):
+        case, where = CASES[name], f"{folder}/{name}"
+        found.append([train(rank, ranks, case, folder=where, begin=n) for n in (0, SAVED)])
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    """Of two copies, from what DeepSpeed has saved of each stage, to the bit."""
+    pytest.importorskip("deepspeed")
+    for own in run_ranks(saved_and_resumed, 4, str(tmp_path), timeout=240):
+        for whole, resumed in own:
+            for name, weight in whole.items():
+                assert torch.equal(resumed[name], weight), name
 
 
 def without(rank: int, ranks: int) -> None:

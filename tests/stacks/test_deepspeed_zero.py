@@ -20,6 +20,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.integrations.kit import as_launched
 from tests.stacks.fully_sharded import SAMPLES, make_net, weights
+from tests.stacks.kit import assert_rounded
 from tests.stacks.partitioned import (
     FIRST,
     STEPS,
@@ -336,12 +337,8 @@ def test_less_precision() -> None:
     start = weights(net())
     for index, (name, case) in enumerate(NARROW.items()):
         expected = alone(case)
-        moved = max(float((expected[n] - start[n]).norm()) for n in expected)
         for own in results:
-            found, _ = own[index]
-            off = max(float((found[n].float() - expected[n]).norm()) for n in expected)
-            print(name, off / moved)
-            assert 0 < off < 0.05 * moved, (name, off / moved)
+            assert_rounded(own[index][0], expected, start, name)
 
 
 # -- what is refused -------------------------------------------------------------------------------

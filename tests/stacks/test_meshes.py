@@ -61,9 +61,23 @@ CASES: dict[str, Case] = {
     "own replicate": Case(stack="replicate", owner="own", method="adamw", kind="sequence"),
     "hybrid alone": Case(stack="hybrid", spoilt=1, place="part", options=KL, **ALONE),
     "replicate alone": Case(stack="replicate", options=KL, **ALONE),
+    "own replicate alone": Case(
+        stack="replicate", owner="own", method="shampoo", spoilt=1, place="part", **ALONE
+    ),
+    "replicate alone later": Case(
+        stack="replicate", when="after", options={"kl_clip": 1e-4}, **ALONE
+    ),
     # By hand.
     "hand": Case(stack="hand", options=KL),
-    "hand sequence": Case(stack="hand", kind="sequence", passes=2, options=SHARDED),
+    "hand sequence": Case(
+        stack="hand",
+        kind="sequence",
+        passes=2,
+        checkpoints=True,
+        spoilt=1,
+        place="part",
+        options=SHARDED,
+    ),
     "hand later": Case(stack="hand", when="after", options={"kl_clip": 1e-4}),
     "own hand": Case(stack="hand", owner="own", method="muon", kind="sequence", options=MEM),
 }
@@ -120,6 +134,7 @@ def test_a_run_goes_on() -> None:
         "fully_shard": {},
         "hand": {},
         "hybrid": {"tensor": 1, "kind": "none"},
+        "replicate": {"tensor": 1, "kind": "none"},
     }
     for stack, of in stacks.items():
         results = run_ranks(train_all, 4, [replace(case, stack=stack, **of) for case in rest])

@@ -17,18 +17,23 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor.parallel import parallelize_module
 
 import soframe
 from soframe import checkpoint
+from soframe.comm import TorchDistributed
 from soframe.setup import pipelines
 from tests.distributed.harness import run_ranks
+from tests.stacks.kit import assert_rounded
 from tests.stacks.pipelined import (
     BATCHES,
+    PLAN,
     WIDTH,
     Case,
     Run,
     alone,
     batch,
+    load,
     loss_of,
     make_net,
     shared,
@@ -48,11 +53,13 @@ SQUARE = {r"layers.[13].linear": "soap"}
 PASSES: dict[str, Case] = {  # schedules, micro-batches and clips
     "gpipe": Case(schedule="gpipe"),
     "1f1b kl": Case(options=KL),
-    "kl rates": Case(options=KL, rates=True),
+    "kl rates": Case(options=KL, rates=True, checkpoints=True),
     "norm": Case(options={"norm_clip": 1e-2}, rates=True),
     "interleaved": Case(schedule="interleaved"),
     "interleaved kl": Case(schedule="interleaved", options=KL),
-    "looped": Case(schedule="looped"),
+    "looped": Case(schedule="looped", checkpoints=True),
+    "bf16": Case(options=KL, bf16=True),
+    "interleaved bf16": Case(schedule="interleaved", bf16=True),
     "loss divided": Case(schedule="interleaved", options=KL, scales=False),
     "global": Case(options={**KL, "loss_average": "global"}),
     "rare": Case(rare=True, options={"skip": ["layers.1"]}),
@@ -79,12 +86,20 @@ METHODS: dict[str, Case] = {
     "own ball": Case(owner="own", method="muon", options=BALL),
     "own muon": Case(owner="own", method="muon"),
     "own muon interleaved": Case(owner="own", method="muon", schedule="interleaved"),
-    "own soap halves": Case(owner="own", method=SQUARE, schedule="zero bubble"),
+    "own soap halves": Case(owner="own", method=SQUARE, schedule="zero bubble", checkpoints=True),
+    "halves": Case(
+        method="shampoo",
+        schedule="zero bubble",
+        options={"norm_clip": 1e-2},
+        rates=True,
+        trouble="gradient",
+    ),
+    "own muon halves bf16": Case(owner="own", method="muon", schedule="zero bubble", bf16=True),
     "own adamw": Case(owner="own", method="adamw", schedule="gpipe"),
 }
 COPIES: dict[str, Case] = {  # two of each stage, on four ranks; or four stages
     "kl": Case(options=KL),
-    "mem": Case(options=MEM, trouble="gradient"),
+    "mem": Case(options=MEM, trouble="gradient", checkpoints=True),
     "interleaved sharded": Case(schedule="interleaved", options={**KL, "strategy": "sharded"}),
     "local": Case(averaged="local", options=MEM, trouble="loss"),
     "frozen": Case(options={"norm_clip": 1e-2, "strategy": "mem-opt"}, trouble="frozen"),
@@ -92,7 +107,12 @@ COPIES: dict[str, Case] = {  # two of each stage, on four ranks; or four stages
     "fully_shard": Case(averaged="fully_shard", options=MEM),
     "own muon": Case(owner="own", method="muon", options={"strategy": "sharded"}),
     "own muon shards": Case(owner="own", method="muon", averaged="fully_shard"),
+    "bf16": Case(averaged="ddp", options=MEM, bf16=True),
     "four stages": Case(pipe=4, options=KL),
+    "cut": Case(tensor=2, options=MEM, trouble="gradient", checkpoints=True),
+    "cut interleaved": Case(tensor=2, schedule="interleaved", options=KL),
+    "cut bf16": Case(tensor=2, options=KL, bf16=True),
+    "own muon cut": Case(tensor=2, owner="own", method="muon", options={"strategy": "mem-opt"}),
 }
 
 TWO = {**PASSES, **TROUBLE, **METHODS}
@@ -103,7 +123,7 @@ Result = tuple[dict[str, Tensor], dict[str, int]]
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
     found = []
     for case in cases:
-        run = train(case, ranks, ranks // case.pipe)
+        run = train(case, ranks, case.copies(ranks))
         run.preconditioner.close()
         found.append((weights(run.model), told(run)))
         del run
@@ -123,6 +143,9 @@ def assert_same(results: list[Result], case: Case, copies: int, what: str) -> No
     assert set(together([found for found, _ in results])) == set(expected)
     for found, counters in results:
         assert counters == told(reference), what
+        if case.bf16:
+            assert_rounded(found, expected, start, what)
+            continue
         for name, weight in found.items():
             where = f"{what}, {name}"
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=where)
@@ -141,7 +164,7 @@ def assert_same(results: list[Result], case: Case, copies: int, what: str) -> No
 def test_ranks_are_one_process(ranks: int, cases: dict[str, Case]) -> None:
     results = run_ranks(train_all, ranks, list(cases.values()), timeout=150)
     for index, (name, case) in enumerate(cases.items()):
-        assert_same([own[index] for own in results], case, ranks // case.pipe, name)
+        assert_same([own[index] for own in results], case, case.copies(ranks), name)
 
 
 def test_the_cases_are_not_all_one() -> None:
@@ -214,17 +237,18 @@ def go_on(rank: int, ranks: int, cases: list[Case], folder: str) -> list[Any]:
     """Save after three steps and go on: from what each rank has, and from a sharded checkpoint."""
     found: list[Any] = []
     for number, case in enumerate(cases):
-        run = train(replace(case, end=3), ranks, ranks // case.pipe)
+        copies = case.copies(ranks)
+        run = train(replace(case, end=3), ranks, copies)
         state = run.state()
         where = Path(folder) / str(number)
         checkpoint.save(where, {"own": checkpoint.part(run.preconditioner)}, sharded=True)
         run.preconditioner.close()
-        again = Run(replace(case, begin=3, state=state), ranks, ranks // case.pipe)
+        again = Run(replace(case, begin=3, state=state), ranks, copies)
         again.step(3)
         again.preconditioner.close()
         results = [(weights(again.model), told(again))]
-        plain = Run(replace(case, begin=3), ranks, ranks // case.pipe)
-        plain.model.load_state_dict(state["model"])
+        plain = Run(replace(case, begin=3), ranks, copies)
+        load(plain.model, state["model"])
         checkpoint.load(plain.preconditioner, checkpoint.latest(where), key="own")
         if case.owner == "sgd":
             plain.step(3)
@@ -236,7 +260,7 @@ def go_on(rank: int, ranks: int, cases: list[Case], folder: str) -> list[Any]:
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
     """In the middle of an interval: as it was cut, as a whole, and cut otherwise."""
-    cases = [TWO["interleaved kl"], TWO["own muon"]]
+    cases = [TWO["interleaved kl"], TWO["own muon"], TWO["own soap halves"]]
     found = run_ranks(go_on, 2, cases, str(tmp_path))
     for index, case in enumerate(cases):
         for way in range(2 if case.owner == "sgd" else 1):
@@ -261,11 +285,21 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_go_on(tmp_path: Path) -> None:
-    """Each copy of a stage from the state of the stage, of which it holds a part."""
-    case = Case(options=MEM)
-    found = run_ranks(go_on, 4, [case], str(tmp_path))
-    for way in range(2):
-        assert_same([own[0][1][way] for own in found], case, 2, f"copies {way}")
+    """Each copy of a stage from its state, of which it holds a part; and one process from all."""
+    cases = {2: Case(options=MEM), 1: Case(options=MEM, tensor=2)}
+    found = run_ranks(go_on, 4, list(cases.values()), str(tmp_path))
+    for index, (copies, case) in enumerate(cases.items()):
+        for way in range(2):
+            results = [own[index][1][way] for own in found]
+            assert_same(results, case, copies, f"copies {way}")
+        states = [found[rank][index][0] for rank in (0, case.tensor)]  # of each stage
+        whole = {
+            "model": together([state["model"] for state in states]),
+            "own": checkpoint.merge(state["own"] for state in states),
+        }
+        options = {**case.options, "strategy": "comm-opt"}
+        run = train(replace(case, begin=3, state=whole, options=options), copies=copies)
+        assert_same([(weights(run.model), told(run))], case, copies, "whole")
 
 
 # -- what travels ----------------------------------------------------------------------------------
@@ -342,6 +376,30 @@ def copies_of_all(rank: int, ranks: int) -> None:
 def copies_unknown(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
     soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=mesh["pp"])
+
+
+def copies_later(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
+    model = nn.Linear(WIDTH, WIDTH).double()
+    copies = TorchDistributed(mesh.get_group("dp"))
+    own = soframe.Preconditioner(model, kl_clip=None, backend=copies)
+    group, index = mesh.get_group("pp"), mesh.get_local_rank("pp")
+    stage = PipelineStage(model, index, ranks // 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
+    run_once(index, schedule)
+    own.step()
+
+
+def plan_alone(rank: int, ranks: int) -> None:
+    """The ranks of a plan are not among those that are said to have copies of a stage."""
+    names = ("dp", "pp", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, ranks // 2), mesh_dim_names=names)
+    model, group = make_net(), mesh.get_group("pp")
+    parallelize_module(model, mesh["tp"], PLAN)
+    stage = PipelineStage(model, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
+    copies = TorchDistributed(mesh.get_group("dp"))
+    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, backend=copies)
 
 
 def mesh_of_two(rank: int, ranks: int) -> None:
@@ -609,7 +667,14 @@ def copies_apart(rank: int, ranks: int) -> None:
 def test_what_copies_are_refused() -> None:
     unknown = "others may have copies of them: pass backend="
     apart = "frozen, thawed or replaced on 1 of 2 ranks"
-    require_refused([(copies_unknown, unknown), (copies_apart, apart)], 4)
+    later = "build the schedule first, and pass pipeline=schedule"
+    table = [
+        (copies_unknown, unknown),
+        (copies_apart, apart),
+        (copies_later, later),
+        (plan_alone, "it is sharded over the ranks .* be dimensions of one mesh"),
+    ]
+    require_refused(table, 4)
 
 
 def gone(rank: int, ranks: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -14,11 +15,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 import soframe
 from tests.distributed.harness import run_ranks
 from tests.stacks.fully_sharded import weights
+from tests.stacks.kit import assert_rounded
 from tests.stacks.tensor_parallel import batch, make_net, plan
 
 pytestmark = pytest.mark.distributed
 
-MODES = ("autocast", "parameters", "policy", "hybrid")
+MODES = ("autocast", "parameters", "policy", "hybrid", "replicate", "replicate alone")
 
 
 def train(rank: int, ranks: int, mode: str | None, backend: str | None = None) -> dict[str, Tensor]:
@@ -27,14 +29,17 @@ def train(rank: int, ranks: int, mode: str | None, backend: str | None = None) -
     if mode is not None:
         model.to(torch.bfloat16 if mode == "parameters" else torch.float32)
     if ranks > 1:
-        shape = (ranks, 1, 1) if mode == "hybrid" else (1, 1, ranks)
+        planned = mode not in ("hybrid", "replicate alone")
+        shape = (1, 1, ranks) if planned else (ranks, 1, 1)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "data", "tensor"))
-        if mode != "hybrid":
+        if planned:
             parallelize_module(model, mesh["tensor"], plan("pairs"))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if mode in ("policy", "hybrid"):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             over = mesh["data"] if mode == "policy" else mesh["copies", "data"]
             fully_shard(model, mesh=over, mp_policy=policy)
+        if mode in ("replicate", "replicate alone"):
+            replicate(model, mesh=mesh["copies"], mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     own = soframe.Preconditioner(
         model,
@@ -70,9 +75,7 @@ def test_less_precision() -> None:
     for own in run_ranks(train_narrow, 2):
         for mode, found in zip(MODES, own, strict=True):
             expected = train(0, 1, "parameters" if mode == "parameters" else None)
-            moved = max(float((expected[n] - start[n]).norm()) for n in expected)
-            off = max(float((found[n] - expected[n]).norm()) for n in expected)
-            assert 0 < off < 0.05 * moved, (mode, off / moved)
+            assert_rounded(found, expected, start, mode)
 
 
 def train_compiled(rank: int, ranks: int) -> dict[str, Tensor]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -13,13 +17,44 @@ from torch.nn.parallel import DistributedDataParallel
 import soframe
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.stacks.fully_sharded import SAMPLES, batch, make_net, weights
+from tests.stacks.kit import assert_rounded
 
 SETTINGS = {"strategy": "mem-opt", "damping": 0.1, "kl_clip": 1e-3, "layers": "all"}
 
 
-def train(rank: int, ranks: int, method: str = "kfac", passes: int = 1) -> dict[str, Tensor]:
-    """Train; with several passes in each step, one of them is spoilt on a rank."""
-    model = make_net()
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        method: The method.
+        passes: Micro-batches in each step; with several, one of the fourth is spoilt on a rank.
+        checkpoints: Whether activations are computed anew.
+        bf16: Whether the model runs under autocast to bfloat16.
+        begin: The first step.
+        end: The one after the last.
+        state: What the run goes on from.
+    """
+
+    method: str = "kfac"
+    passes: int = 1
+    checkpoints: bool = False
+    bf16: bool = False
+    begin: int = 0
+    end: int = 5
+    state: Any = None
+
+
+CASES: dict[str, Case] = {
+    "kfac": Case(),
+    "shampoo": Case(method="shampoo", passes=2, checkpoints=True),
+    "bf16": Case(bf16=True),
+}
+
+
+def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train, and return the weights and the state, which rank 0 has of the base optimizer."""
+    model = make_net(checkpoints=case.checkpoints).to(torch.float32 if case.bf16 else torch.float64)
     called, optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if ranks > 1:
         called = DistributedDataParallel(model, find_unused_parameters=True)
@@ -27,36 +62,86 @@ def train(rank: int, ranks: int, method: str = "kfac", passes: int = 1) -> dict[
             called.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
         )
     own = soframe.Preconditioner(
-        called, method, optimizer=optimizer, statistics_every=1, solve_every=2, **SETTINGS
+        called, case.method, optimizer=optimizer, statistics_every=1, solve_every=2, **SETTINGS
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    for step in range(5):
+    parts: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "own": own,
+    }
+    for name in () if case.state is None else parts:
+        # It empties what it is given of what other ranks have.
+        parts[name].load_state_dict(copy.deepcopy(case.state[name]))
+    for step in range(case.begin, case.end):
         optimizer.zero_grad()
         tokens, targets = batch(step)
         mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
-        every = zip(tokens[mine].chunk(passes), targets[mine].chunk(passes), strict=True)
+        every = zip(tokens[mine].chunk(case.passes), targets[mine].chunk(case.passes), strict=True)
         for number, (x, y) in enumerate(every):
-            loss = 0.5 * (called(x) - y).square().sum(1).mean() / passes
-            alone = ranks == 1 or number == passes - 1
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+                outputs = called(x)
+            loss = 0.5 * (outputs - y).square().sum(1).mean() / case.passes
+            alone = ranks == 1 or number == case.passes - 1
             with nullcontext() if alone else called.no_sync():
-                spoilt = passes > 1 and step == 3 and rank == 0
+                spoilt = case.passes > 1 and step == 3 and rank == 0
                 (loss * float("nan") if spoilt else loss).backward()
         own.step()
         optimizer.step()
         schedule.step()
-    assert own.counters["skipped_updates"] == (passes > 1)
+    assert own.counters["skipped_updates"] == (case.passes > 1 and case.end > 3)
+    if ranks > 1:
+        optimizer.consolidate_state_dict(to=0)
+        if rank > 0:
+            parts.pop("optimizer")
+    state = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     own.close()
-    return weights(model)
+    return weights(model), state
+
+
+def train_all(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    return [train(rank, ranks, case)[0] for case in CASES.values()]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("method", "passes"), [("kfac", 1), ("shampoo", 2)])
-def test_it_is_one_process(method: str, passes: int) -> None:
-    expected, start = train(0, 1, method, passes), weights(make_net())
-    for found in run_ranks(train, 2, method, passes):
+def test_it_is_one_process() -> None:
+    """In bfloat16 within 5 % of the way that weights go in float64."""
+    start = weights(make_net())
+    results = run_ranks(train_all, 2)
+    for index, (what, case) in enumerate(CASES.items()):
+        expected, _ = train(0, 1, replace(case, bf16=False, checkpoints=False))
+        for own in results:
+            for name, weight in own[index].items():
+                where, stands = f"{what}, {name}", name.startswith("unused")
+                assert torch.equal(weight, start[name].to(weight.dtype)) == stands, where
+                if not case.bf16:
+                    torch.testing.assert_close(
+                        weight, expected[name], rtol=1e-9, atol=1e-9, msg=where
+                    )
+            if case.bf16:
+                assert_rounded(own[index], expected, start, what)
+
+
+def halfway(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Save in the middle, let all ranks have what the first one has, and go on anew."""
+    _, state = train(rank, ranks, replace(case, end=3))
+    shared = [state]
+    dist.broadcast_object_list(shared, 0)
+    found, _ = train(rank, ranks, replace(case, begin=3, state=shared[0]))
+    return found, shared[0]
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on() -> None:
+    """In the middle of an interval, with as many ranks, and on one process."""
+    case = CASES["kfac"]
+    expected, _ = train(0, 1, case)
+    results = run_ranks(halfway, 2, case)
+    alone, _ = train(0, 1, replace(case, begin=3, state=results[0][1]))
+    for found in [*(found for found, _ in results), alone]:
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
-            assert torch.equal(weight, start[name]) == name.startswith("unused"), name
 
 
 def inside(rank: int, ranks: int) -> None:
