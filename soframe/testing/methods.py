@@ -93,7 +93,7 @@ class Trained:
 
     Attributes:
         weights: All parameters and their names.
-        state: The states of the model and of the optimizer.
+        state: The states of the model and of the optimizer, where the run ends before its time.
     """
 
     weights: dict[str, Tensor]
@@ -156,7 +156,9 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         }
         dcp_save(sharded, checkpoint_id=training.folder)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state: dict[str, Any] = {}
+    if training.end < STEPS:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()
     return Trained(weights, copy.deepcopy(state))
 
