@@ -12,7 +12,9 @@ Every twentieth step takes the exact quadratic model of its batch along Adam's d
 it enter a mean over batches (`soframe.trust_region.averaged`), which has the length of this step
 and of those up to the next model. These run the closure and its backward pass once, and one fused
 kernel of Adam, so that they cost what a step of AdamW does. Each model is judged on its batch: the
-damping hears of it, and a step after which the loss has risen is undone.
+damping hears of it, and a step after which the loss has risen is undone. All steps together are
+judged on batches that they have not seen (`soframe.trust_region.trend`): steps become shorter where
+the loss rises on those.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import agreeing, averaged, groups, settings
+from soframe.trust_region import agreeing, averaged, groups, settings, trend
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.initial import best_damping
@@ -59,7 +61,7 @@ VERSION = 1
 OWN = "trust_region"
 """Where the state has what is not one parameter's."""
 
-KEYS = ("version", "steps", "since", "model", "damping", "counters")
+KEYS = ("version", "steps", "since", "model", "trend", "damping", "counters")
 
 
 class StochasticTrustRegion(torch.optim.Optimizer):
@@ -85,6 +87,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         averaging: The average has about the last ``1 / averaging`` of all iterates:
             see `soframe.trust_region.averaged`, where it is eta.
         reject: Undo a step with a model if the objective rose on its batch.
+        shorten: Take shorter steps where the loss rises on batches before their own steps: see
+            `soframe.trust_region.trend`. Pass False where the data themselves get harder.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
         on_step: Is called with a `soframe.trust_region.Readout` after each step.
@@ -115,6 +119,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         model_every: int = 20,
         averaging: float = 20.0,
         reject: bool = True,
+        shorten: bool = True,
         reuse_activations: bool = True,
         on_step: OnStep | None = None,
         backend: str | type[Backend] | Backend | None = None,
@@ -124,7 +129,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
         require_integer("model_every", model_every, 1)
-        for name, flag in (("reject", reject), ("reuse_activations", reuse_activations)):
+        flags = {"reject": reject, "shorten": shorten, "reuse_activations": reuse_activations}
+        for name, flag in flags.items():
             require_flag(name, flag)
         for beta in betas:
             require_beta(type(self).__name__, "betas", beta)
@@ -143,10 +149,11 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
         self._every, self._eta, self._reuse = model_every, float(averaging), reuse_activations
         self._home, self._on_step = PlainGrad(), on_step
-        self._settings = (self.damping, betas, eps, model_every, averaging, reject)
+        self._settings = (self.damping, betas, eps, model_every, averaging, reject, shorten)
         self._outputs = Outputs(self._model)
         self._exact = ExactModel(self._backend)
         self._mean = AveragedModel()
+        self._trend = trend.Trend() if shorten else None
         self._reduction = Reduction(self.damping, reject, every=True)
         self._steps = self._since = 0
         self._swapped = False
@@ -201,6 +208,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter))
+        said = self._heed(loss)
         if due:
             objective = Objective(
                 parameters, gradients, groups.setting(self.param_groups, "weight_decay")
@@ -208,15 +216,15 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             made = self._with_model(objective, forwards, loss, eps)
         else:
             damping = self.damping.at(self._steps)
-            length = self._mean.minimum(damping)
+            length = self._length(damping)
             self._adam(length)
             self._since += 1
             largest = groups.shares(self.param_groups)[1]
             made = {"coefficients": (length * largest,), "damping": damping}
-            made["notes"] = ("without a model",)
+            said = ("without a model", *said)
         self._steps += 1
         self._average(parameters)
-        self._tell(Readout(**seen, **made, directions=("AdamW",)))
+        self._tell(Readout(**seen, **made, notes=said, directions=("AdamW",)))
         return torch.tensor(loss)
 
     def _passes(
@@ -254,6 +262,29 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 gradient.add_(parameter.detach(), alpha=decay)
         return gradients
 
+    def _heed(self, loss: float) -> tuple[str, ...]:
+        """Take note of the loss of a batch before its step: shares of lengths follow.
+
+        Returns:
+            What a readout says of it.
+        """
+        if self._trend is None or not self._trend.learn(loss):
+            return ()
+        decayed = zip(
+            groups.trainable(self.param_groups),
+            groups.setting(self.param_groups, "weight_decay"),
+            strict=True,
+        )
+        return (trend.SAID,) if self._trend.judge(groups.penalty(decayed)) else ()
+
+    @property
+    def _share(self) -> float:
+        return 1.0 if self._trend is None else self._trend.share
+
+    def _length(self, damping: float) -> float:
+        """Return how far a step goes along its direction, before the param groups' ``lr``."""
+        return self._mean.minimum(damping) * self._share
+
     def _with_model(
         self, objective: Objective, forwards: Sequence[Forward], loss: float, eps: float
     ) -> dict[str, Any]:
@@ -279,7 +310,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         if self._steps == 0 and self.damping.to_be_measured():
             self._measure_damping(objective, forwards, direction, start)
         damping = self.damping.at(self._steps)
-        length = self._mean.minimum(damping) * largest
+        length = self._length(damping) * largest
         update = [length * d for d in direction if d is not None]
         judged = self._reduction.due(self._steps)
         before = [p.detach().clone() for p in parameters] if judged else []
@@ -314,7 +345,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         whole = [d for d in direction if d is not None]
 
         def after(damping: float) -> float:
-            length = self._mean.minimum(damping) * largest
+            length = self._length(damping) * largest
             with moved(objective.parameters, [length * d for d in whole]):
                 objective_after = self._evaluate(objective, forwards)
             return objective_after if math.isfinite(objective_after) else math.inf
@@ -436,6 +467,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 "steps since the last model": self._since,
                 "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
                 "damping": self.damping.at(self._steps),
+                "what steps take of their length": self._share,
                 **agreeing.gradients_in_common(backend, self._home, parameters),
             }
 
@@ -458,6 +490,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 "steps": self._steps,
                 "since": self._since,
                 "model": self._mean.state(),
+                "trend": (self._trend or trend.Trend()).state(),
                 "damping": self.damping.state(),
                 "counters": dict(self.counters),
             },
@@ -490,6 +523,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             state["step"] = state["step"].to(parameter.device)  # where the fused kernel wants it
         self._steps, self._since = saved["steps"], saved["since"]
         self._mean.load(saved["model"])
+        if self._trend is not None:
+            self._trend.load(saved["trend"])
         self.damping.load(saved["damping"])
         self.counters = dict(saved["counters"])
 
@@ -556,4 +591,5 @@ def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
                 f"has shape {list(shape)}"
             )
     averaged.check(saved["model"])
+    trend.check(saved["trend"])
     settings.check_damping(saved["damping"], optimizer.damping, saved["steps"])

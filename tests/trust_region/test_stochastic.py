@@ -137,6 +137,82 @@ def test_a_step_without_a_model_runs_the_closure_once() -> None:
     assert own.damping.at(0) < LevenbergMarquardt().at(0)
 
 
+@pytest.mark.parametrize("shorten", [True, False])
+def test_steps_are_shorter_once_the_loss_rises_on_fresh_batches(shorten: bool) -> None:
+    """A constant in the loss is in no gradient and no verdict of a batch on its own step."""
+    lengths: dict[float, list[float]] = {}
+    notes: dict[float, list[int]] = {}
+    for more in (0.0, 0.5):
+        model = deep()
+        own = soframe.StochasticTrustRegion(model, damping=0.3, model_every=7, shorten=shorten)
+        lengths[more], notes[more] = [], []
+        for step in range(50):
+            (plain,) = closures(model, [classes_of(0, 32)], F.cross_entropy)
+            extra = risen(step, share=more)
+            own.step(lambda plain=plain, extra=extra: plain() + extra)
+            assert own.readout is not None
+            lengths[more] += own.readout.coefficients
+            notes[more] += [step for note in own.readout.notes if "rose on fresh" in note]
+    as_it_is, halved = lengths.values()
+    assert lengths[0.5][:39] == pytest.approx(lengths[0.0][:39])
+    assert halved[39] == pytest.approx((0.5 if shorten else 1.0) * as_it_is[39])
+    assert (halved[45] < 0.6 * as_it_is[45]) == shorten
+    assert notes == {0.0: [], 0.5: [39] if shorten else []}
+
+
+def test_a_weight_decay_belongs_to_the_objective_that_is_to_fall() -> None:
+    """The loss rises from where it is least, and the objective falls."""
+    model = fill(nn.Linear(4, 2, bias=False))
+    x, y = randn(64, 4), 3 * randn(64, 2, seed=1)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+
+    def closure() -> Tensor:
+        return F.mse_loss(model(x), y)
+
+    own = soframe.StochasticTrustRegion(model, weight_decay=0.5, damping=30.0)
+    losses = []
+    for _ in range(80):
+        losses.append(own.step(closure).item())
+        assert own.readout is not None
+        assert not any("fresh" in note for note in own.readout.notes)
+    assert losses[0] < losses[30] < losses[79]
+
+
+def test_batches_that_can_be_fitted_by_themselves_ruin_nothing() -> None:
+    """Rows of embeddings: each step's own batch is content with it, however long it is."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, 4, generator=generator).double() for n in (40, 30))
+    pairs = torch.cartesian_prod(torch.arange(40), torch.arange(30))
+    y = (left[pairs[:, 0]] * right[pairs[:, 1]]).sum(1)
+    lowest = {}
+    for shorten in (True, False):
+        model = Product().double()
+        for table, seed in zip(model.tables, (1, 2), strict=True):
+            table.weight.data.copy_(0.3 * randn(*table.weight.shape, seed=seed))
+        own = soframe.StochasticTrustRegion(model, shorten=shorten)
+        for step in range(400):
+            part = torch.randperm(1200, generator=torch.Generator().manual_seed(step))[:64]
+            x, target = pairs[part], y[part]
+            own.step(lambda m=model, x=x, target=target: F.mse_loss(m(x), target))
+        with own.averaged(), torch.no_grad():
+            lowest[shorten] = float(F.mse_loss(model(pairs), y))
+    assert lowest[True] < 0.2
+    assert lowest[False] > 1.0
+
+
+class Product(nn.Module):
+    """Inner products of rows of two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(40, 4), nn.Embedding(30, 4)])
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        left, right = (t(i) for t, i in zip(self.tables, pairs.unbind(1), strict=True))
+        return (left * right).sum(1)
+
+
 def test_a_step_that_does_harm_is_undone_to_the_bit() -> None:
     model = deep()
     damping = LevenbergMarquardt(1e-2)
@@ -239,14 +315,25 @@ def train(
     own: soframe.StochasticTrustRegion,
     steps: range,
     part: slice = slice(None),
+    share: float = 1.0,
 ) -> list[bytes]:
     saved = []
     for step in steps:
         saved.append(save(model, own))
-        x, y = (tensor[part] for tensor in classes_of(step, 24))
+        x, y = (tensor[part] for tensor in classes_of(step % 11, 24))
         own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
-        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        more = risen(step, share=share)
+        own.step(lambda x=x, y=y, more=more: F.cross_entropy(model(x), y) + more)
     return saved
+
+
+LONG = 46
+"""Steps of a run in which lengths become shorter, and then longer."""
+
+
+def risen(step: int, *, share: float = 1.0) -> float:
+    """What a batch's loss has more than it should, so that lengths are halved at step 39."""
+    return share if 20 <= step < 40 else 0.0
 
 
 def same(own: soframe.StochasticTrustRegion, other: soframe.StochasticTrustRegion) -> bool:
@@ -263,15 +350,16 @@ def made(model: nn.Module) -> soframe.StochasticTrustRegion:
 def test_training_goes_on_bit_by_bit_from_every_step() -> None:
     whole = deep()
     first = made(whole)
-    saved = train(whole, first, range(11))
+    saved = train(whole, first, range(LONG))
     assert first.counters["rejected_steps"] > 0
-    for step, file in enumerate(saved):
+    assert first.state_dict()["trust_region"]["trend"]["share"] == 0.5
+    for step in (0, 2, 3, 4, 8, 25, 39, 40):
         model = fill(deep(), seed=1)
         own = made(model)
-        everything = torch.load(io.BytesIO(file), weights_only=True)
+        everything = torch.load(io.BytesIO(saved[step]), weights_only=True)
         model.load_state_dict(everything["model"])
         own.load_state_dict(everything["optimizer"])
-        train(model, own, range(step, 11))
+        train(model, own, range(step, LONG))
         assert same(own, first), f"from step {step}"
 
 
@@ -297,6 +385,7 @@ def damaged() -> dict[str, tuple[Any, str]]:
         "another optimizer's": (without("trust_region"), "not the state of"),
         "truncated": (without("trust_region", "model"), "lacks .'model'"),
         "version": (older, "has version 7"),
+        "without a trend": (without("trust_region", "trend"), "lacks .'trend'"),
         "a tensor": (flipped, "checksum"),
         "a number": (foreign, "checksum"),
     }
@@ -335,6 +424,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "betas": ({"betas": (0.9, 1.0)}, ValueError, "betas"),
     "lr": ({"lr": 0.0}, ValueError, "lr must be positive"),
     "reject": ({"reject": "no"}, TypeError, "reject must be"),
+    "shorten": ({"shorten": 1}, TypeError, "shorten must be"),
     "on_step": ({"on_step": 1}, TypeError, "on_step must be"),
     "damping": ({"damping": "relative"}, ValueError, "one damping for the whole model"),
 }
@@ -379,7 +469,8 @@ def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
     wrapped = DistributedDataParallel(model)
     own = made(wrapped)
     part = slice(rank * 24 // ranks, (rank + 1) * 24 // ranks)
-    train(wrapped, own, range(11), part)
+    # Their mean is one; what the last rank sees by itself falls.
+    train(wrapped, own, range(LONG), part, share=1.0 + 5.0 * (ranks - 1 - 2 * rank))
     with own.averaged():
         averages = vector(model)
     return vector(model).numpy().tobytes(), averages, own.counters
@@ -390,7 +481,7 @@ def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
 def test_ranks_are_one_process(ranks: int) -> None:
     model = deep()
     own = made(model)
-    train(model, own, range(11))
+    train(model, own, range(LONG))
     found = run_ranks(on_ranks, ranks)
     assert len({iterates for iterates, _, _ in found}) == 1
     with own.averaged():
@@ -411,11 +502,12 @@ def in_legs(
         model.load_state_dict(everything["model"])
         own.load_state_dict(everything["optimizer"])
     for step in steps:
-        x, y = classes_of(step, 24)
+        x, y = classes_of(step % 11, 24)
         mine = range(rank * 24 // ranks, (rank + 1) * 24 // ranks)
         halves = [slice(mine.start, mine.stop, 2), slice(mine.start + 1, mine.stop, 2)]
         own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
-        own.step([lambda h=h, x=x, y=y: F.cross_entropy(wrapped(x[h]), y[h]) / 2 for h in halves])
+        more = risen(step)
+        own.step([lambda h=h: (F.cross_entropy(wrapped(x[h]), y[h]) + more) / 2 for h in halves])  # noqa: B023
     return save(model, own), vector(model), own.counters
 
 
@@ -423,9 +515,9 @@ def in_legs(
 def test_four_ranks_in_micro_batches_and_then_two_are_one_process() -> None:
     model = deep()
     own = made(model)
-    train(model, own, range(11))
-    saved = run_ranks(in_legs, 4, range(5), None)[-1][0]
-    for _, iterates, counters in run_ranks(in_legs, 2, range(5, 11), saved):
+    train(model, own, range(LONG))
+    saved = run_ranks(in_legs, 4, range(25), None)[-1][0]
+    for _, iterates, counters in run_ranks(in_legs, 2, range(25, LONG), saved):
         torch.testing.assert_close(iterates, vector(model), rtol=1e-7, atol=1e-9)
         assert counters == own.counters
 
