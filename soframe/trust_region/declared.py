@@ -9,8 +9,9 @@ weights: those of classes, or zeros for what is ignored. Then the Fisher takes t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +258,7 @@ def require_graph(outputs: Sequence[Tensor], loss: Tensor) -> None:
 def require_only_through(
     outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Check that a loss depends on the parameters through the model's outputs alone.
+    """Check that a loss depends on the parameters, and through the model's outputs alone.
 
     Args:
         outputs: The model's outputs.
@@ -265,23 +266,48 @@ def require_only_through(
         parameters: The parameters.
 
     Raises:
-        RuntimeError: If it does not: such a term has no place in the model of the loss.
+        RuntimeError: If it does not: a term beside the outputs has no place in the model of the
+            loss, and outputs of other tensors have no gradient here.
+    """
+    ends = {(output.grad_fn, output.output_nr) for output in outputs}
+    if _reaches([(loss.grad_fn, loss.output_nr)], parameters, without=ends):
+        raise RuntimeError(
+            "the closure's loss depends on parameters other than through the model's output; "
+            "decay weights with weight_decay="
+        )
+    if not _reaches(ends, parameters):
+        raise RuntimeError(
+            "the model's outputs depend on none of the parameters that are trained: let the "
+            "closure run the model with its own parameters, and give torch.func.functional_call "
+            "those, as dict(model.named_parameters()), not copies"
+        )
+
+
+def _reaches(
+    edges: Iterable[tuple[Any, int]],
+    parameters: Sequence[nn.Parameter],
+    without: Container[tuple[Any, int]] = (),
+) -> bool:
+    """Return whether a graph leads to a parameter.
+
+    Args:
+        edges: Where to begin: functions of autograd, each with the number of its result. Several
+            results of one function are told apart, since an output may be one of them.
+        parameters: The parameters.
+        without: Where to turn back.
     """
     ids = {id(parameter) for parameter in parameters}
-    seen = {None, *(output.grad_fn for output in outputs)}
-    todo = [loss.grad_fn]
+    todo = [edge for edge in edges if edge not in without]
+    seen = set()
     while todo:
-        node = todo.pop()
-        if node in seen:
+        node, _ = todo.pop()
+        if node is None or node in seen:
             continue
-        assert node is not None
         seen.add(node)
         if id(getattr(node, "variable", None)) in ids:
-            raise RuntimeError(
-                "the closure's loss depends on parameters other than through the model's output; "
-                "decay weights with weight_decay="
-            )
-        todo += [following for following, _ in node.next_functions]
+            return True
+        todo += [edge for edge in node.next_functions if edge not in without]
+    return False
 
 
 def _tangents(outputs: Sequence[Tensor], which: int) -> list[Tensor]:
