@@ -15,6 +15,7 @@ from soframe.derivatives.replay import Replay
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
 from soframe.trust_region.declared import require_only_through
+from soframe.trust_region.passes import first_pass
 from soframe.trust_region.quadratic import curvature_along
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
 from tests.examples import examples
@@ -335,3 +336,25 @@ def test_finite(bad: float) -> None:
     c[0, 1] = bad
     assert not Quadratic(c, b).finite()
     assert not Quadratic(positive(2, 3, 0), torch.tensor([0.0, bad])).finite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_over_half_outputs_are_of_single_precision(dtype: torch.dtype) -> None:
+    """A sum beyond the largest of half precision is no infinity, and small ones are not rounded."""
+    layer = nn.Linear(2, 64)
+    parameters = list(layer.parameters())
+    outputs = Outputs(layer)
+    x = randn(64, 2).float()
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return layer(x).float().square().sum() / 2
+
+    forward, _ = first_pass(layer, outputs, closure, parameters, reuse=True)
+    directions = [[3 * randn(*p.shape, seed=k).float() for p in parameters] for k in range(2)]
+    found = curvature_along([forward], parameters, directions)
+    rows = [one[0].double().flatten() for one in forward.jacobian_products(parameters, directions)]
+    tangents = torch.stack(rows)
+    expected = tangents @ tangents.T
+    assert expected.max() > torch.finfo(torch.float16).max
+    compare(found, expected, "curvature", rtol=1e-6)
