@@ -281,7 +281,7 @@ class TrustRegion(torch.optim.Optimizer):
                 (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
-            The loss before the update, averaged over ranks.
+            The loss before the update, averaged over ranks: float64.
 
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
@@ -331,7 +331,7 @@ class TrustRegion(torch.optim.Optimizer):
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({**seen, **made, "loss": loss})
-        return torch.tensor(loss)
+        return torch.tensor(loss, dtype=torch.float64)
 
     def _along(
         self,
@@ -796,8 +796,11 @@ class TrustRegion(torch.optim.Optimizer):
         if self._reduction.waits and self._memory.noted:
             with self._memory.as_before():
                 methods[settings.BEFORE] = [one.state_dict() for one in self.candidates]
+        of_torch = super().state_dict()
+        # In copies of the dicts, into which the next steps write; no tensor in them changes.
+        of_torch["state"] = {number: dict(kept) for number, kept in of_torch["state"].items()}
         state = {
-            **super().state_dict(),
+            **of_torch,
             **methods,
             "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
@@ -811,6 +814,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
                 "reduction": self._reduction.state(),
+                "eps": self._eps,
                 **({"lengths": self._lengths.state()} if self._rare else {}),
             },
         }
@@ -863,6 +867,7 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters = dict(saved_region["counters"])
         self._watch.load(saved_region.get("losses", []))
         self._reduction.load(saved_region.get("reduction", {}))
+        self._eps = float(saved_region.get("eps", 0.0))
         self._lengths.load(saved_region.get("lengths", {}))
 
     def close(self) -> None:

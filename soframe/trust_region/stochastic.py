@@ -18,7 +18,7 @@ damping hears of it, and a step after which the loss has risen is undone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             what the model promises, and half of the noise that the step adds. Groups move in their
             ratio.
         betas: What Adam's averages of gradients and of their squares keep of their past.
-        eps: Is added to the root of the latter.
+        eps: Is added to the root of the latter, which may be zero: positive in the parameters'
+            types.
         model_every: Steps from one quadratic model to the next.
         averaging: The average has about the last ``1 / averaging`` of all iterates:
             see `soframe.trust_region.averaged`, where it is eta.
@@ -138,6 +139,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         )
         groups.check_all(self._model, self.param_groups)
         _require_precise(self._model)
+        _require_positive(float(eps), self.param_groups)
         self.damping = adopted(settings.whole_model_damping(damping))
         self._backend = choose_backend(backend)
         self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
@@ -173,7 +175,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 micro-batches a list of closures whose losses add up to the batch's.
 
         Returns:
-            The loss before the update, averaged over ranks.
+            The loss before the update, averaged over ranks: float64.
 
         Raises:
             TypeError: If there is no closure, or it does not return a scalar tensor.
@@ -197,7 +199,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             self._go_back(parameters)
             undone = "the loss or its gradient is not finite"
             self._tell(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
-            return torch.tensor(loss)
+            return torch.tensor(loss, dtype=torch.float64)
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter))
@@ -217,7 +219,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         self._steps += 1
         self._average(parameters)
         self._tell(Readout(**seen, **made, directions=("AdamW",)))
-        return torch.tensor(loss)
+        return torch.tensor(loss, dtype=torch.float64)
 
     def _passes(
         self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter], *, due: bool
@@ -451,8 +453,14 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
+        of_torch = super().state_dict()
+        # In copies: Adam's averages go on in place, in what has been saved otherwise.
+        of_torch["state"] = {
+            number: {name: tensor.clone() for name, tensor in kept.items()}
+            for number, kept in of_torch["state"].items()
+        }
         state = {
-            **super().state_dict(),
+            **of_torch,
             OWN: {
                 "version": VERSION,
                 "steps": self._steps,
@@ -487,7 +495,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         saved = state_dict[OWN]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OWN})
         for parameter, state in self.state.items():
-            state["step"] = state["step"].to(parameter.device)  # where the fused kernel wants it
+            # In copies, since another optimizer may go on from the same state; the count is where
+            # the fused kernel wants it.
+            state.update({name: tensor.clone() for name, tensor in state.items()})
+            state["step"] = state["step"].to(parameter.device)
         self._steps, self._since = saved["steps"], saved["since"]
         self._mean.load(saved["model"])
         self.damping.load(saved["damping"])
@@ -510,6 +521,20 @@ def _require_precise(model: nn.Module) -> None:
                 f"StochasticTrustRegion keeps averages in the types of the parameters, and "
                 f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep the "
                 f"parameters in float32, and let the closure compute under torch.autocast"
+            )
+
+
+def _require_positive(eps: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that what is divided by is never zero, in the parameters' types.
+
+    Raises:
+        ValueError: If it may be, which would make parameters that have no gradient yet NaN.
+    """
+    for dtype in {p.dtype for group in groups for p in group["params"]}:
+        if dtype.is_floating_point and not eps >= torch.finfo(dtype).tiny:
+            raise ValueError(
+                f"eps must be positive in {dtype}, not {eps!r}: an entry whose gradient is zero "
+                f"is divided by it"
             )
 
 

@@ -29,6 +29,7 @@ class Halves(nn.Module):
         self.layer = fill(nn.Linear(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
         out, self.kept = self.layer(x).chunk(2, 1)
         return out
 
