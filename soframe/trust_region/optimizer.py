@@ -275,8 +275,9 @@ class TrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch and returns the loss, a scalar that depends on the
-                parameters through the model's output alone; it does not call ``backward``. For
+            closure: Runs the model on a batch, in one call or in several that are independent of
+                each other, and returns the loss, a scalar that depends on the parameters through
+                the model's outputs alone; it does not call ``backward``. For
                 micro-batches a list of closures whose losses add up to the batch's
                 (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
@@ -286,8 +287,8 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
             TypeError: If there is no closure, or it does not return a scalar tensor.
-            RuntimeError: If a closure does not run the model once, or its loss has terms that do
-                not go through the model's output, or the model has no derivatives along directions;
+            RuntimeError: If a closure does not run the model, or its loss has terms that do not
+                go through the model's output, or the model has no derivatives along directions;
                 or if another rank raises.
         """
         groups.check_all(self._model, self.param_groups)
@@ -436,9 +437,10 @@ class TrustRegion(torch.optim.Optimizer):
                     self._model, self._outputs, closure, parameters, reuse=self._reuse
                 )
                 if compared:
-                    fits.append(fit(self._loss, forward, len(closures)))
-                with forward.tape.in_same_kernels():  # the Fisher's passes go through checkpoints
-                    self._observe(forward.outputs, fits[-1] if compared else None, len(closures))
+                    fits.append(fit(self._loss, forward, len(closures), alike=self._alike))
+                    # The Fisher's passes go through checkpoints.
+                    with forward.tape.in_same_kernels():
+                        self._observe(forward, fits[-1], len(closures))
                 forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
@@ -474,18 +476,18 @@ class TrustRegion(torch.optim.Optimizer):
             total += float(loss.detach())
         return [], self._agree(total, None)[0]
 
-    def _observe(self, outputs: Sequence[Tensor], terms: Fit | None, closures: int) -> None:
+    def _observe(self, forward: Forward, terms: Fit, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
-        if terms is not None and terms.problem is not None:
+        if terms.problem is not None:
             return
+        outputs = forward.joined(forward.outputs)
         heads = outputs if len(outputs) > 1 else outputs[0]
         for one in self.candidates:
             fisher = one._fisher
             if fisher.kind == "empirical":  # no method of it reads calls
                 continue
-            if terms is not None:
-                fisher = replace(fisher, roots=terms.roots(closures, alike=self._alike))
-                one._statistics.weigh(terms.share(closures, alike=self._alike))
+            fisher = replace(fisher, roots=terms.roots(closures, alike=self._alike))
+            one._statistics.weigh(terms.share(closures, alike=self._alike))
             fisher.observe(heads, one._capture)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -731,7 +733,10 @@ class TrustRegion(torch.optim.Optimizer):
         """Return the loss at the parameters of now."""
         on_this_rank, error = math.nan, None
         try:
-            on_this_rank = sum(evaluated(closure, replay) for closure, replay in passes)
+            on_this_rank = sum(
+                evaluated(closure, replay, differentiates=self._outputs.differentiates)
+                for closure, replay in passes
+            )
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         return self._agree(on_this_rank, error)[0]

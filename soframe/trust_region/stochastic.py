@@ -170,8 +170,9 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch and returns the loss, a scalar that depends on the
-                parameters through the model's output alone; it does not call ``backward``. For
+            closure: Runs the model on a batch, in one call or in several that are independent of
+                each other, and returns the loss, a scalar that depends on the parameters through
+                the model's outputs alone; it does not call ``backward``. For
                 micro-batches a list of closures whose losses add up to the batch's.
 
         Returns:
@@ -180,8 +181,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         Raises:
             TypeError: If there is no closure, or it does not return a scalar tensor.
             ValueError: If the param groups are no longer right: see `groups.check_all`.
-            RuntimeError: If it is called within `averaged`; if a closure does not run the model
-                once, or its loss has terms that do not go through the model's output, or the model
+            RuntimeError: If it is called within `averaged`; if a closure does not run the model,
+                or its loss has terms that do not go through the model's output, or the model
                 has no derivatives along directions; or if another rank raises.
         """
         if self._swapped:
@@ -413,7 +414,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Return the objective of a batch at the parameters of now."""
         on_this_rank, error = math.nan, None
         try:
-            on_this_rank = sum(evaluated(one.closure, one.replay) for one in forwards)
+            on_this_rank = sum(
+                evaluated(one.closure, one.replay, differentiates=self._outputs.differentiates)
+                for one in forwards
+            )
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         penalty = groups.penalty(zip(objective.parameters, objective.decays, strict=True))
