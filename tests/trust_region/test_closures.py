@@ -354,7 +354,6 @@ def test_derivatives_within_the_model_are_exact(kind: str, by: Callable[..., Ten
     def weighed(out: Tensor) -> Tensor:
         return of_both(out[:9], out[9:])
 
-
     def run(own: Callable[..., Any]) -> tuple[Tensor, ...]:
         return (own(POINTS, BORDER),)
 
