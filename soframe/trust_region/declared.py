@@ -131,7 +131,9 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
     scaled = Fit(samples, times, plain, tolerance=tolerance)
     sizes = [float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one in (*theirs, *unsure)]
     sure = rounding * max(sizes)
-    if not 0 < times < math.inf or all(
+    if not 0 < times < math.inf:
+        return scaled
+    if all(
         bool(((a - times * b).abs() <= times * (4 * tolerance * b.abs() + sure)).all())
         for a, b in zip(measured, theirs, strict=True)
     ):

@@ -154,7 +154,7 @@ CLOSURES: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda net, x: net(x) and None, RuntimeError, "Boolean value of Tensor"),
     "several numbers": (lambda net, x: net(x), TypeError, "must return its loss, a scalar"),
     "no model": (lambda net, x: x.sum(), RuntimeError, "must run the model, and did not"),
-    "twice": (lambda net, x: (net(x) + net(x)).sum(), RuntimeError, "once, not 2 times"),
+    "linear": (lambda net, x: (net(x) + net(x)).sum(), ValueError, "has 0 times the curvature"),
     "no_grad": (under_no_grad, RuntimeError, "the model's output 0 has no gradient"),
     "detached": (lambda net, x: net(x).detach().sum(), RuntimeError, "loss has no gradient"),
     "another leaf": (leaf, ValueError, "has 0 times the curvature of loss=SquaredError"),
