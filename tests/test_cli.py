@@ -148,6 +148,18 @@ def test_the_options_of_train_reach_the_run(tmp_path, invoke):
     assert list((tmp_path / "events").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--optimizer", "adamw", "--momentum", 0.5), "--momentum is of sgd and kfac"),
+        (("--optimizer", "sgd", "--solver", "eigen"), "sgd takes no preconditioner"),
+        (("--optimizer", "sgd", "--schedule-steps", 9), "--schedule-steps is of --schedule"),
+    ],
+)
+def test_options_without_effect_are_refused(invoke, arguments, message):
+    failed(invoke("train", "--lr", 0.1, "--steps", 1, *arguments), message)
+
+
 @pytest.mark.slow
 def test_compare_runs_each_optimizer_and_strategy(tmp_path, invoke):
     names = "adamw,kfac,soframe:muon"

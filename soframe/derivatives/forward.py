@@ -15,7 +15,13 @@ from soframe.derivatives.tape import Tape
 from soframe.derivatives.twice import Direction, tangents_by_gradients
 
 Closure = Callable[[], Tensor]
-"""Runs the model once and returns the loss, without a backward pass."""
+"""Runs the model, once or several times, and returns the loss, without a backward pass."""
+
+FORWARD = (
+    "let the model's forward do all of that, and return what the loss is of; a module may wrap the "
+    "model for it"
+)
+"""The remedy where a closure asks for more than outputs of the model."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,10 @@ class Forward:
     Attributes:
         closure: What was run.
         replay: How to run it again.
-        outputs: The model's outputs, one or several.
+        outputs: The model's outputs, one or several; those of several calls one after the other.
         gradients: The gradients of the loss in them, themselves differentiable.
         tape: What the pass called.
+        calls: How many times it called the model.
     """
 
     closure: Closure
@@ -35,6 +42,40 @@ class Forward:
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     tape: Tape = field(default_factory=lambda: Tape(reuse=False))
+    calls: int = 1
+
+    def joined(self, each: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs of one call that has the samples of all.
+
+        Args:
+            each: Of each output, or what is of its shape.
+
+        Returns:
+            Itself, if there is one call.
+        """
+        if self.calls == 1:
+            return tuple(each)
+        count = len(each) // self.calls
+        return tuple(torch.cat([*each[number::count]]) for number in range(count))
+
+    def hessian_product_of_joined(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the Hessian of the loss in the outputs of all calls together, times a tangent.
+
+        Args:
+            tangents: One of each joined output's shape.
+
+        Returns:
+            One of each joined output's shape.
+        """
+        count = len(self.outputs) // self.calls
+        pieces = [
+            tangent.split([len(output) for output in self.outputs[number::count]])
+            for number, tangent in enumerate(tangents)
+        ]
+        by_call = [
+            piece for pieces_of_call in zip(*pieces, strict=True) for piece in pieces_of_call
+        ]
+        return self.joined(self.hessian_product(by_call))
 
     def backward(self) -> None:
         """Add the gradients of the loss to those of the parameters.
@@ -117,28 +158,44 @@ class Forward:
         return float(scale) if error <= most else None  # None for an output of zeros, a NaN
 
 
-def evaluated(closure: Closure, replay: Replay) -> float:
+def evaluated(closure: Closure, replay: Replay, *, differentiates: bool) -> float:
     """Return the loss of a closure, at the parameters of now, and leave no trace.
 
     Args:
         closure: The closure.
         replay: The random state from which it runs.
+        differentiates: Whether it asks for gradients itself, as of outputs in inputs.
     """
-    with torch.no_grad(), replay.again():
-        return float(closure())
+    with torch.set_grad_enabled(differentiates), replay.again():
+        return float(closure().detach())
 
 
 class Outputs:
     """Collects the outputs of a model's forward passes, while a closure runs.
 
     Args:
-        model: The model; the hook is removed by `close`.
+        model: The model; the hooks are removed by `close`.
+
+    Attributes:
+        calls: How many times the last closure called the model with gradients.
+        differentiates: Whether the last closure, or the model in it, asked for gradients itself;
+            true as long as none has run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[tuple[Tensor, ...]] | None = None
+        self._constant: list[tuple[Tensor, ...]] = []
         self._tape: Tape | None = None
-        self._handle = model.register_forward_hook(self._hook)
+        self.calls, self.differentiates = 1, True
+        self._handles = (
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._hook),
+        )
+
+    def _before(self, module: nn.Module, args: object) -> None:
+        del module, args
+        if self._seen and self._tape is not None and torch.is_grad_enabled():
+            self._tape.go_on()
 
     def _hook(self, module: nn.Module, args: object, output: object) -> object:
         if self._seen is None or self._tape is None:
@@ -151,6 +208,14 @@ class Outputs:
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, outputs)):
+            raise RuntimeError(
+                f"the closure calls the model within a transformation of torch.func (vmap, grad, "
+                f"jacrev, jvp), where there are no outputs to differentiate the loss in: {FORWARD}"
+            )
+        if not torch.is_grad_enabled():  # a constant: nothing of it is differentiated
+            self._constant.append(tuple(outputs))
+            return None
         self._tape.end(outputs)
         if isinstance(output, Tensor):
             self._seen.append((output,))
@@ -166,32 +231,40 @@ class Outputs:
         """Run a closure.
 
         Args:
-            closure: It runs the model once and returns a scalar loss.
+            closure: It runs the model and returns a scalar loss.
             tape: Notes what is called until there are outputs.
 
         Returns:
-            The model's outputs and the loss.
+            The model's outputs, those of several calls one after the other, and the loss.
 
         Raises:
-            RuntimeError: If the model was not run exactly once.
+            RuntimeError: If the model was not run, or is no single function of what it was given:
+                calls have other numbers of outputs, or within `torch.func`.
             TypeError: If the loss is no scalar tensor.
         """
         seen: list[tuple[Tensor, ...]] = []
-        self._seen, self._tape = seen, Tape(reuse=False) if tape is None else tape
+        self._seen, self._constant = seen, []
+        self._tape = Tape(reuse=False) if tape is None else tape
         try:
             with self._tape.record():
                 loss: object = closure()
+            self.differentiates = self._tape.differentiates
+            calls = seen or self._constant[:1]  # that it has no gradient is told of the latter
         finally:
-            self._seen, self._tape = None, None
-        if len(seen) != 1:
+            self._seen, self._constant, self._tape = None, [], None
+        if not calls:
+            raise RuntimeError("a closure must run the model, and did not")
+        if len({len(one) for one in calls}) > 1:
             raise RuntimeError(
-                f"a closure must run the model once, not {len(seen)} times; pass a list with one "
-                f"closure for every micro-batch"
+                f"calls of the model in one closure return other numbers of tensors "
+                f"({', '.join(str(len(one)) for one in calls)}): {FORWARD}"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
-        return seen[0], loss
+        self.calls = len(calls)
+        return tuple(output for one in calls for output in one), loss
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()

@@ -70,13 +70,15 @@ SYMMETRIC = _named(
 RANDOM = _named("dropout dropout1d dropout2d dropout3d", F)
 SUMS = _named("add sub rsub __add__ __radd__ __sub__ __rsub__", torch, torch.Tensor)
 FILLS = _named("masked_fill where", torch, torch.Tensor)
+JOINS = _named("cat concat stack", torch)
 LINEAR = (
     SUMS
     | FILLS
+    | JOINS
     | _named(
         "view reshape flatten unflatten transpose permute t movedim swapaxes unsqueeze squeeze "
-        "expand expand_as narrow select split chunk unbind contiguous clone __getitem__ cat concat "
-        "stack neg sum mean cumsum roll flip repeat repeat_interleave gather index_select to float "
+        "expand expand_as narrow select split chunk unbind contiguous clone __getitem__ "
+        "neg sum mean cumsum roll flip repeat repeat_interleave gather index_select to float "
         "double tril triu diagonal avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
         "adaptive_avg_pool2d adaptive_avg_pool3d pixel_shuffle embedding __neg__",
         *_EVERYWHERE,
@@ -209,12 +211,26 @@ def _linear(
 ) -> Tangents:
     del overwrites
     count = len(_tangents_in((args, named))[0])
+    chooses = named.get("condition", named.get("mask")) if function in FILLS else None
+    if function in FILLS and chooses is None:
+        chooses = args[0 if function is torch.where else 1]
+    # Integers and booleans are indices and masks, but here constants, as numbers are.
+    adds = function in SUMS or function in JOINS or function in FILLS
+
+    def tangent_or_zeros(j: int, one: Moving) -> Tensor:
+        tangent = one.tangents[j]
+        if tangent is not None:
+            return tangent
+        if one is chooses or not (adds or one.primal.is_floating_point()):
+            return one.primal
+        return one.primal.new_zeros(()).expand(one.primal.shape)
+
     tangents: Tangents = []
     for j in range(count):
         if all(each[j] is None for each in _tangents_in((args, named))):
             tangents.append([None] * len(results))
             continue
-        plain_args, plain_named = replaced((args, named), Moving, partial(_or_zeros, j))
+        plain_args, plain_named = replaced((args, named), Moving, partial(tangent_or_zeros, j))
         # A number is a constant, but for ``alpha``, which was a sum's second of three arguments.
         if function in FILLS or (function in SUMS and len(args) < 3):
             plain_args = tuple(0 if isinstance(one, int | float) else one for one in plain_args)
@@ -237,14 +253,6 @@ def _dropout(
     )
     mask = function(*plain_args, **plain_named)
     return [[None if tangent is None else tangent * mask] for tangent in tangents]
-
-
-def _or_zeros(j: int, one: Moving) -> Tensor:
-    """Return the tangent along direction j, or zeros; indices and masks as they are."""
-    tangent = one.tangents[j]
-    if tangent is not None or not one.primal.is_floating_point():
-        return one.primal if tangent is None else tangent
-    return one.primal.new_zeros(()).expand(one.primal.shape)
 
 
 def _symmetric(

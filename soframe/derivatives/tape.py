@@ -96,12 +96,14 @@ class Tape:
     Attributes:
         problem: Why it cannot be followed; None if it can.
         kernels: In which kernels functions ran that have faster ones.
+        differentiates: Whether a gradient was asked for.
     """
 
     def __init__(self, devices: Sequence[int] = (), *, reuse: bool = True) -> None:
         self._devices = devices
         self.problem: str | None = None if reuse else OFF
         self.kernels: set[Kernels] = set()
+        self.differentiates = False
         self._calls: list[_Call] = []
         self._values: dict[int, Tensor] = {}  # without their graph
         self._versions: list[int] = []
@@ -139,6 +141,7 @@ class Tape:
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernels = plain_kernels(function)
+        self.differentiates |= function is torch.autograd.grad
         if kernels is None:
             return self._note(function, args, kwargs)
         self.kernels.add(kernels)
@@ -211,21 +214,26 @@ class Tape:
 
     def _number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self._tensors)
+            self._numbers[id(tensor)] = len(self._versions)  # those that are forgotten keep theirs
             self._tensors.append(tensor)
             self._values[self._numbers[id(tensor)]] = tensor.detach()
             self._versions.append(tensor._version)
         return self._numbers[id(tensor)]
 
+    def go_on(self) -> None:
+        """Note what follows, too: the model is called once more."""
+        self._ended = False
+
     def end(self, outputs: Sequence[Tensor]) -> None:
         """End the tape, once the pass is over.
 
         Args:
-            outputs: What derivatives are asked of.
+            outputs: What derivatives are asked of, besides the outputs of calls before.
         """
         self._ended = True
-        self._ends = [self._numbers.get(id(output)) for output in outputs]
-        for output, number in zip(outputs, self._ends, strict=True):
+        ends = [self._numbers.get(id(output)) for output in outputs]
+        self._ends += ends
+        for output, number in zip(outputs, ends, strict=True):
             if number is None and output.requires_grad:
                 self.problem = self.problem or "no torch function returned the model's output"
             if number is not None and self._versions[number] != output._version:

@@ -114,8 +114,8 @@ def train(
     ] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd and kfac.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of all optimizers.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant or cosine.")] = None,
-    schedule_steps: Annotated[int | None, typer.Option(help="Length of the cosine.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, cosine or linear.")] = None,
+    schedule_steps: Annotated[int | None, typer.Option(help="Its length.")] = None,
     strategy: Strategy = "comm-opt",
     solver: Annotated[str | None, typer.Option(help="Of the preconditioner.")] = None,
     damping: Annotated[float | None, typer.Option(help="Of the preconditioner.")] = None,
@@ -157,6 +157,7 @@ def train(
         workload(workload_name)
         config = _configure(workload_name, optimizer, lr, _given(changes), _given(options))
         config = config.but(strategy=strategy, seed=seed)
+        _require_effect(config, changes)
         screen = console(to_stderr=as_json)
         with bars(screen, [config.label]) as watch:
             record = run(
@@ -169,6 +170,14 @@ def train(
         _print_json(record.as_dict())
     else:
         _show(Comparison(workload_name, (record,)), ())
+
+
+def _require_effect(config: RunConfig, changes: dict[str, Any]) -> None:
+    """Refuse options that a run would not notice; `RunConfig` refuses those of its mappings."""
+    if changes["momentum"] is not None and config.optimizer not in ("sgd", "kfac"):
+        raise ValueError(f"--momentum is of sgd and kfac, and has no effect on {config.optimizer}")
+    if changes["schedule_steps"] is not None and config.schedule == "constant":
+        raise ValueError("--schedule-steps is of --schedule cosine or linear: pass one")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

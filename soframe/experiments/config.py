@@ -113,10 +113,11 @@ class RunConfig:
     clock: ClockName = "wall"
 
     def __post_init__(self) -> None:
-        method_of(self.optimizer)
+        of_soframe = method_of(self.optimizer) is not None
         for name, known in (
             ("schedule", get_args(ScheduleName)),
             ("clock", get_args(ClockName)),
+            ("dtype", ("float32", "float64")),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -130,8 +131,20 @@ class RunConfig:
             )
         for name in ("lr", "seconds", "steps", "batch_size", "evaluate_every", "schedule_steps"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # a NaN is no budget
                 raise ValueError(f"{name} must be positive, not {value}")
+        peer = self.optimizer in ("soap", "muon", "shampoo")
+        for name, taken in (
+            ("preconditioner", self.optimizer == "kfac"),
+            ("options", of_soframe or peer or self.optimizer == "trust-region"),
+            ("method", of_soframe),
+            ("modules", of_soframe or self.optimizer == "soap"),
+        ):
+            if getattr(self, name) and not taken:
+                raise ValueError(
+                    f"{self.optimizer} takes no {name}, which would have no effect: "
+                    f"{getattr(self, name)!r}"
+                )
 
     @property
     def label(self) -> str:

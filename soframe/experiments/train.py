@@ -236,10 +236,14 @@ class Run:
         self._look_at_memory()
 
     def _look_at_memory(self) -> None:
-        if self.preconditioner is not None:
-            self.curvature_bytes = max(
-                self.curvature_bytes, self.preconditioner.memory_usage()["total"]
-            )
+        used = sum(one.memory_usage()["total"] for one in self._preconditioners())
+        self.curvature_bytes = max(self.curvature_bytes, used)
+
+    def _preconditioners(self) -> tuple[soframe.Preconditioner, ...]:
+        """Those of all methods: a trust region may have several."""
+        if isinstance(self.optimizer, soframe.TrustRegion):
+            return self.optimizer.candidates
+        return () if self.preconditioner is None else (self.preconditioner,)
 
     def _batches(self) -> Iterator[Examples]:
         """This rank's part of every global batch, epoch after epoch in a new order.
@@ -334,10 +338,11 @@ class Run:
         return self._fraction(row) >= 1.0 or lost or (reached and row.step > 0)
 
     def _gradient_workers(self) -> tuple[int, ...]:
-        if self.preconditioner is None:
-            return ()
-        blocks = self.preconditioner.placement.blocks
-        return tuple(len(block.gradient_workers) for block in blocks)
+        return tuple(
+            len(block.gradient_workers)
+            for one in self._preconditioners()
+            for block in one.placement.blocks
+        )
 
     def _sent_bytes_per_step(self) -> dict[str, float]:
         sent: dict[str, float] = {}
@@ -346,10 +351,11 @@ class Run:
         sent["gradients"] = float(
             sum(p.numel() * p.element_size() for p in self.model.parameters())
         )
-        if self.preconditioner is not None:
-            for phase, traffic in self.preconditioner.traffic().items():
+        for one in self._preconditioners():
+            for phase, traffic in one.traffic().items():
                 if phase != "total":
-                    sent[phase] = traffic["bytes"] / len(self.step_seconds)
+                    each = traffic["bytes"] / len(self.step_seconds)
+                    sent[phase] = sent.get(phase, 0.0) + each
         return sent
 
 

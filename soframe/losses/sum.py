@@ -213,4 +213,8 @@ class SumLoss(Loss):
             )
         if len({len(output) for output in outputs}) > 1:
             sizes = [len(output) for output in outputs]
-            raise ValueError(f"the outputs are of different batches: {sizes} samples")
+            raise ValueError(
+                f"the outputs are of different batches: {sizes} samples; where they have one loss, "
+                f"let the model return them as one batch (torch.cat), which a closure's loss may "
+                f"weigh sample by sample"
+            )

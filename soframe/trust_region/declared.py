@@ -9,15 +9,19 @@ weights: those of classes, or zeros for what is ignored. Then the Fisher takes t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from soframe.derivatives.forward import Forward
+from soframe.derivatives.forward import FORWARD, Forward
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
+
+_Edge = tuple[Any, int]
+"""A function of autograd, and the number of its result."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,17 @@ class Fit:
         return 1.0 if known else closures * self.times
 
 
-def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
+def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool = False) -> Fit:
     """Compare the curvature of the closure's loss with that of the declared one.
+
+    Several calls are as one that has all their samples, which have weights: each call's loss is a
+    mean over its own.
 
     Args:
         declared: The declared loss.
         forward: The forward pass of one closure.
         closures: The number of micro-batches.
+        alike: Whether the user says that all samples count alike.
 
     Returns:
         How they compare.
@@ -83,7 +91,9 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
         TypeError: If there are several outputs, and the declared loss is no sum over them.
     """
     assert declared is not None
-    outputs = [output.detach() for output in forward.outputs]
+    if problem := _cannot_join(forward, alike):
+        return Fit(len(forward.outputs[0]), 1 / closures, problem=problem)
+    outputs = [output.detach() for output in forward.joined(forward.outputs)]
     samples = len(outputs[0])
     nothing = Fit(samples, 1 / closures, mute=True)
     if samples == 0 or (len(outputs) > 1 and not isinstance(declared, SumLoss)):
@@ -101,7 +111,7 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
         shapes = ", ".join(str(list(output.shape)) for output in outputs)
         problem = f"loss={declared!r} is not one of outputs of shape {shapes}: {error}"
         return Fit(samples, 1 / closures, problem=problem)
-    actual = [product * samples for product in forward.hessian_product(first)]
+    actual = [product * samples for product in forward.hessian_product_of_joined(first)]
     terms = declared.term_sums if len(outputs) == 1 else Loss.each_sample
     measured, theirs, unsure = (
         [terms(a * b).double() for a, b in zip(first, products, strict=True)]
@@ -121,11 +131,15 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
     scaled = Fit(samples, times, plain, tolerance=tolerance)
     sizes = [float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one in (*theirs, *unsure)]
     sure = rounding * max(sizes)
-    if not 0 < times < math.inf or all(
+    if not 0 < times < math.inf:
+        return scaled
+    if all(
         bool(((a - times * b).abs() <= times * (4 * tolerance * b.abs() + sure)).all())
         for a, b in zip(measured, theirs, strict=True)
     ):
-        return scaled
+        # A sum of means over the samples of each call is no mean over all of them.
+        ones = tuple(torch.ones_like(a).to(o) for a, o in zip(measured, outputs, strict=True))
+        return scaled if forward.calls == 1 else replace(scaled, weights=ones)
     weights = [
         torch.where(b > 100 * sure, a / b / times, 1.0).to(output)
         for a, b, output in zip(measured, theirs, outputs, strict=True)
@@ -133,7 +147,7 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
     # Weights that are those of one direction are those of another too.
     rows = zip(
         weights,
-        forward.hessian_product(second),
+        forward.hessian_product_of_joined(second),
         _hessian_products(declared, outputs, second),
         strict=True,
     )
@@ -154,6 +168,24 @@ def fit(declared: Loss | None, forward: Forward, closures: int) -> Fit:
         return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
     clamped = tuple(weight.clamp(min=0) for weight in weights)
     return Fit(samples, times, plain, weights=clamped, tolerance=tolerance)
+
+
+def _cannot_join(forward: Forward, alike: bool) -> str | None:
+    """Say why the calls of a closure are not as one with all their samples."""
+    count = len(forward.outputs) // forward.calls
+    for number in range(count if forward.calls > 1 else 0):
+        shapes = {tuple(output.shape[1:]) for output in forward.outputs[number::count]}
+        if len(shapes) > 1:
+            return (
+                f"calls of the model in one closure return samples of several shapes "
+                f"({', '.join(map(str, sorted(shapes)))}), of which no batch can be made: {FORWARD}"
+            )
+    if forward.calls > 1 and alike:
+        return (
+            f"loss_average='global' says that all samples count alike, and a closure calls the "
+            f"model {forward.calls} times, whose samples do not: leave it out"
+        )
+    return None
 
 
 NUMBERS = 6
@@ -257,7 +289,7 @@ def require_graph(outputs: Sequence[Tensor], loss: Tensor) -> None:
 def require_only_through(
     outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Check that a loss depends on the parameters through the model's outputs alone.
+    """Check that a loss depends on the parameters, and through the model's outputs alone.
 
     Args:
         outputs: The model's outputs.
@@ -265,23 +297,73 @@ def require_only_through(
         parameters: The parameters.
 
     Raises:
-        RuntimeError: If it does not: such a term has no place in the model of the loss.
+        RuntimeError: If it does not: a term beside the outputs has no place in the model of the
+            loss, and outputs of other tensors have no gradient here.
     """
     ids = {id(parameter) for parameter in parameters}
-    seen = {None, *(output.grad_fn for output in outputs)}
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        assert node is not None
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in ids:
+    ends = {(output.grad_fn, output.output_nr) for output in outputs}
+
+    def trained(edge: _Edge) -> bool:
+        return id(getattr(edge[0], "variable", None)) in ids
+
+    if _reaches([(loss.grad_fn, loss.output_nr)], trained, without=ends):
+        raise RuntimeError(
+            f"the closure's loss depends on parameters other than through the model's output. "
+            f"Decay weights with weight_decay=. Where it takes derivatives of outputs "
+            f"(torch.autograd.grad), or has other terms of parameters, {FORWARD}"
+        )
+    if not _reaches(ends, trained):
+        raise RuntimeError(
+            "the model's outputs depend on none of the parameters that are trained: let the "
+            "closure run the model with its own parameters, and give torch.func.functional_call "
+            "those, as dict(model.named_parameters()), not copies"
+        )
+
+
+def require_apart(outputs: Sequence[Tensor], calls: int) -> None:
+    """Check that no call of the model is given what another one has returned.
+
+    Args:
+        outputs: The outputs of all calls, one after the other.
+        calls: How many these are.
+
+    Raises:
+        RuntimeError: If one is: the loss would be differentiated in one by way of the other.
+    """
+    count = len(outputs) // calls
+    edges = [(output.grad_fn, output.output_nr) for output in outputs]
+    for start in range(count, len(edges), count):
+        if _reaches(edges[start : start + count], edges[:start].__contains__):
             raise RuntimeError(
-                "the closure's loss depends on parameters other than through the model's output; "
-                "decay weights with weight_decay="
+                f"the closure gives an output of the model to the model again: {FORWARD}"
             )
-        todo += [following for following, _ in node.next_functions]
+
+
+def _reaches(
+    edges: Iterable[_Edge],
+    wanted: Callable[[_Edge], bool],
+    without: Container[_Edge] = (),
+) -> bool:
+    """Return whether a graph leads to what is wanted.
+
+    Args:
+        edges: Where to begin. Several results of one function are told apart, since an output may
+            be one of them.
+        wanted: Says whether an edge is wanted.
+        without: Where to turn back.
+    """
+    todo = [edge for edge in edges if edge not in without]
+    seen = set()
+    while todo:
+        edge = todo.pop()
+        if wanted(edge):
+            return True
+        node, _ = edge
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [edge for edge in node.next_functions if edge not in without]
+    return False
 
 
 def _tangents(outputs: Sequence[Tensor], which: int) -> list[Tensor]:

@@ -276,19 +276,20 @@ class TrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch and returns the loss, a scalar that depends on the
-                parameters through the model's output alone; it does not call ``backward``. For
+            closure: Runs the model on a batch, in one call or in several that are independent of
+                each other, and returns the loss, a scalar that depends on the parameters through
+                the model's outputs alone; it does not call ``backward``. For
                 micro-batches a list of closures whose losses add up to the batch's
                 (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
-            The loss before the update, averaged over ranks.
+            The loss before the update, averaged over ranks: float64.
 
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.
             TypeError: If there is no closure, or it does not return a scalar tensor.
-            RuntimeError: If a closure does not run the model once, or its loss has terms that do
-                not go through the model's output, or the model has no derivatives along directions;
+            RuntimeError: If a closure does not run the model, or its loss has terms that do not
+                go through the model's output, or the model has no derivatives along directions;
                 or if another rank raises.
         """
         groups.check_all(self._model, self.param_groups)
@@ -332,7 +333,7 @@ class TrustRegion(torch.optim.Optimizer):
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({**seen, **made, "loss": loss})
-        return torch.tensor(loss)
+        return torch.tensor(loss, dtype=torch.float64)
 
     def _along(
         self,
@@ -437,9 +438,10 @@ class TrustRegion(torch.optim.Optimizer):
                     self._model, self._outputs, closure, parameters, reuse=self._reuse
                 )
                 if compared:
-                    fits.append(fit(self._loss, forward, len(closures)))
-                with forward.tape.in_same_kernels():  # the Fisher's passes go through checkpoints
-                    self._observe(forward.outputs, fits[-1] if compared else None, len(closures))
+                    fits.append(fit(self._loss, forward, len(closures), alike=self._alike))
+                    # The Fisher's passes go through checkpoints.
+                    with forward.tape.in_same_kernels():
+                        self._observe(forward, fits[-1], len(closures))
                 forward.backward()
             forwards.append(forward)
             total += float(loss.detach())
@@ -475,18 +477,18 @@ class TrustRegion(torch.optim.Optimizer):
             total += float(loss.detach())
         return [], self._agree(total, None)[0]
 
-    def _observe(self, outputs: Sequence[Tensor], terms: Fit | None, closures: int) -> None:
+    def _observe(self, forward: Forward, terms: Fit, closures: int) -> None:
         """Take the statistics of a forward pass, with what its terms and its batch count."""
-        if terms is not None and terms.problem is not None:
+        if terms.problem is not None:
             return
+        outputs = forward.joined(forward.outputs)
         heads = outputs if len(outputs) > 1 else outputs[0]
         for one in self.candidates:
             fisher = one._fisher
             if fisher.kind == "empirical":  # no method of it reads calls
                 continue
-            if terms is not None:
-                fisher = replace(fisher, roots=terms.roots(closures, alike=self._alike))
-                one._statistics.weigh(terms.share(closures, alike=self._alike))
+            fisher = replace(fisher, roots=terms.roots(closures, alike=self._alike))
+            one._statistics.weigh(terms.share(closures, alike=self._alike))
             fisher.observe(heads, one._capture)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -732,7 +734,10 @@ class TrustRegion(torch.optim.Optimizer):
         """Return the loss at the parameters of now."""
         on_this_rank, error = math.nan, None
         try:
-            on_this_rank = sum(evaluated(closure, replay) for closure, replay in passes)
+            on_this_rank = sum(
+                evaluated(closure, replay, differentiates=self._outputs.differentiates)
+                for closure, replay in passes
+            )
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         return self._agree(on_this_rank, error)[0]
@@ -797,8 +802,11 @@ class TrustRegion(torch.optim.Optimizer):
         if self._reduction.waits and self._memory.noted:
             with self._memory.as_before():
                 methods[settings.BEFORE] = [one.state_dict() for one in self.candidates]
+        of_torch = super().state_dict()
+        # In copies of the dicts, into which the next steps write; no tensor in them changes.
+        of_torch["state"] = {number: dict(kept) for number, kept in of_torch["state"].items()}
         state = {
-            **super().state_dict(),
+            **of_torch,
             **methods,
             "curvature": self.preconditioner.state_dict() if curvature else None,
             "trust_region": {
@@ -812,6 +820,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "counters": dict(self.counters),
                 "losses": self._watch.state(),
                 "reduction": self._reduction.state(),
+                "eps": self._eps,
                 **({"lengths": self._lengths.state()} if self._rare else {}),
             },
         }
@@ -864,6 +873,7 @@ class TrustRegion(torch.optim.Optimizer):
         self.counters = dict(saved_region["counters"])
         self._watch.load(saved_region.get("losses", []))
         self._reduction.load(saved_region.get("reduction", {}))
+        self._eps = float(saved_region.get("eps", 0.0))
         self._lengths.load(saved_region.get("lengths", {}))
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from soframe.derivatives.forward import Closure, Forward, Outputs
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
-from soframe.trust_region.declared import require_graph, require_only_through
+from soframe.trust_region.declared import require_apart, require_graph, require_only_through
 
 
 def first_pass(
@@ -38,9 +38,10 @@ def first_pass(
     tape = Tape(replay.devices, reuse=reuse)
     seen, loss = outputs.of(closure, tape)
     require_graph(seen, loss)
+    require_apart(seen, outputs.calls)
     gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
     require_only_through(seen, loss, parameters)
-    return Forward(closure, replay, seen, gradients, tape), loss
+    return Forward(closure, replay, seen, gradients, tape, outputs.calls), loss
 
 
 @contextmanager

@@ -173,15 +173,22 @@ def curvature_along(
                 total += scale * end.gram()
                 continue
         tangents = forward.jacobian_products(parameters, directions)
+        precise = [tuple(_at_least_single(one) for one in tangent) for tangent in tangents]
         for i, tangent in enumerate(tangents):
             products = forward.hessian_product(tangent) if scale is None else tangent
             # One by one: copies of outputs into one matrix would cost more than the products.
-            for product, *others in zip(products, *tangents[: i + 1], strict=True):
-                row = torch.stack([product.flatten() @ other.flatten() for other in others])
+            for product, *others in zip(products, *precise[: i + 1], strict=True):
+                flat = _at_least_single(product).flatten()
+                row = torch.stack([flat @ other.flatten() for other in others])
                 scaled = row.double().cpu() * (1.0 if scale is None else scale)
                 total[i, : i + 1] += scaled
                 total[:i, i] += scaled[:i]
     return total
+
+
+def _at_least_single(tensor: Tensor) -> Tensor:
+    """Return outputs under autocast in single precision: sums of theirs may overflow, or cancel."""
+    return tensor.float() if tensor.itemsize < torch.float32.itemsize else tensor
 
 
 def inner_products(directions: Sequence[Direction]) -> Tensor:

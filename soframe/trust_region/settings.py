@@ -285,6 +285,8 @@ def check_state(
     if adaptive is not None:
         adaptive.check_state(saved["preconditioner_damping"])
     _check_losses(saved.get("losses", []))
+    if not _is_number(saved.get("eps", 0.0)) or not 0 <= saved.get("eps", 0.0) < 1:
+        raise ValueError(f"the state is damaged: the rounding of the loss is {saved['eps']!r}")
     lengths.check(saved.get("lengths", {}))
     _check_reduction(saved.get("reduction", {}), waits)
     if version == VERSION:

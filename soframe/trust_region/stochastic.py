@@ -20,7 +20,7 @@ the loss rises on those.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,7 +82,8 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             what the model promises, and half of the noise that the step adds. Groups move in their
             ratio.
         betas: What Adam's averages of gradients and of their squares keep of their past.
-        eps: Is added to the root of the latter.
+        eps: Is added to the root of the latter, which may be zero: positive in the parameters'
+            types.
         model_every: Steps from one quadratic model to the next.
         averaging: The average has about the last ``1 / averaging`` of all iterates:
             see `soframe.trust_region.averaged`, where it is eta.
@@ -144,6 +145,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         )
         groups.check_all(self._model, self.param_groups)
         _require_precise(self._model)
+        _require_positive(float(eps), self.param_groups)
         self.damping = adopted(settings.whole_model_damping(damping))
         self._backend = choose_backend(backend)
         self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
@@ -175,18 +177,19 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch and returns the loss, a scalar that depends on the
-                parameters through the model's output alone; it does not call ``backward``. For
+            closure: Runs the model on a batch, in one call or in several that are independent of
+                each other, and returns the loss, a scalar that depends on the parameters through
+                the model's outputs alone; it does not call ``backward``. For
                 micro-batches a list of closures whose losses add up to the batch's.
 
         Returns:
-            The loss before the update, averaged over ranks.
+            The loss before the update, averaged over ranks: float64.
 
         Raises:
             TypeError: If there is no closure, or it does not return a scalar tensor.
             ValueError: If the param groups are no longer right: see `groups.check_all`.
-            RuntimeError: If it is called within `averaged`; if a closure does not run the model
-                once, or its loss has terms that do not go through the model's output, or the model
+            RuntimeError: If it is called within `averaged`; if a closure does not run the model,
+                or its loss has terms that do not go through the model's output, or the model
                 has no derivatives along directions; or if another rank raises.
         """
         if self._swapped:
@@ -204,7 +207,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             self._go_back(parameters)
             undone = "the loss or its gradient is not finite"
             self._tell(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
-            return torch.tensor(loss)
+            return torch.tensor(loss, dtype=torch.float64)
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter))
@@ -225,7 +228,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         self._steps += 1
         self._average(parameters)
         self._tell(Readout(**seen, **made, notes=said, directions=("AdamW",)))
-        return torch.tensor(loss)
+        return torch.tensor(loss, dtype=torch.float64)
 
     def _passes(
         self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter], *, due: bool
@@ -442,7 +445,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Return the objective of a batch at the parameters of now."""
         on_this_rank, error = math.nan, None
         try:
-            on_this_rank = sum(evaluated(one.closure, one.replay) for one in forwards)
+            on_this_rank = sum(
+                evaluated(one.closure, one.replay, differentiates=self._outputs.differentiates)
+                for one in forwards
+            )
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
             error = raised
         penalty = groups.penalty(zip(objective.parameters, objective.decays, strict=True))
@@ -483,8 +489,14 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
+        of_torch = super().state_dict()
+        # In copies: Adam's averages go on in place, in what has been saved otherwise.
+        of_torch["state"] = {
+            number: {name: tensor.clone() for name, tensor in kept.items()}
+            for number, kept in of_torch["state"].items()
+        }
         state = {
-            **super().state_dict(),
+            **of_torch,
             OWN: {
                 "version": VERSION,
                 "steps": self._steps,
@@ -520,7 +532,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         saved = state_dict[OWN]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OWN})
         for parameter, state in self.state.items():
-            state["step"] = state["step"].to(parameter.device)  # where the fused kernel wants it
+            # In copies, since another optimizer may go on from the same state; the count is where
+            # the fused kernel wants it.
+            state.update({name: tensor.clone() for name, tensor in state.items()})
+            state["step"] = state["step"].to(parameter.device)
         self._steps, self._since = saved["steps"], saved["since"]
         self._mean.load(saved["model"])
         if self._trend is not None:
@@ -545,6 +560,20 @@ def _require_precise(model: nn.Module) -> None:
                 f"StochasticTrustRegion keeps averages in the types of the parameters, and "
                 f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep the "
                 f"parameters in float32, and let the closure compute under torch.autocast"
+            )
+
+
+def _require_positive(eps: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that what is divided by is never zero, in the parameters' types.
+
+    Raises:
+        ValueError: If it may be, which would make parameters that have no gradient yet NaN.
+    """
+    for dtype in {p.dtype for group in groups for p in group["params"]}:
+        if dtype.is_floating_point and not eps >= torch.finfo(dtype).tiny:
+            raise ValueError(
+                f"eps must be positive in {dtype}, not {eps!r}: an entry whose gradient is zero "
+                f"is divided by it"
             )
 
 

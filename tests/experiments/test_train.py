@@ -212,6 +212,13 @@ def test_a_batch_must_split_evenly():
         ({"lr": 0.0}, "lr must be positive"),
         ({"batch_size": -1}, "batch_size must be positive"),
         ({"clock": "sun"}, "no clock 'sun'; there are: wall, cpu"),
+        ({"dtype": "float16"}, "no dtype 'float16'; there are: float32, float64"),
+        ({"seconds": float("nan")}, "seconds must be positive, not nan"),
+        ({"preconditioner": {"damping": 1.0}}, "sgd takes no preconditioner"),
+        ({"options": {"eps": 1.0}}, "sgd takes no options"),
+        ({"optimizer": "kfac", "options": {"damping": 1.0}}, "kfac takes no options"),
+        ({"optimizer": "muon", "method": {"momentum": 0.9}}, "muon takes no method"),
+        ({"optimizer": "kfac", "modules": "^0$"}, "kfac takes no modules"),
     ],
 )
 def test_impossible_configurations_are_refused(changes, message):
@@ -339,6 +346,14 @@ def test_targets_of_a_run_come_before_the_workload_s():
     record = train(SILENT, SGD.but(targets=(2 * first, first)))
     assert record.targets == (2 * first, first)
     assert [row.step for row in record.rows] == [0, 2]
+
+
+def test_every_method_of_a_trust_region_is_counted():
+    config = SGD.but(optimizer="trust-region", lr=1.0, batch_size=64, steps=4)
+    each = [config.but(options={"method": one}) for one in ("kfac", ["kfac", "soap"])]
+    alone, both = (train(SILENT, one) for one in each)
+    assert both.curvature_bytes[0] > 1.5 * alone.curvature_bytes[0]
+    assert len(both.gradient_workers) == len(alone.gradient_workers) + 16  # weights and biases
 
 
 @pytest.mark.slow

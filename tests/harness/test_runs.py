@@ -42,7 +42,7 @@ def test_names_tell_runs_apart() -> None:
         runs.digest(SGD, 1),
         runs.digest(SGD, 2),
         runs.digest(SGD, 1, "another text"),
-        runs.digest(SGD.but(options={"a": 1}), 1),
+        runs.digest(SGD.but(weight_decay=0.1), 1),
         runs.digest(SGD.but(steps=4), 1),
     }
     assert len(names) == 5

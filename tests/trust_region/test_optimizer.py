@@ -291,6 +291,18 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         soframe.TrustRegion(deep(), "mse", **settings)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [soframe.StochasticTrustRegion, lambda net: trust_region(net, "cross-entropy")],
+    ids=["stochastic", "whole"],
+)
+def test_the_loss_is_returned_as_it_is(make: Any) -> None:
+    """In double precision, whatever the default dtype."""
+    net, (x, y) = deep(), classes_of(0)
+    before = F.cross_entropy(net(x), y).detach()
+    assert torch.equal(make(net).step(lambda: F.cross_entropy(net(x), y)), before)
+
+
 def test_a_closure_that_penalises_parameters_is_refused() -> None:
     net, (x, y) = deep(), classes_of(0)
     own = trust_region(net, "cross-entropy")

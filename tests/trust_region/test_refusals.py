@@ -79,6 +79,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "due": ((OWN, "preconditioner_damping", "due"), 0.5, "due of its dampings is 0.5"),
     "losses": ((OWN, "losses"), [INF], "the last losses are .inf."),
     "many losses": ((OWN, "losses"), [0.1] * 11, "the last losses are"),
+    "rounding": ((OWN, "eps"), NAN, "the rounding of the loss is nan"),
     "waiting": ((OWN, "reduction", "waiting"), (NAN, -1.0), "the step that waits has"),
     "waiting type": ((OWN, "reduction", "waiting"), 7, "the step that waits has 7"),
     "waits not": ((OWN, "reduction", "waiting"), "drop", "by one part of it, and does not by"),

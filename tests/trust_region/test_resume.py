@@ -113,6 +113,39 @@ def test_training_goes_on_bit_by_bit_from_every_step(settings: dict[str, Any]) -
         assert own.counters == first.counters
 
 
+def test_a_run_goes_back_to_a_state_that_it_has_kept() -> None:
+    """The state is a copy: the next steps do not write into it."""
+    model = net()
+    own = optimizer_of(model, full_batch=True)
+    train(model, own, 0, 3)
+    state, weights = own.state_dict(), copy.deepcopy(model.state_dict())
+    train(model, own, 3, 5)
+    after = vector(model)
+    model.load_state_dict(weights)
+    own.load_state_dict(state)
+    train(model, own, 3, 5)
+    assert torch.equal(vector(model), after)
+
+
+def test_a_resumed_step_is_judged_with_the_rounding_of_its_loss() -> None:
+    """A change below it says nothing, and undoes no step."""
+    model = fill(nn.Linear(3, 2)).float()
+    x, y = randn(16, 3).float(), randn(16, 2, seed=1).float()
+
+    def closure(factor: float = 1.0) -> Tensor:
+        return F.mse_loss(model(x), y) * factor
+
+    own = soframe.TrustRegion(model, "mse", full_batch=True)
+    for _ in range(12):
+        own.step(closure)
+    state = own.state_dict()
+    own.close()
+    resumed = soframe.TrustRegion(model, "mse", full_batch=True)
+    resumed.load_state_dict(state)
+    assert resumed.settle(lambda: closure(1 + 3e-7))
+    assert resumed._reduction.silent
+
+
 def test_foreign_states_are_refused() -> None:
     model = deep()
     own = trust_region(model, "cross-entropy", LevenbergMarquardt())

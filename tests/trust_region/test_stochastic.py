@@ -363,6 +363,27 @@ def test_training_goes_on_bit_by_bit_from_every_step() -> None:
         assert same(own, first), f"from step {step}"
 
 
+def test_a_state_is_what_was_saved_whatever_goes_on() -> None:
+    """Neither its own optimizer nor others that go on from it change it, or each other."""
+    model = deep()
+    own = made(model)
+    train(model, own, range(3))
+    state, weights = own.state_dict(), copy.deepcopy(model.state_dict())
+    others = []
+    for _ in range(2):
+        other = deep()
+        other.load_state_dict(weights)
+        others.append((other, made(other)))
+        others[-1][1].load_state_dict(state)
+        train(*others[-1], range(3, 5))
+    train(model, own, range(3, 7))
+    train(*others[0], range(5, 7))
+    model.load_state_dict(weights)
+    own.load_state_dict(state)
+    train(model, own, range(3, 7))
+    assert same(own, others[0][1])
+
+
 def damaged() -> dict[str, tuple[Any, str]]:
     def without(*path: str) -> Any:
         def change(state: Any) -> None:
@@ -421,6 +442,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "every": ({"model_every": 0}, ValueError, "model_every must be"),
     "averaging": ({"averaging": -1.0}, ValueError, "averaging must be"),
     "eps": ({"eps": math.nan}, ValueError, "eps must be"),
+    "no eps": ({"eps": 0.0}, ValueError, "eps must be positive in torch.float64"),
+    "tiny eps": ({"eps": 1e-310}, ValueError, "eps must be positive in torch.float64"),
     "betas": ({"betas": (0.9, 1.0)}, ValueError, "betas"),
     "lr": ({"lr": 0.0}, ValueError, "lr must be positive"),
     "reject": ({"reject": "no"}, TypeError, "reject must be"),

@@ -645,6 +645,7 @@ SCALE, SHIFT = randn(4, seed=52), randn(4, seed=53)
 OF_CHANNELS = randn(3, seed=54), randn(3, seed=55)
 MASK = Y > 0.3
 INDEX = torch.tensor([[0, 2], [1, 3]])
+COUNTS, TWO = torch.arange(1, 5), torch.tensor(2)
 
 Function = Callable[..., Tensor]
 
@@ -663,7 +664,10 @@ CALLS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "add a multiple, as before": (lambda x, y: old_add(x, 2, y), (X, Y)),
     "add to a constant": (lambda x: Y[..., :1] + x, (X,)),
     "subtract": (lambda x, y: 3 - x - y * 2, (X, Y)),
+    "add integers": (lambda x: COUNTS + x + COUNTS - torch.sub(x.tanh(), COUNTS, alpha=2), (X,)),
+    "add booleans": (lambda x: x + MASK, (X,)),
     "multiply": (lambda x, y: x * y * 3, (X, Y)),
+    "multiply by integers": (lambda x: x * COUNTS / COUNTS, (X,)),
     "multiply by name": (lambda x, y: torch.mul(input=x, other=y), (X, Y)),
     "divide": (lambda x, y: x / y / 3, (X, Y)),
     "divide rows": (lambda x, row: x / row, (X, SCALE)),
@@ -675,6 +679,14 @@ CALLS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "matrix of a batch": (lambda x, y: torch.bmm(x, y.transpose(1, 2)), (X, Y)),
     "mask": (lambda x: x.masked_fill(MASK, -2.0), (X,)),
     "where": (lambda x, y: torch.where(MASK, x, y) + torch.where(MASK, x, 4.0), (X, Y)),
+    "where, integers and booleans": (
+        lambda x: x.where(MASK, COUNTS) + torch.where(MASK, MASK, x) + x.masked_fill(MASK, TWO),
+        (X,),
+    ),
+    "join integers": (
+        lambda x: torch.cat([x, COUNTS.expand(2, 3, 4)]) + torch.stack([x[0], MASK[0]])[:, None],
+        (X,),
+    ),
     "softmax": (lambda x: F.softmax(x, dim=1) * x.softmax(-1), (X,)),
     "elementwise": (
         lambda x: F.silu(x).exp().log1p() + F.leaky_relu(x, 0.2) + x.clamp(min=0),
