@@ -63,7 +63,7 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
-from soframe.setup import building, describing, joining
+from soframe.setup import building, describing, joining, unread
 from soframe.setup.pipelines import STAGES
 from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
@@ -308,6 +308,11 @@ class Preconditioner(Joinable):
             self._meet_stages()
         with self._shaped(), self._stages.together():
             self._build()
+        try:
+            self._require_read()
+        except ValueError:
+            self.close()
+            raise
         self._pipeline.look_over(self._registration)
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
@@ -412,10 +417,10 @@ class Preconditioner(Joinable):
                 directions,
                 incoming.raw(),
                 self._raw,
-                now.limits,
-                self._lrs,
-                self._steps,
-                self._stages,
+                limits=now.limits,
+                rates=self._lrs,
+                step=self._steps,
+                stages=self._stages,
             )
         self.updated = clipped.finite
         self._taken = self._note(incoming, directions, now, clipped)
@@ -609,6 +614,11 @@ class Preconditioner(Joinable):
         with self._stages.together():
             if changed:
                 self._build()
+        try:
+            self._require_read()
+        except ValueError:
+            self.close()
+            raise
         self._pipeline.look_over(self._registration)
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
@@ -755,6 +765,10 @@ class Preconditioner(Joinable):
         statistics.listen()
         if not again:
             self._begin()
+
+    def _require_read(self) -> None:
+        """Check that some block reads each setting that was chosen."""
+        unread.require_read(Preconditioner, self._settings, self._blocks, self._stages)
 
     def _beside(self) -> object | None:
         """Return who may have the same modules; by default nobody."""

@@ -117,11 +117,13 @@ def gather(
 
 
 def preconditioner(
-    model: nn.Module, *, damping: float = 0.1, **settings: object
+    model: nn.Module, *, damping: float | None = 0.1, **settings: object
 ) -> soframe.Preconditioner:
-    """A preconditioner without a clip."""
-    settings = {"kl_clip": None, "solve_every": 1} | settings
-    return soframe.Preconditioner(model, damping=damping, **{"statistics_every": 1, **settings})  # type: ignore[arg-type]
+    """A preconditioner without a clip; of a damping that is None by default."""
+    settings = {"kl_clip": None, "solve_every": 1, "statistics_every": 1} | settings
+    if damping is not None:
+        settings["damping"] = damping
+    return soframe.Preconditioner(model, **settings)  # type: ignore[arg-type]
 
 
 def blocks(own: soframe.Preconditioner) -> dict[str, Block]:

@@ -134,7 +134,7 @@ def test_reading_a_rate_takes_no_note_of_it() -> None:
 
 def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:
     optimizer = soframe.Optimizer(
-        network(), "muon", lr=0.02, weight_decay=0.5, auxiliary_lr=0.003, damping=0.7
+        network(), "muon", lr=0.02, weight_decay=0.5, auxiliary_lr=0.003, solve_every=7
     )
     text = repr(optimizer)
     muon, auxiliary = text.splitlines()[1:3]
@@ -143,7 +143,7 @@ def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:
     assert auxiliary.strip().startswith("auxiliary: AdamW(")
     assert "lr=0.003" in auxiliary
     assert "  preconditioner: Preconditioner(\n" in text
-    assert "    damping: 0.7\n" in text
+    assert "    solve_every: 7\n" in text
 
 
 def test_settings_are_named_by_the_constructor() -> None:

@@ -23,15 +23,18 @@ def solvers() -> Registry:
     return own
 
 
+class Points(list[EntryPoint]):
+    """Entry points, among which one can select."""
+
+    def select(self, *, group: str) -> list[EntryPoint]:
+        return [point for point in self if point.group == group]
+
+
 @pytest.fixture
 def entry_points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """The entry points that installed packages would have."""
-    points: list[EntryPoint] = []
-
-    def found(*, group: str) -> list[EntryPoint]:
-        return [point for point in points if point.group == group]
-
-    monkeypatch.setattr(registry, "entry_points", found)
+    points = Points()
+    monkeypatch.setattr(registry, "_installed", lambda path: points)
     return points
 
 

@@ -105,7 +105,7 @@ def test_what_leaves_the_link_is_what_the_strategies_send():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_steps_that_are_left_out_count_like_the_others():
-    options = [*SMALL, "--strategies", "comm-opt", "sharded, deferred, local", "--gbit", "1"]
+    options = [*SMALL, "--strategies", "sharded, deferred, local", "--gbit", "1"]
     found = []
     for between in ("1", "3"):  # of three
         process = start(*options, "--between", between, "--json")

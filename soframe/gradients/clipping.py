@@ -96,6 +96,7 @@ def clip(
     directions: Directions,
     raw: Mapping[Block, Tensor | None],
     gradients: AveragedGradients,
+    *,
     limits: Limits,
     rates: LearningRates,
     step: int,
@@ -135,7 +136,6 @@ def clip(
     every = [tensor for block in blocks for tensor in directions.tensors(block)]
     first = every[0] if every else torch.zeros((), dtype=torch.float64)
     like = first.double() if limits.careful else first  # of the same dtype on every rank
-    factors: list[Tensor] = []
     kl_factor = norm_factor = None
     if limits.kl is not None:
         told = gradients.spoken_for(blocks)
@@ -147,7 +147,6 @@ def clip(
             stages.of(gradients.total),
             like,
         )
-        factors.append(kl_factor)
     if limits.norm is not None:
         counted = set(gradients.counted(blocks))
         norm_factor = norm_clip_factor(
@@ -158,15 +157,19 @@ def clip(
             like,
             None if stages.backend is None else stages.total,
         )
-        factors.append(norm_factor)
+    factors = [factor for factor in (kl_factor, norm_factor) if factor is not None]
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    factor = factor.to(first.dtype)
+    _scale(every, factor.to(first.dtype))
+    return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
+
+
+def _scale(every: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by one factor, in place; by one call where that can be."""
     if every and all(tensor.device == factor.device for tensor in every):
         torch._foreach_mul_(every, factor)
     else:
         for tensor in every:
             tensor.mul_(factor.to(tensor.device))
-    return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
 
 
 def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:

@@ -43,6 +43,7 @@ class AdamW(Method):
     """
 
     clipped = False
+    damped = False
     starts_at_once = True
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -90,6 +91,7 @@ class SGD(Method):
     """
 
     clipped = False
+    damped = False
     starts_at_once = True
 
     momentum: float = 0.0

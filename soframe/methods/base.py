@@ -170,6 +170,8 @@ class Method(ABC):
         joint: Whether a weight and its bias are one block, rather than one each.
         clipped: Whether the clips scale its directions: so it is for those that have the length of
             a Newton step, not for those whose length is part of their definition.
+        damped: Whether it reads the damping itself (`Given.damping`), beside what the solver makes
+            of it. Where no method does, ``damping=`` is an error.
         starts_at_once: Whether it makes directions before its factors are solved.
         refreshes_after: Whether statistics of the averaged gradient, and the solves of its factors,
             come after the direction of the step.
@@ -185,6 +187,7 @@ class Method(ABC):
     reduces: ClassVar[bool] = False
     joint: bool = True
     clipped: bool = True
+    damped: bool = True
     starts_at_once: bool = False
     refreshes_after: bool = False
     observes_with_data: bool = False

@@ -116,6 +116,7 @@ class Chain(Method):
             "scalings": scalings,
             "joint": all(stage.joint for stage in stages),
             "clipped": all(stage.clipped for stage in stages),
+            "damped": any(stage.damped for stage in stages),
             "starts_at_once": any(stage.starts_at_once for stage in stages),
             "refreshes_after": _common(
                 [(s, s.refreshes_after) for s, names in zip(stages, factors, strict=True) if names],

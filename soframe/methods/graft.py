@@ -45,6 +45,7 @@ class Graft(Method):
             "length": method,
             "joint": method.joint,
             "clipped": method.clipped,
+            "damped": method.damped,
             "starts_at_once": method.starts_at_once,
             "refreshes_after": method.refreshes_after,
             "observes_with_data": method.observes_with_data,

@@ -40,6 +40,7 @@ class Momentum(Method):
     """
 
     clipped = False
+    damped = False
     starts_at_once = True
 
     beta: float = 0.9

@@ -41,6 +41,7 @@ class NormaliseRows(Method):
 
     joint = False
     clipped = False
+    damped = False
     starts_at_once = True
 
     beta: float = 0.95

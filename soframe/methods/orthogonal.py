@@ -158,6 +158,7 @@ class Orthogonalise(Method):
 
     joint = False
     clipped = False
+    damped = False
     starts_at_once = True
 
     steps: int = 5
@@ -218,6 +219,7 @@ class MatchRMS(Method):
     """
 
     clipped = False
+    damped = False
     starts_at_once = True
 
     scale: RMS = "spectral"

@@ -104,6 +104,7 @@ class Shampoo(Method):
 
     joint = False
     clipped = False
+    damped = False
 
     decay: float = 0.999
     sides: Sides = "both"

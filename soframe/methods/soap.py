@@ -73,6 +73,7 @@ class SOAP(Method):
 
     joint = False
     clipped = False
+    damped = False
     starts_at_once = True
     refreshes_after = True
 

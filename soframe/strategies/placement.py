@@ -13,9 +13,8 @@ reduced at every statistics step, or gathered where they arise and reduced when 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 
@@ -318,12 +317,11 @@ class Placement:
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; equal on all ranks, or they must not start."""
-        everything = asdict(self)
-        for work in everything["work"]:
-            for name in ("second_order", "dtype", "device", "parameters", "state", "after"):
-                del work[name]
-        text = json.dumps(everything, sort_keys=True)
-        return hashlib.sha256(text.encode()).digest()
+        left_out = {"second_order", "dtype", "device", "parameters", "state", "after"}
+        names = [one.name for one in fields(BlockWork) if one.name not in left_out]
+        work = [[getattr(block, name) for name in names] for block in self.work]
+        everything = [self.strategy, self.world_size, work, self.blocks, self.notes]
+        return hashlib.sha256(repr(everything).encode()).digest()
 
     def groups(self) -> list[tuple[int, ...]]:
         """Return every set of ranks that communicates by itself, sorted, each once.

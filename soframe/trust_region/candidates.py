@@ -13,7 +13,7 @@ of steepest descent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS, describe
+from soframe.settings import Curvature
+from soframe.setup import unread
 from soframe.trust_region.groups import scaled
 from soframe.trust_region.parts import split
 
@@ -134,7 +136,14 @@ def require_recallable(blocks: Sequence[Block]) -> None:
                 )
 
 
-class Beside(Preconditioner):
+class First(Preconditioner):
+    """A preconditioner of a trust region, which checks itself what its methods read together."""
+
+    def _require_read(self) -> None:
+        """See `require_read`."""
+
+
+class Beside(First):
     """A preconditioner beside another one of the same model.
 
     The other one has the modules still. This one is given the gradient as it was before, and what
@@ -151,6 +160,25 @@ class Beside(Preconditioner):
 
     def _beside(self) -> object:
         return self._other._capture
+
+
+def require_read(preconditioners: Sequence[First], given: Collection[str]) -> None:
+    """Check that some method of any preconditioner reads each setting that the user chose.
+
+    Args:
+        preconditioners: All preconditioners of a trust region.
+        given: The names of the settings that the user gave for them.
+
+    Raises:
+        ValueError: If no block of theirs reads one.
+    """
+    names = {*given, *(Curvature.names.values() if "curvature" in given else ())}
+    settings = preconditioners[0]._settings
+    unread.require_read(
+        Preconditioner,
+        {name: settings[name] for name in names.intersection(settings)},
+        [block for one in preconditioners for block in one.blocks],
+    )
 
 
 class Candidates:

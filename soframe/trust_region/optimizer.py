@@ -202,7 +202,7 @@ class TrustRegion(torch.optim.Optimizer):
         reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
         plain: dict[str, Any] = {"fisher": "empirical"}
         fishers = [{"fisher": fisher, "loss": built} if captures else plain for captures in reads]
-        self.preconditioner = Preconditioner(
+        self.preconditioner = candidates.First(
             self._model,
             method=methods.first,
             auxiliary=methods.auxiliary,
@@ -228,6 +228,7 @@ class TrustRegion(torch.optim.Optimizer):
                 )
             for one in (self.preconditioner, *others):
                 candidates.require_recallable(one.blocks)
+            candidates.require_read((self.preconditioner, *others), preconditioner)
         except Exception:
             for one in (*others, self.preconditioner):
                 one.close()

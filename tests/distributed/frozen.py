@@ -6,5 +6,10 @@ objects.
 
 import gc
 
+from soframe.registry import KINDS
+
+for registry in KINDS.values():
+    registry.discover()  # else each rank reads the metadata of all packages
+
 gc.collect()
 gc.freeze()

@@ -50,6 +50,7 @@ _PRELOAD = [
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "numpy",
     "pytest",
     "hypothesis",

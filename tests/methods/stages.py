@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.methods import Method
+from soframe.registry import KINDS
 from tests.curvature import closing, fill, randn
 
 BATCHES = 7
@@ -24,8 +25,17 @@ def network(seed: int = 0) -> nn.Sequential:
 
 def preconditioner(model: nn.Module, method: object, **settings: Any) -> soframe.Preconditioner:
     """A preconditioner without a clip, which solves at every step."""
-    chosen = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, "damping": 0.1}
+    chosen = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, **damping_for(method)}
     return soframe.Preconditioner(model, method=method, **{**chosen, **settings})
+
+
+def damping_for(*choices: object, damping: float = 0.1) -> dict[str, Any]:
+    """A damping as a setting, if any of these methods, or mappings of methods, reads it."""
+    methods: list[Any] = []
+    for choice in choices:
+        methods += choice.values() if isinstance(choice, Mapping) else [choice]
+    built = [KINDS["method"].build(one, Method) for one in methods if one is not None]
+    return {"damping": damping} if any(one.damped for one in built) else {}
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:

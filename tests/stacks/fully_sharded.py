@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from tests.methods.stages import damping_for
 
 SAMPLES, TOKENS, WIDTH = 24, 19, 6
 
@@ -152,7 +153,8 @@ class Run:
         self.model = make_net(checkpoints=case.checkpoints)
         if sharded and case.when == "before":
             shard(self.model, case, ranks)
-        settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, "kl_clip": None}
+        settings = {"statistics_every": 1, "solve_every": 2, "kl_clip": None}
+        settings.update(damping_for(case.method, case.options.get("auxiliary")))
         settings.update(case.options)
         if case.observed:
             settings.update(fisher="type-2", loss="squared-error")

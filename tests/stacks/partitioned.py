@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
+from tests.methods.stages import damping_for
 from tests.stacks.fully_sharded import SAMPLES, Net, batch, make_net, weights
 
 STEPS = 5
@@ -65,7 +66,8 @@ def base(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, "kl_clip": None}
+    settings = {"statistics_every": 1, "solve_every": 2, "kl_clip": None}
+    settings |= damping_for(case.method, case.options.get("auxiliary"))
     return {**settings, "layers": "all", **case.options}
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe.comm import TorchDistributed
+from tests.methods.stages import damping_for
 
 SAMPLES, BATCHES, WIDTH, LAYERS = 8, 4, 5, 4
 SCHEDULES: dict[str, Any] = {
@@ -141,8 +142,8 @@ class Run:
         self.case, self.copies, self.ranks = case, copies, ranks
         self.copy = 0
         self.whole = make_net(rare=case.rare)
-        settings: dict[str, Any] = {"damping": 0.1, "statistics_every": 1, "solve_every": 2}
-        settings.update(kl_clip=None)
+        settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 2, "kl_clip": None}
+        settings.update(damping_for(case.method, case.options.get("auxiliary")))
         settings.update(case.options)
         if case.trouble == "direction":
             settings["damping"] = lambda step: 1e-13 if step == TROUBLE else 0.1

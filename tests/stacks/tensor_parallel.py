@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from tests.methods.stages import damping_for
 from tests.stacks.fully_sharded import load, weights
 
 SAMPLES, POSITIONS, WIDTH, TOKENS = 5, 4, 8, 8
@@ -158,7 +159,8 @@ class Run:
         self.model = make_net(checkpoints=case.checkpoints)
         if ranks and case.when == "before":
             self.cut(ranks)
-        settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, "kl_clip": None}
+        settings = {"statistics_every": 1, "solve_every": 2, "kl_clip": None}
+        settings.update(damping_for(case.method, case.options.get("auxiliary")))
         settings.update(case.options)
         if case.observed:
             settings.update(fisher="type-2", loss="squared-error")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import soframe
 from tests.distributed.harness import run_ranks
+from tests.methods.stages import damping_for
 from tests.stacks.fully_sharded import weights
 from tests.stacks.kit import assert_refused
 
@@ -150,7 +151,8 @@ def average(model: Net, case: Case, ranks: int, spread_over: int) -> None:
 def train(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
     model = make_net()
     over = spread(model, ranks, case) if ranks > 1 else 1
-    settings = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, **case.options}
+    settings = {"statistics_every": 1, "solve_every": 2, **case.options}
+    settings |= damping_for(case.options.get("method", "kfac"), case.options.get("auxiliary"))
     if ranks == 1:
         settings.pop("strategy", None)
     optimizer: Any

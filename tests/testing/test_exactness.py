@@ -21,6 +21,7 @@ from soframe.testing import (
     natural_gradient_cosines,
 )
 from tests.curvature import fill, half_square, log_cosh, randn
+from tests.methods.stages import damping_for
 
 DAMPING = 0.05
 
@@ -38,7 +39,8 @@ def taken(
     model: nn.Module, x: Tensor, y: Tensor, criterion: Any, method: Any = "kfac", **options: Any
 ) -> soframe.Preconditioner:
     """A preconditioner after two steps on one batch, between which no weight has moved."""
-    settings = {"damping": DAMPING, "kl_clip": None, "statistics_every": 1, "solve_every": 9}
+    settings = {"kl_clip": None, "statistics_every": 1, "solve_every": 9}
+    settings |= damping_for(method, damping=DAMPING)
     own = soframe.Preconditioner(model, method, **{**settings, **options})
     for _ in range(2):
         model.zero_grad()

@@ -35,9 +35,9 @@ DAMPING, DECAY = 0.3, 0.05
 def trust_region(
     model: nn.Module, loss: Any, damping: Any = 0.1, *, method: Any, **settings: Any
 ) -> soframe.TrustRegion:
-    """That of the kit; with its Fisher only where a method has one."""
-    alone = {} if "kfac" in str(method) else {"fisher": "monte-carlo"}
-    return kit.trust_region(model, loss, damping, method=method, **alone, **settings)
+    """That of the kit; with its Fisher, and statistics of one step, only where a method has any."""
+    alone: dict[str, Any] = {"decay": 0.0} if "kfac" in str(method) else {"fisher": "monte-carlo"}
+    return kit.trust_region(model, loss, damping, method=method, **{**alone, **settings})
 
 
 class Directions:
@@ -99,7 +99,7 @@ def test_the_step_is_the_minimum_of_the_dense_model(name: str) -> None:
     methods, with_kfac = CHOICES[name]
     net = affine_net()
     chosen: Any = ["kfac", *methods] if with_kfac else methods[0]
-    own = trust_region(net, "squared-error", DAMPING, method=chosen, weight_decay=DECAY, decay=0.0)
+    own = trust_region(net, "squared-error", DAMPING, method=chosen, weight_decay=DECAY)
     sources = [Directions(method) for method in methods]
     auxiliary = Directions("adamw")  # of what K-FAC leaves out
     theta, last, eye = vector(net), None, torch.eye(24, dtype=torch.float64)
@@ -226,7 +226,6 @@ def test_the_next_step_is_that_of_a_run_without_it(name: str) -> None:
             model,
             "cross-entropy",
             Measured(1.0),
-            decay=0.0,
             full_batch=True,
             method=REMEMBERING[name],
         )

@@ -1,0 +1,127 @@
+"""Settings that nothing in the model reads are refused; what is accepted changes the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import soframe
+from soframe import Preconditioner
+from soframe.methods import Chain
+from soframe.setup.unread import READ_BY
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "solver": {"solver": "inverse"},
+    "damping": {"damping": 1.0},
+    "decay": {"decay": 0.5},
+    "kl_clip": {"kl_clip": 1e-7},
+    "norm_clip": {"norm_clip": 1e-3},
+    "scaling": {"scaling": "kaisa"},
+    "rows": {"rows": 0.5},
+    "fisher": {"fisher": "type-2", "loss": "cross-entropy"},
+}
+"""Each setting that may be refused, with a value that is not its default."""
+
+SAME = {
+    ("solver", "foof"): "one factor is inverted exactly by any solver",
+    ("solver", "newton-muon"): "one factor is inverted exactly by any solver",
+}
+"""What may change nothing though it is read, and why."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model.double()
+
+
+def trained(method: str, **settings: Any) -> Tensor:
+    """Train for six steps, and return the weights."""
+    model = net()
+    optimizer = soframe.Optimizer(
+        model, method=method, lr=0.05, statistics_every=2, solve_every=2, **settings
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        outputs = model(x)
+        if settings.get("fisher") == "type-2":
+            optimizer.preconditioner.observe(outputs)
+        optimizer.zero_grad()
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+    optimizer.preconditioner.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_every_setting_has_a_value() -> None:
+    assert set(CHOSEN) == set(READ_BY)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("method", sorted(soframe.available("method")))
+def test_what_is_accepted_changes_something(method: str, name: str) -> None:
+    try:
+        changed = trained(method, **CHOSEN[name])
+    except ValueError as error:
+        if f"{name}=" not in str(error):  # it is refused for this reason, or for another one
+            raise
+    else:
+        assert (name, method) in SAME or not torch.equal(changed, trained(method))
+
+
+@pytest.mark.parametrize(
+    "method", ["kfac", "ekfac", "tnt", "foof", "eva", "diagonal", "kfac-muon", "newton-muon"]
+)
+def test_what_is_read_is_accepted(method: str) -> None:
+    """As a whole, and as a stage among others."""
+    for choice in (method, Chain((method, "momentum"))):
+        soframe.Optimizer(net(), method=choice, lr=0.1, damping=0.1).preconditioner.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"damping": 0.1}, "damping=0.1 would change nothing: no method of this model reads it"),
+        ({"damping": 0.1, "kl_clip": 1.0}, "damping=0.1, kl_clip=1.0 would change nothing"),
+        ({"curvature": soframe.Curvature(rows=0.5)}, "rows=0.5 would change nothing"),
+        ({"clips": soframe.Clips(norm=1.0)}, "norm_clip=1.0 would change nothing"),
+        ({"fisher": "forward-only"}, "fisher='forward-only' would change nothing"),
+    ],
+)
+def test_what_is_said(settings: dict[str, Any], told: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match="would change nothing") as error:
+        soframe.Optimizer(model, method="soap", lr=0.1, **settings)
+    assert str(error.value).startswith(told)
+    assert "soap" in str(error.value).lower()
+    assert str(error.value).endswith("choose a method that does, such as 'kfac'")
+    Preconditioner(model, "soap", kl_clip=None).close()  # nothing was left on the model
+
+
+def test_one_block_is_enough() -> None:
+    """A setting that one method reads may be given beside methods that do not read it."""
+    soframe.Optimizer(net(), method={"^0$": "kfac"}, auxiliary="soap", lr=0.1, damping=0.1)
+    with pytest.raises(ValueError, match=r"damping=0\.1"):
+        soframe.Optimizer(net(), method={"^0$": "muon"}, auxiliary="soap", lr=0.1, damping=0.1)
+
+
+def test_none_and_defaults_are_not_chosen() -> None:
+    soframe.Optimizer(net(), method="muon", lr=0.1, kl_clip=None, damping=1e-3, decay=0.95)
+
+
+@pytest.mark.parametrize("method", ["muon", ["muon", "kfac"]])
+def test_of_a_trust_region_all_methods_count(method: Any) -> None:
+    def build() -> None:
+        soframe.TrustRegion(net(), "cross-entropy", method=method, decay=0.7)
+
+    if method == "muon":
+        with pytest.raises(ValueError, match=r"decay=0\.7 would change nothing"):
+            build()
+    else:
+        build()
