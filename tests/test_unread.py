@@ -99,7 +99,6 @@ def test_what_is_said(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match="would change nothing") as error:
         soframe.Optimizer(model, method="soap", lr=0.1, **settings)
     assert str(error.value).startswith(told)
-    assert "soap" in str(error.value).lower()
     assert str(error.value).endswith("choose a method that does, such as 'kfac'")
     Preconditioner(model, "soap", kl_clip=None).close()  # nothing was left on the model
 

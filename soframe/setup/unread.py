@@ -14,7 +14,6 @@ from typing import Any
 from soframe.blocks.block import Block
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.stages import Stages
-from soframe.registry import describe
 
 
 def _takes_calls(block: Block) -> bool:
@@ -88,12 +87,11 @@ def require_read(
         if count == 0 and _chosen(given.get(name), parameters[name].default)
     ]
     if unread:
-        methods = dict.fromkeys(describe(block.method) for block in blocks)
         they = "it" if len(unread) == 1 else "them"
         raise ValueError(
             f"{', '.join(f'{name}={given[name]!r}' for name in unread)} would change nothing: no "
-            f"method of this model reads {they} ({', '.join(methods)}). Leave {they} out, or "
-            f"choose a method that does, such as 'kfac'"
+            f"method of this model reads {they}. Leave {they} out, or choose a method that does, "
+            f"such as 'kfac'"
         )
 
 

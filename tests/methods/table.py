@@ -191,7 +191,6 @@ def settings(fisher: str = "empirical") -> dict[str, Any]:
         "kl_clip": None,
         "statistics_every": 1,
         "solve_every": 2,
-        "damping": 0.1,
         **observed,
     }
 

@@ -19,8 +19,8 @@ from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 400
-WARM_UP = 170  # allocators and engines grow to their size
+STEPS = 600
+WARM_UP = 250  # allocators and engines grow to their size
 RESIDENT = Path("/proc/self/statm")
 
 

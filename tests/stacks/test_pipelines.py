@@ -90,7 +90,6 @@ METHODS: dict[str, Case] = {
     "halves": Case(
         method="shampoo",
         schedule="zero bubble",
-        options={"norm_clip": 1e-2},
         rates=True,
         trouble="gradient",
     ),

@@ -19,7 +19,9 @@ from tests.distributed.harness import RankFailure, run_ranks
 from tests.stacks.fully_sharded import SAMPLES, batch, make_net, weights
 from tests.stacks.kit import assert_rounded
 
-SETTINGS = {"strategy": "mem-opt", "damping": 0.1, "kl_clip": 1e-3, "layers": "all"}
+SETTINGS = {"strategy": "mem-opt", "layers": "all"}
+LENGTH = {"kfac": {"damping": 0.1, "kl_clip": 1e-3}, "shampoo": {"kl_clip": None}}
+"""What each method says of the length of its directions."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,13 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
             called.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
         )
     own = soframe.Preconditioner(
-        called, case.method, optimizer=optimizer, statistics_every=1, solve_every=2, **SETTINGS
+        called,
+        case.method,
+        optimizer=optimizer,
+        statistics_every=1,
+        solve_every=2,
+        **SETTINGS,
+        **LENGTH[case.method],
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     parts: dict[str, Any] = {

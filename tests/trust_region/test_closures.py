@@ -160,21 +160,27 @@ def test_several_calls_with_several_outputs_are_exact(kind: str) -> None:
     hold_exact(kind, fill(Two()), loss, [(run, criterion)])
 
 
-@pytest.mark.parametrize("edge", [EDGE, randn(8, 3, seed=2)], ids=["unequal", "equal"])
+@pytest.mark.parametrize(
+    ("samples", "share"), [(3, 2.5), (8, 2.5), (8, 1.0)], ids=["unequal", "weighed", "alike"]
+)
 @pytest.mark.parametrize("closures", [1, 2])
 def test_the_statistics_of_calls_are_those_of_one_with_all_samples(
-    edge: Tensor, closures: int
+    samples: int, share: float, closures: int
 ) -> None:
     """The factors of a layer: rows of all calls, weighed as the loss weighs them."""
     model = fill(nn.Sequential(nn.Linear(3, 2, bias=False)))
-    own = trust_region(model, "squared-error")
-    run = calls(edge=edge)
-    own.step([lambda: of_both(*run(model)) / closures] * closures)
+    own, edge = trust_region(model, "squared-error"), randn(samples, 3, seed=2)
+
+    def closure() -> Tensor:
+        found = model(INSIDE), model(edge)
+        first, last = (half_square(one, torch.zeros_like(one)) for one in found)
+        return (first + share * last) / closures
+
+    own.step([closure] * closures)
     (block,) = own.preconditioner.blocks
     rows = torch.cat([INSIDE, edge])
-    weights = torch.cat([torch.ones(8) / 8, torch.full((len(edge),), 2.5 / len(edge))]).double()
     compare(block.running["A"][0], rows.T @ rows / len(rows), "A")
-    compare(block.running["G"][0], weights.sum() * torch.eye(2).double(), "G", rtol=1e-6)
+    compare(block.running["G"][0], (1 + share) * torch.eye(2).double(), "G", rtol=1e-6)
 
 
 def test_several_calls_follow_one_tape() -> None:
