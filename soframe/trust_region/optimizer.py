@@ -283,7 +283,7 @@ class TrustRegion(torch.optim.Optimizer):
                 (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
-            The loss before the update, averaged over ranks: float64.
+            The loss before the update, averaged over ranks, in float64.
 
         Raises:
             ValueError: If the closure's loss is not the declared one; see also `groups.check_all`.

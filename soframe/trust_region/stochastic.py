@@ -183,7 +183,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 micro-batches a list of closures whose losses add up to the batch's.
 
         Returns:
-            The loss before the update, averaged over ranks: float64.
+            The loss before the update, averaged over ranks, in float64.
 
         Raises:
             TypeError: If there is no closure, or it does not return a scalar tensor.
