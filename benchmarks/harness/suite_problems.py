@@ -496,6 +496,85 @@ def multi_task(seed: int) -> Task:
     return _task(model, loss, both, (x, y, ink))
 
 
+class ConvolutionalAutoencoder(nn.Module):
+    """Two strided convolutions, a code of 12 numbers, and their transposes; returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(1, 8, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(64, 12),
+        )
+        self.decoder = nn.Sequential(
+            nn.Linear(12, 64),
+            nn.GELU(),
+            nn.Unflatten(1, (16, 2, 2)),
+            nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1),
+            nn.GELU(),
+        )
+        self.head = nn.ConvTranspose2d(8, 1, 4, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.decoder(self.encoder(x)))
+        return found
+
+
+def _pixels(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x)
+    return F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1).mean()
+
+
+def conv_autoencoder(seed: int) -> Task:
+    from soframe.losses import BinaryCrossEntropy
+
+    x, _ = _digits(1280)
+    torch.manual_seed(seed)
+    data = (x.view(-1, 1, 8, 8),)
+    loss = BinaryCrossEntropy(features="sum")
+    return _task(ConvolutionalAutoencoder(), loss, _pixels, data, batch=64, seed=seed)
+
+
+def heavy_tails(seed: int) -> Task:
+    """A smooth function, and noise of Student's t with two degrees of freedom."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(2048, 8, generator=generator)
+    y = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3] + 0.5 * x[:, 3:4].abs()
+    normal, other = (torch.randn(2048, n, generator=generator) for n in (1, 2))
+    y = y + 0.3 * normal / (other.square().mean(1, keepdim=True)).sqrt()
+    torch.manual_seed(seed)
+    model = _named(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
+    return _task(model, "mse", _mse, (x, y), batch=64, seed=seed)
+
+
+class Bag(nn.Module):
+    """The mean embedding of a bag of words, and two layers."""
+
+    def __init__(self, words: int, classes: int, width: int = 24) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.hidden, self.head = nn.Linear(width, 32), nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.relu(self.hidden(self.words(x).mean(1))))
+        return logits
+
+
+def bag(seed: int) -> Task:
+    """Which of eight topics a bag of twenty words is from; words are as rare as Zipf's."""
+    generator = torch.Generator().manual_seed(13)
+    words, topics, count = 500, 8, 2048
+    common = 1.0 / torch.arange(1, words + 1)
+    table = common * (1.5 * torch.randn(topics, words, generator=generator)).exp()
+    y = torch.randint(topics, (count,), generator=generator)
+    x = torch.multinomial(table[y], 20, replacement=True, generator=generator)
+    torch.manual_seed(seed)
+    return _task(Bag(words, topics), "cross-entropy", _classes, (x, y), batch=64, seed=seed)
+
+
 PROBLEMS: Mapping[str, Problem] = {
     "logistic": Problem(logistic, "logistic regression, raw ill-conditioned features"),
     "narrow-tanh": Problem(narrow_tanh, "20 narrow layers, tanh"),
@@ -511,6 +590,11 @@ PROBLEMS: Mapping[str, Problem] = {
     "norms": Problem(norms, "residual layers with norms, batches of 128", unseen=True),
     "factorisation": Problem(factorisation, "matrix factorisation, batches of 256", unseen=True),
     "multi-task": Problem(multi_task, "classes and a regression, ReLU", unseen=True),
+    "conv-autoencoder": Problem(
+        conv_autoencoder, "convolutional autoencoder, batches of 64", unseen=True
+    ),
+    "heavy-tails": Problem(heavy_tails, "regression, heavy-tailed noise", unseen=True),
+    "bag": Problem(bag, "bags of embedded words, batches of 64", unseen=True),
 }
 
 
