@@ -314,6 +314,7 @@ class Preconditioner(Joinable):
             self.close()
             raise
         self._pipeline.look_over(self._registration)
+        self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:

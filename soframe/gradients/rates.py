@@ -63,12 +63,7 @@ class LearningRates:
     ) -> None:
         if optimizer is not None and lr is not None:
             raise ValueError("pass optimizer= or lr=, not both: the KL clip needs one source")
-        if clipped and optimizer is None and lr is None:
-            warnings.warn(
-                f"soframe: the KL clip assumes a learning rate of {ASSUMED_LR}; pass "
-                f"optimizer=... (its live rates are used), lr=..., or kl_clip=None",
-                stacklevel=3,
-            )
+        self._assumed = clipped and optimizer is None and lr is None
         self._optimizer = optimizer
         self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
         # By index: an optimizer that loads its state has new groups in place of the old.
@@ -86,6 +81,20 @@ class LearningRates:
         else:
             given = f"optimizer={type(self._optimizer).__name__}"
         return f"{given}, clip_lr={self.which!r}"
+
+    def warn_of_assumptions(self, blocks: Sequence[Block], stacklevel: int) -> None:
+        """Warn if a rate is assumed, and counts.
+
+        Args:
+            blocks: All blocks.
+            stacklevel: How far up the code is that left it out.
+        """
+        if self._assumed and any(block.method.clipped for block in blocks):
+            warnings.warn(
+                f"soframe: the KL clip assumes a learning rate of {ASSUMED_LR}; pass "
+                f"optimizer=... (its live rates are used), lr=..., or kl_clip=None",
+                stacklevel=stacklevel,
+            )
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Check that the optimizer has every block.
