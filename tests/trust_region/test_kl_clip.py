@@ -174,7 +174,7 @@ def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     known: Any = SimpleNamespace(spoken_for=list, total=None)
     rates: Any = SimpleNamespace(of=lambda blocks, step: [1.0 for _ in blocks])
     limits = clipping.Bounds.of(kl=1e-3, norm=None).at(0)
-    clipping.clip(Directions(results, {}), results, known, limits, rates, 0)
+    clipping.clip(Directions(results, {}), results, known, limits=limits, rates=rates, step=0)
     assert torch.equal(here, torch.full((1, 2, 3), 0.5))
 
 
