@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import soframe
+from tests.methods.stages import damping_for
 from tests.stacks.kit import assert_rounded
 
 STEPS, MICRO, BATCH = 6, 2, 4  # steps, micro-batches of each, samples of these
@@ -45,6 +46,12 @@ class Case:
     checkpoints: bool = False
     bf16: bool = False
     dtype: torch.dtype = torch.float64
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the preconditioner that its method reads."""
+        unread = set() if damping_for(self.method) else {"damping"}
+        return {name: value for name, value in OPTIONS.items() if name not in unread}
 
 
 CASES: dict[str, Case] = {
@@ -150,7 +157,7 @@ def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
     optimizer = base(model, case)
     step: Callable[[], None] = lambda: None  # noqa: E731
     if not case.own:
-        step = soframe.Preconditioner(model, case.method, optimizer=optimizer, **OPTIONS).step
+        step = soframe.Preconditioner(model, case.method, optimizer=optimizer, **case.settings).step
     for number, batch in enumerate(Data(case=Case(spoilt=case.spoilt)).batches(), 1):
         (model(**batch)["loss"] / MICRO).backward()
         if number % MICRO == 0:

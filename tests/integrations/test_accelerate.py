@@ -15,7 +15,6 @@ from tests.distributed.harness import run_ranks
 from tests.integrations.kit import (
     CASES,
     MICRO,
-    OPTIONS,
     SAVED,
     TIGHT,
     Case,
@@ -54,7 +53,7 @@ def train(
     model, optimizer = accelerator.prepare(plain := network(case), base(plain, case, **options))
     hook = None
     if not case.own:
-        settings = {"method": case.method, **OPTIONS, **options}
+        settings = {"method": case.method, **case.settings, **options}
         hook = AcceleratedPreconditioner(accelerator, model, optimizer, **settings)
     if resume:
         accelerator.load_state(folder)

@@ -17,7 +17,6 @@ from tests.integrations.kit import (
     BATCH,
     CASES,
     MICRO,
-    OPTIONS,
     SAVED,
     Case,
     Data,
@@ -68,7 +67,7 @@ def train(
     engine = engine_of(ranks, case, settings)
     hook = None
     if not case.own:
-        options = {"method": case.method, "strategy": "mem-opt", **OPTIONS}
+        options = {"method": case.method, "strategy": "mem-opt", **case.settings}
         hook = DeepSpeedPreconditioner(engine, **options)
     if resume:
         _, kept = engine.load_checkpoint(folder)

@@ -14,7 +14,6 @@ from tests.integrations.kit import (
     BATCH,
     CASES,
     MICRO,
-    OPTIONS,
     SAVED,
     STEPS,
     TIGHT,
@@ -72,7 +71,7 @@ def train(
 
     callbacks: list[Any] = []
     if not case.own if with_callback is None else with_callback:
-        callbacks.append(SoframeCallback(method=case.method, **OPTIONS, strategy=placed))
+        callbacks.append(SoframeCallback(method=case.method, **case.settings, strategy=placed))
     if not resume:
         callbacks.append(Saving(folder, every_n_train_steps=SAVED, save_top_k=-1))
     strategy: Any = "auto"

@@ -87,7 +87,7 @@ def train(
     optimizer = base(model, case, strategy=placed)
     callbacks: list[Any] = []
     if not case.own if with_callback is None else with_callback:
-        settings = {"method": case.method, **OPTIONS, "strategy": placed}
+        settings = {"method": case.method, **case.settings, "strategy": placed}
         callbacks.append(SoframeCallback(**settings, resume_from=resume_from))
     trainer = trainer_of(
         folder,

@@ -20,6 +20,7 @@ from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
+from tests.methods.stages import damping_for
 from tests.stacks.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
@@ -59,6 +60,12 @@ class Case:
     spoilt: bool = False
     checkpoints: bool = False
     bf16: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the preconditioner that its method reads."""
+        unread = set() if damping_for(self.method) else {"damping"}
+        return {name: value for name, value in OPTIONS.items() if name not in unread}
 
 
 CASES: dict[str, Case] = {
@@ -127,14 +134,14 @@ def train(
         copies = TorchDistributed(grid.get_data_parallel_group())
         pipe = grid.get_pipe_parallel_group()
         optimizer: Any = soframe.Optimizer(
-            module, case.method, lr=0.05, pipeline=pipe, backend=copies, **OPTIONS
+            module, case.method, lr=0.05, pipeline=pipe, backend=copies, **case.settings
         )
         engine = initialise(module, optimizer, **autocast)
         own = optimizer.preconditioner
     else:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         engine = initialise(module, optimizer, **autocast)
-        hook = DeepSpeedPreconditioner(engine, method=case.method, **OPTIONS)
+        hook = DeepSpeedPreconditioner(engine, method=case.method, **case.settings)
         own = hook.preconditioner
         assert own.world_size == ranks // 2
         with pytest.raises(RuntimeError, match="leave step"):
@@ -162,10 +169,12 @@ def train(
 def alone(copies: int, case: Case) -> dict[str, Tensor]:
     model = nn.Sequential(*layers())
     if case.own:
-        optimizer: Any = soframe.Optimizer(model, case.method, lr=0.05, **OPTIONS)
+        optimizer: Any = soframe.Optimizer(model, case.method, lr=0.05, **case.settings)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        preconditioner = soframe.Preconditioner(model, case.method, optimizer=optimizer, **OPTIONS)
+        preconditioner = soframe.Preconditioner(
+            model, case.method, optimizer=optimizer, **case.settings
+        )
     for step in range(STEPS):
         optimizer.zero_grad()
         every = [pair for copy in range(copies) for pair in batches(step, copy, case)]
