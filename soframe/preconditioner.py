@@ -615,11 +615,6 @@ class Preconditioner(Joinable):
         with self._stages.together():
             if changed:
                 self._build()
-        try:
-            self._require_read()
-        except ValueError:
-            self.close()
-            raise
         self._pipeline.look_over(self._registration)
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 

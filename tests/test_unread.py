@@ -115,6 +115,19 @@ def test_one_block_is_enough() -> None:
         soframe.Optimizer(net(), method={"^0$": "muon"}, auxiliary="soap", lr=0.1, damping=0.1)
 
 
+def test_freezing_makes_no_setting_wrong() -> None:
+    """What was read at the start may have no reader for some steps, and has one again."""
+    model = net()
+    optimizer = soframe.Optimizer(model, {"^0$": "kfac"}, auxiliary="soap", lr=0.1, damping=0.1)
+    for trained in (True, False, True):
+        model.get_submodule("0").requires_grad_(trained)
+        optimizer.zero_grad()
+        model(torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        methods = {type(block.method).__name__ for block in optimizer.preconditioner.blocks}
+        assert ("KFAC" in methods) == trained
+
+
 def test_none_and_defaults_are_not_chosen() -> None:
     soframe.Optimizer(net(), method="muon", lr=0.1, kl_clip=None, damping=1e-3, decay=0.95)
 
