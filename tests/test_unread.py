@@ -115,6 +115,7 @@ def test_one_block_is_enough() -> None:
         soframe.Optimizer(net(), method={"^0$": "muon"}, auxiliary="soap", lr=0.1, damping=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:soframe. no module matches")
 def test_freezing_makes_no_setting_wrong() -> None:
     """What was read at the start may have no reader for some steps, and has one again."""
     model = net()
