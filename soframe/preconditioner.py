@@ -764,7 +764,7 @@ class Preconditioner(Joinable):
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
-        unread.require_read(Preconditioner, self._settings, self._blocks, self._stages)
+        unread.require_read(Preconditioner, self._settings, self._blocks, stages=self._stages)
 
     def _beside(self) -> object | None:
         """Return who may have the same modules; by default nobody."""

@@ -59,6 +59,7 @@ def require_read(
     constructor: Callable[..., Any],
     given: Mapping[str, Any],
     blocks: Sequence[Block],
+    *,
     stages: Stages | None = None,
 ) -> None:
     """Check that each setting that was chosen changes something.

@@ -32,6 +32,7 @@ def agree(
     backend: Backend,
     loss: float,
     error: Exception | None,
+    *,
     common: Callable[[], Mapping[str, object]],
     further: Sequence[float] = (),
 ) -> tuple[float, list[float]]:

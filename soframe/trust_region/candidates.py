@@ -136,14 +136,14 @@ def require_recallable(blocks: Sequence[Block]) -> None:
                 )
 
 
-class First(Preconditioner):
-    """A preconditioner of a trust region, which checks itself what its methods read together."""
+class OneOfSeveral(Preconditioner):
+    """A preconditioner of a trust region, which checks what all of its methods read together."""
 
     def _require_read(self) -> None:
         """See `require_read`."""
 
 
-class Beside(First):
+class Beside(OneOfSeveral):
     """A preconditioner beside another one of the same model.
 
     The other one has the modules still. This one is given the gradient as it was before, and what
@@ -162,7 +162,7 @@ class Beside(First):
         return self._other._capture
 
 
-def require_read(preconditioners: Sequence[First], given: Collection[str]) -> None:
+def require_read(preconditioners: Sequence[OneOfSeveral], given: Collection[str]) -> None:
     """Check that some method of any preconditioner reads each setting that the user chose.
 
     Args:

@@ -202,7 +202,7 @@ class TrustRegion(torch.optim.Optimizer):
         reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
         plain: dict[str, Any] = {"fisher": "empirical"}
         fishers = [{"fisher": fisher, "loss": built} if captures else plain for captures in reads]
-        self.preconditioner = candidates.First(
+        self.preconditioner = candidates.OneOfSeveral(
             self._model,
             method=methods.first,
             auxiliary=methods.auxiliary,
@@ -448,7 +448,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._eps = torch.finfo(loss.dtype).eps
         problems = [one.problem for one in fits if one.problem is not None]
         error = ValueError(problems[0]) if problems and math.isfinite(total) else None
-        mean, sums = self._agree(total, error, numbers(fits), parameters)
+        mean, sums = self._agree(total, error, further=numbers(fits), parameters=parameters)
         if compared and math.isfinite(mean):
             backend = self.preconditioner.backend
             ranks = 1 if backend.on_paper else backend.world_size
@@ -749,6 +749,7 @@ class TrustRegion(torch.optim.Optimizer):
         self,
         loss: float,
         error: Exception | None,
+        *,
         further: Sequence[float] = (),
         parameters: Sequence[nn.Parameter] = (),
     ) -> tuple[float, list[float]]:
@@ -770,7 +771,7 @@ class TrustRegion(torch.optim.Optimizer):
                 **agreeing.gradients_in_common(backend, self.preconditioner.home, parameters),
             }
 
-        return agreeing.agree(backend, loss, error, common, further)
+        return agreeing.agree(backend, loss, error, common=common, further=further)
 
     # -- state --------------------------------------------------------------------------------
 

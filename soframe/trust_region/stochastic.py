@@ -477,7 +477,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 **agreeing.gradients_in_common(backend, self._home, parameters),
             }
 
-        return agreeing.agree(backend, loss, error, common)[0]
+        return agreeing.agree(backend, loss, error, common=common)[0]
 
     # -- state --------------------------------------------------------------------------------
 
