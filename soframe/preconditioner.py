@@ -242,14 +242,9 @@ class Preconditioner(Joinable):
             clips = merged("clips", Clips, clips, given)
             curvature = merged("curvature", Curvature, curvature, given)
             self._settings = describing.in_force(Preconditioner, given, (cadence, clips, curvature))
-            statistics_every, solve_every = cadence.statistics, cadence.solves
-            stagger, background = cadence.stagger, cadence.background
-            kl_clip, norm_clip, clip_lr = clips.kl, clips.norm, clips.lr
-            fisher, loss, dtype = curvature.fisher, curvature.loss, curvature.dtype
-            samples, loss_average = curvature.samples, curvature.loss_average
-            rows, decay, scaling = curvature.rows, curvature.decay, curvature.scaling
-            building.check_words(scaling, loss_average, samples, clip_lr)
-            building.check_settings(gradients, grad_scaler is not None, stagger, fisher, rows)
+            building.check_settings(
+                cadence, clips, curvature, gradients=gradients, scaled=grad_scaler is not None
+            )
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
             cut = {} if cut is None else cut
             building.check_cut(cut)
@@ -258,7 +253,7 @@ class Preconditioner(Joinable):
                 model=model,
                 optimizer=optimizer,
                 grad_scaler=grad_scaler,
-                dtype=dtype,
+                dtype=curvature.dtype,
                 skip=skip,
                 mappings=mappings,
             )
@@ -266,21 +261,20 @@ class Preconditioner(Joinable):
             self.home: GradientHome = PlainGrad() if home is None else home
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
-            self._decay = Scheduled("decay", decay, high=1.0)
-            self._bounds = Bounds.of(kl_clip, norm_clip)
-            self._refresh = Refresh.of(statistics_every, solve_every, stagger)
-            self._scaling, self._samples, self._loss_average = scaling, samples, loss_average
+            self._decay = Scheduled("decay", curvature.decay, high=1.0)
+            self._bounds = Bounds.of(clips.kl, clips.norm)
+            self._refresh = Refresh.of(cadence.statistics, cadence.solves, cadence.stagger)
+            self._scaling, self._samples = curvature.scaling, curvature.samples
+            self._loss_average = curvature.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-            self._background = Background(background, overlap=self.backend.overlap)
-            self._gradients, self._sampler = gradients, Sampler(rows, self.backend.rank)
-            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clip_lr)
-            self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
-            self._taken: Taken | None = None
-            self._measures, self._timed_from = False, 0
-            self.updated = False
-            chosen = None if loss is None else KINDS["loss"].build(loss, Loss)
-            self._fisher = Fisher(fisher, chosen)  # type: ignore[arg-type]  # checked there
+            self._background = Background(cadence.background, overlap=self.backend.overlap)
+            self._gradients = gradients
+            self._sampler = Sampler(curvature.rows, self.backend.rank)
+            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clips.lr)
+            modelled = curvature.loss
+            modelled = None if modelled is None else KINDS["loss"].build(modelled, Loss)
+            self._fisher = Fisher(curvature.fisher, modelled)  # type: ignore[arg-type]  # checked there
             self._pipeline.require_fisher(probed=self._fisher.probed)
             self._pipeline.require_unscaled(scaled=grad_scaler is not None)
             self._choices = Choices(
@@ -289,10 +283,10 @@ class Preconditioner(Joinable):
                 home=self.home,
                 layers=dict(layers),
                 skip=tuple(skip),
-                dtype=dtype,
-                forward_only=fisher == "forward-only",
+                dtype=curvature.dtype,
+                forward_only=self._fisher.kind == "forward-only",
                 damping=self._damping,
-                scaling=scaling,
+                scaling=self._scaling,
                 auxiliary=auxiliary,
                 observed=self._fisher.probed,
                 draws=self._fisher.kind == "monte-carlo",
@@ -301,9 +295,18 @@ class Preconditioner(Joinable):
                 staged=self._stages.backend is not None,
             )
             self._capture = Capture(probing=self._fisher.probed, model=self._model)
-            self._closed = False
+            self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+            self._taken: Taken | None = None
+            self._measures, self._timed_from = False, 0
             self._blocks: list[Block] = []
-            self._built = False
+            self._built, self._closed = False, False
+            self.updated = False
+        self._start()
+        self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
+        self._refresh.warn_of_settings(self._blocks, stacklevel=3)
+
+    def _start(self) -> None:
+        """Let the stages of a model meet, build this one, and check that settings are read."""
         if self._stages.backend is not None:
             self._meet_stages()
         with self._shaped(), self._stages.together():
@@ -314,8 +317,6 @@ class Preconditioner(Joinable):
             self.close()
             raise
         self._pipeline.look_over(self._registration)
-        self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
-        self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.

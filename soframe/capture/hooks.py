@@ -393,23 +393,29 @@ class Capture:
         if self.together is not None:
             # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
             self.together.note(helper, tuple(map(dtensors.local, inputs)))
-        if any(map(dtensors.is_cut, trained)) and not all(
-            map(dtensors.is_dtensor, (output, *inputs))
-        ):
-            self.fail(
-                ValueError(
-                    f"{self.names[helper]} computes with this rank's part of a parameter that is "
-                    f"cut up over ranks, as experts over ranks do, and not with DTensors: its rows "
-                    f"are not those of the whole. Choose a method that reads gradients alone for "
-                    f"it, such as 'muon' or 'soap' (method={{pattern: ...}}), or skip it"
-                )
-            )
+        if self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
         where, view = _lasting(output, inputs)
         if self.probing and not again:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append((get_gradient_edge(where), None))
         where.register_hook(self._hook(helper, trained, inputs if keeps else (), view))
+
+    def _has_rows_of_a_part(
+        self, helper: LayerHelper, trained: Sequence[Tensor], tensors: Iterable[Tensor]
+    ) -> bool:
+        """Return whether a call multiplied with a part of a parameter, and let the step say so."""
+        if not any(map(dtensors.is_cut, trained)) or all(map(dtensors.is_dtensor, tensors)):
+            return False
+        self.fail(
+            ValueError(
+                f"{self.names[helper]} computes with this rank's part of a parameter that is "
+                f"cut up over ranks, as experts over ranks do, and not with DTensors: its rows "
+                f"are not those of the whole. Choose a method that reads gradients alone for "
+                f"it, such as 'muon' or 'soap' (method={{pattern: ...}}), or skip it"
+            )
+        )
+        return True
 
     def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
         """Return the parameters of a helper, each with what its module computes with.

@@ -26,6 +26,7 @@ from soframe.damping.policies import DampingChoice, DampingPolicy, damping_polic
 from soframe.gradients import averaging
 from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
+from soframe.settings import Cadence, Clips, Curvature
 from soframe.setup import pipelines
 from soframe.setup.pipelines import Pipeline
 from soframe.solving.background import Background, require_able
@@ -325,36 +326,25 @@ def require(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def check_settings(
-    gradients: str, scaled: bool, stagger: object, fisher: str, rows: object
+    cadence: Cadence, clips: Clips, curvature: Curvature, *, gradients: str, scaled: bool
 ) -> None:
-    """Check settings that are neither components nor words.
+    """Check settings that are no components.
 
     Args:
+        cadence: When work is done.
+        clips: How long a step may be.
+        curvature: What statistics are of.
         gradients: What a step is given.
         scaled: Whether a ``GradScaler`` is in use.
-        stagger: What is spread over the steps of an interval.
-        fisher: Whose output gradients make the statistics.
-        rows: How many rows are taken of a call.
     """
+    require("scaling", curvature.scaling, ("fisher", "kaisa"))
+    require("loss_average", curvature.loss_average, ("local", "global", "sum"))
+    if not callable(curvature.samples):
+        require("samples", curvature.samples, ("batch", "positions"))
+    require("clip_lr", clips.lr, ("live", "initial"))
     check_gradients(gradients, scaled=scaled)
-    check_turns(stagger, fisher)
-    check_rows(rows)
-
-
-def check_words(scaling: object, loss_average: object, samples: object, clip_lr: object) -> None:
-    """Check settings that are words.
-
-    Args:
-        scaling: The scaling convention.
-        loss_average: What the loss is a mean of.
-        samples: What it averages over; or a callable.
-        clip_lr: Which learning rates the clips read.
-    """
-    require("scaling", scaling, ("fisher", "kaisa"))
-    require("loss_average", loss_average, ("local", "global", "sum"))
-    if not callable(samples):
-        require("samples", samples, ("batch", "positions"))
-    require("clip_lr", clip_lr, ("live", "initial"))
+    check_turns(cadence.stagger, curvature.fisher)
+    check_rows(curvature.rows)
 
 
 def describe_samples(samples: Samples) -> str:

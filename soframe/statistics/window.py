@@ -14,6 +14,7 @@ those that do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,8 +27,29 @@ from soframe.capture.sampling import Sampler
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
-from soframe.methods.scaling import Contribution, Scale
+from soframe.methods.scaling import CallScale, Contribution, Scale
+from soframe.specs import FactorSpec
 from soframe.statistics.running import enter
+from soframe.statistics.weights import BlockWeights
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One call of a layer, as its moments are made of it.
+
+    Attributes:
+        helper: The helper of the module that was called.
+        inputs: What it was called with.
+        rows: The rows of its output's gradient, ``[groups, N, T, outputs]``.
+        data: Which rows or samples are data; None for all.
+        number: The number of the backward pass within the window.
+    """
+
+    helper: LayerHelper
+    inputs: tuple[Tensor, ...]
+    rows: Tensor
+    data: tuple[Tensor, Unit] | None
+    number: int
 
 
 class Statistics:
@@ -185,34 +207,64 @@ class Statistics:
         samples = self._passes.enter(number, block.name, data_left, told, said)
         self._parts[number] = self._part_of[block]
         shared = 1 if block.method.reduces else shared
-        again = probe is not None and not probe.first
         each = None
         if block.unequal and self._wants_inputs(helper):
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
-        if not again:
+        if probe is None or probe.first:
             block.window.counts.add(number, samples, _left(data, batch, shared)[1], each)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
+        factors = self._gathered(block)
+        if factors and data_left[1] > 0:
+            loss_scale = self._loss_scales[number]
+            scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
+            seen = _Rows(helper=helper, inputs=inputs, rows=rows, data=data, number=number)
+            self._sum(block, factors, seen, scale=scale, probe=probe)
+
+    def _gathered(self, block: Block) -> list[FactorSpec]:
+        """Return the factors of a block that this rank takes statistics of in this window."""
         gathered = block.window.gathered if block in self.due else ()
-        mine = [factor for factor in self._mine[block] if factor.name in gathered]
-        if not mine or data_left[1] == 0:
-            return
-        loss_scale = self._loss_scales[number]
-        scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
+        return [factor for factor in self._mine[block] if factor.name in gathered]
+
+    def _sum(
+        self,
+        block: Block,
+        factors: Sequence[FactorSpec],
+        seen: _Rows,
+        *,
+        scale: CallScale,
+        probe: Probe | None,
+    ) -> None:
+        """Add the moments of a call to the block's sums.
+
+        Args:
+            block: The block.
+            factors: The factors that the moments are for.
+            seen: The call.
+            scale: What its moments count.
+            probe: The probe that its rows come from, if they are not the loss's.
+        """
+        helper = seen.helper
+        again = probe is not None and not probe.first
+        weight = 1.0 if probe is None else probe.weight
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
         inputs, rows, part = self._sampler.take(
-            helper, (inputs if reads else (), rows), number, block.takes_samples, data
+            helper,
+            (seen.inputs if reads else (), seen.rows),
+            seen.number,
+            block.takes_samples,
+            seen.data,
         )
-        call = Call(
-            helper=helper,
-            inputs=inputs if reads else None,
-            output_rows=rows.to(block.dtype),
-            shared=self._shared,
-            data=block.second_order,
+        added = block.method.statistics(
+            Call(
+                helper=helper,
+                inputs=inputs if reads else None,
+                output_rows=rows.to(block.dtype),
+                shared=self._shared,
+                data=block.second_order,
+            )
         )
-        added = block.method.statistics(call)
-        weight = 1.0 if probe is None else probe.weight
-        for factor in mine:
+        for factor in factors:
             if factor.name not in added or (again and factor.reads == "inputs"):
                 continue
             multiplier = scale.of(factor) * part * self.share
@@ -274,30 +326,16 @@ class Statistics:
         """Return this rank's weights, to be added up over ranks.
 
         Returns:
-            For each block that is due two numbers: the weights of means over samples and over
-            rows; and, where groups see rows of their own, one for each. Where not all ranks
-            contribute: its weight in each factor, zero unless it
-            contributes to it; that of its output gradients, zero unless it contributes at all; and
-            that of its inputs.
+            `BlockWeights.numbers` of each block that is due.
         """
-        numbers = []
+        numbers: list[float] = []
         for block, place in self._placed:
             if block not in self.due:
                 continue
-            contribution = self._contribution(block)
-            if not place.contributors:
-                numbers += [contribution.input_weight, contribution.output_weight]
-            else:
-                # On paper this rank speaks for those that contribute.
-                mine = block.captured if self._backend.on_paper else self._mine[block]
-                numbers += [contribution.weight(f) if f in mine else 0.0 for f in block.captured]
-                numbers += [contribution.output_weight if mine else 0.0, contribution.input_weight]
-            if block.unequal:
-                by_group = self._backend.on_paper or any(
-                    factor.mean_over == "group rows" for factor in self._mine[block]
-                )
-                zeros = (0.0,) * block.shape.groups
-                numbers += (contribution.group_weights or zeros) if by_group else zeros
+            # On paper this rank speaks for those that contribute.
+            mine = block.captured if self._backend.on_paper else self._mine[block]
+            weights = BlockWeights.of_rank(block, self._contribution(block), mine)
+            numbers += weights.numbers(some_contribute=bool(place.contributors))
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float) -> None:
@@ -311,35 +349,16 @@ class Statistics:
         numbers = iter(weights)
         used = []
         contributions: dict[Block, dict[str, Tensor]] = {}
-        reached: dict[Block, list[float]] = {}
+        reached: dict[Block, tuple[float, ...]] = {}
         for block, place in self._placed:
             if block not in self.due:
                 continue
-            if place.contributors:
-                divisors = [next(numbers) for _ in block.captured]
-                outputs, everybodys = next(numbers), next(numbers)
-            else:
-                everybodys, outputs = next(numbers), next(numbers)
-                both = Contribution(input_weight=everybodys, output_weight=outputs)
-                divisors = [both.weight(factor) for factor in block.captured]
+            total = BlockWeights.read(numbers, block, some_contribute=bool(place.contributors))
             if block.unequal:
-                reached[block] = [next(numbers) for _ in range(block.shape.groups)]
-            if not (outputs > 0 and all(divisor > 0 for divisor in divisors)):
-                # Nobody used the block, it keeps its factors; all ranks know.
-                continue
-            used.append((block, place))
-            contributed = self._contribution(block)
-            contributions[block] = {}
-            for factor, divisor in zip(block.captured, divisors, strict=True):
-                if (total := block.window.take(factor.name)) is None:
-                    continue
-                multiplier = contributed.of(factor) * self._scale.gradient_scale(factor, everybodys)
-                if factor.mean_over == "group rows":
-                    shares = [multiplier / rows if rows > 0 else 0.0 for rows in reached[block]]
-                    total.mul_(total.new_tensor(shares).view(-1, *(1 for _ in total.shape[1:])))
-                else:
-                    total.mul_(multiplier / divisor)
-                contributions[block][factor.name] = total
+                reached[block] = total.groups
+            if total.used:
+                used.append((block, place))
+                contributions[block] = self._contributed(block, total)
         enter(
             self._backend,
             used,
@@ -353,6 +372,31 @@ class Statistics:
                 factor.name for factor in block.captured if factor.name in block.window.gathered
             )
             self._placed.history.took_statistics(block.name, names)
+
+    def _contributed(self, block: Block, weights: BlockWeights) -> dict[str, Tensor]:
+        """Take a block's sums from its window, divided so that those of all ranks add up.
+
+        Args:
+            block: The block.
+            weights: What the sums of all ranks weigh.
+
+        Returns:
+            By a factor's name.
+        """
+        contribution = self._contribution(block)
+        sums = {}
+        for factor, divisor in zip(block.captured, weights.factors, strict=True):
+            if (total := block.window.take(factor.name)) is None:
+                continue
+            scale = self._scale.gradient_scale(factor, weights.inputs)
+            multiplier = contribution.of(factor) * scale
+            if factor.mean_over == "group rows":
+                shares = [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
+                total.mul_(total.new_tensor(shares).view(-1, *(1 for _ in total.shape[1:])))
+            else:
+                total.mul_(multiplier / divisor)
+            sums[factor.name] = total
+        return sums
 
     def seen(self) -> tuple[int, int]:
         """Return how many backward passes the window has of a stage, and how many samples.
