@@ -101,22 +101,6 @@ def test_what_leaves_the_link_is_what_the_strategies_send():
     assert comm["curvature_mb"] / 2 < more < 2 * comm["curvature_mb"]
 
 
-@allowed
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_steps_that_are_left_out_count_like_the_others():
-    options = [*SMALL, "--strategies", "sharded, deferred, local", "--gbit", "1"]
-    found = []
-    for between in ("1", "3"):  # of three
-        process = start(*options, "--between", between, "--json")
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        found.append({name: row["curvature_mb"] for name, row in json.loads(output)["1"].items()})
-    for name, expected in found[-1].items():
-        for own in found[:-1]:
-            assert own[name] == pytest.approx(expected, rel=1e-12), name
-
-
 def test_a_mean_over_cycles_is_that_of_all_steps():
     """What is under way after a step, 5, arrives in the next; a solve, 100, waits for its own."""
     steady, under_way, solve = 20.0, 5.0, 100.0

@@ -31,8 +31,15 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 #: Imported once by the fork server, for seconds that each process would spend: the compiler,
-#: which torch imports at the first step of an optimizer, and scikit-learn, which holds the data.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "sklearn.datasets")
+#: which torch imports at the first step of an optimizer, scikit-learn, which holds the data, and
+#: what trains, with all of soframe.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "sklearn.datasets",
+    "soframe.experiments.train",
+)
 
 #: How long a process may take to end by itself, in seconds, before it is killed.
 GRACE = 2.0

@@ -10,8 +10,9 @@ TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", [0.1, 0.01])
-@pytest.mark.parametrize("workload", TARGETS)
+@pytest.mark.parametrize(
+    ("workload", "lr"), [("digits-autoencoder", 0.01), ("digits-cnn", 0.01), ("digits-cnn", 0.1)]
+)
 def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
     steps, target = TARGETS[workload]
     config = RunConfig(workload, "kfac", lr=lr, momentum=0.9, steps=steps, seed=2000)

@@ -251,7 +251,7 @@ def test_the_schedule_reaches_the_optimizer_and_the_kl_clip():
     At the last step of a cosine both are almost zero, so that the loss hardly moves.
     """
     config = CONFIGS["kfac"].but(
-        preconditioner={"damping": 0.01, "kl_clip": 1e-6}, momentum=0.0, steps=40, evaluate_every=1
+        preconditioner={"damping": 0.01, "kl_clip": 1e-6}, momentum=0.0, steps=20, evaluate_every=1
     )
     constant = losses(train(SILENT, config))
     cosine = losses(train(SILENT, config.but(schedule="cosine")))

@@ -1,4 +1,4 @@
-"""Ranks are killed; torchrun starts them again, as many or fewer, and training goes on."""
+"""Ranks are killed and started again, by torchrun, or fewer of them, and training goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 from tests.robustness.elastic import SAVE_EVERY, Death, Plan, train
 from tests.robustness.kill_trials import Trial, run_trial, torchrun
 
@@ -38,16 +38,16 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
 def test_fewer_ranks_go_on_from_the_checkpoint(tmp_path):
     plan = Plan("sharded")
     (folder := tmp_path / "ranks").mkdir()
-    done = torchrun(4, 0, folder, plan, Death(5, 2, "backward"))
-    assert done.returncode != 0
-    assert (folder / "died").exists()
+    failures = run_ranks(
+        train, 4, folder, plan, Death(5, 2, "backward"), check=False, group_timeout=10
+    )
+    assert all(isinstance(failure, RankFailure) for failure in failures)
+    assert failures[2].exitcode == -signal.SIGKILL
     (alone := tmp_path / "alone").mkdir()
     shutil.copytree(folder / "saved", alone / "saved")
     first, expected = train(0, 1, alone, plan)
     assert first == SAVE_EVERY
-    done = torchrun(2, 0, folder, plan, None)
-    assert done.returncode == 0, done.stdout
-    for began, weights in ends(folder, 2):
+    for began, weights in run_ranks(train, 2, folder, plan):
         assert began == SAVE_EVERY
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.distributed
     ("strategy", "how", "ranks", "status"),
     [
         ("comm-opt", "ends", 3, 0),
-        ("sharded", "destroys the group", 2, 0),
         ("comm-opt", "raises", 2, 1),
     ],
 )
