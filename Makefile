@@ -25,8 +25,12 @@ demo: $(VENV)/.stamp-demo ## train side by side with and without soframe, and sh
 	$(BIN)/soframe demo
 
 .PHONY: test
-test: $(VENV)/.stamp-test ## run the whole test suite
-	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+test: $(VENV)/.stamp-test ## run the test suite
+	$(PYTEST) -n $(WORKERS) -m "not thorough" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and examples
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few examples of each property
@@ -40,7 +44,8 @@ test-stacks: ## run the tests of trainers and other stacks with their libraries,
 	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py $(PYTEST_ARGS)
 
 .PHONY: environment
-environment: $(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-test ## install what the checks need
+environment: $(VENV)/.stamp-checks ## install what the checks need, at once
+	@touch $(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-test
 
 .PHONY: lint
 lint: $(VENV)/.stamp-lint ## check style, docstrings and types
@@ -89,6 +94,7 @@ clean: ## remove the environment and everything that was built
 
 # A command line that is to be checked for types needs the packages that it imports.
 $(VENV)/.stamp-lint: EXTRAS = lint,demo
+$(VENV)/.stamp-checks: EXTRAS = lint,demo,docs,test
 $(VENV)/.stamp-%: EXTRAS = $*
 
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp

@@ -14,7 +14,7 @@ pytest_plugins = ["tests.background"]  # its fixtures
 
 # A shared machine is slow at times; that is no failure.
 # Examples differ from run to run, so that many runs see many.
-settings.register_profile("soframe", deadline=None, print_blob=True, max_examples=50)
+settings.register_profile("soframe", deadline=None, print_blob=True, max_examples=25)
 # For the mutation gate: a verdict that never changes, and no search for the smallest example.
 settings.register_profile(
     "verdict",
@@ -23,6 +23,8 @@ settings.register_profile(
     max_examples=100,
     phases=[Phase.explicit, Phase.generate],
 )
+# For `make test-all`.
+settings.register_profile("thorough", settings.get_profile("soframe"), max_examples=100)
 # For `make test-fast`: a few examples of each property.
 settings.register_profile("fast", settings.get_profile("soframe"), max_examples=8)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "soframe"))

@@ -54,6 +54,7 @@ def test_what_is_counted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_table_and_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kfac", None)  # as where it is not installed
     app = small_steps.typer.Typer()

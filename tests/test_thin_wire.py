@@ -118,6 +118,7 @@ def test_a_mean_over_cycles_is_that_of_all_steps():
 @allowed
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_what_is_complete_is_shown_when_a_run_is_ended():
     process = start(*SMALL, *TWO, "--gbit", "10", "1", "0.1", "--json")
     assert process.stderr is not None

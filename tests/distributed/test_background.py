@@ -65,8 +65,12 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
     [
         (2, ["comm", "pairs, deferred", "kaisa apart"], Slow(), True, 2),
         pytest.param(2, FOLLOWING, Eigen(follows=True), True, 2, marks=pytest.mark.slow),
-        pytest.param(2, FEW, OrthogonalIteration(), True, 2, marks=pytest.mark.slow),
-        pytest.param(3, list(EVERY), Slow(), "solves", 4, marks=pytest.mark.slow),
+        pytest.param(
+            2, FEW, OrthogonalIteration(), True, 2, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
+        pytest.param(
+            3, list(EVERY), Slow(), "solves", 4, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
     ],
 )
 def test_threads_change_no_bit_and_no_call(
@@ -99,7 +103,10 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "solver", "stagger", "after"),
-    [(2, "inverse", False, 2), pytest.param(3, "eigen", True, 1, marks=pytest.mark.slow)],
+    [
+        (2, "inverse", False, 2),
+        pytest.param(3, "eigen", True, 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_ranks_are_one_process(ranks: int, solver: str, stagger: bool, after: int) -> None:
     every = {"statistics_every": 1, "solve_every": INTERVAL, "background": after}
@@ -137,7 +144,9 @@ def shared(step: Traffic) -> int:
     return step.get("share", {"bytes": 0})["bytes"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_the_bytes_are_the_planned_ones_but_later(ranks: int) -> None:
     """Solves at 0, 3 and 6; what is shared of the latter two travels a step later."""
     for rank, own in enumerate(run_ranks(count, ranks, list(EVERY), 1)):
@@ -267,6 +276,7 @@ def resume(rank: int, ranks: int, cases: list[Case]) -> list[list[bool]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_go_on_bit_by_bit_from_every_step() -> None:
     every = {"statistics_every": 1, "solve_every": 4, "background": 2}
     cases = {

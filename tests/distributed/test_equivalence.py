@@ -182,7 +182,7 @@ def assert_same_traces(events: list[list[Event]]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, name, marks=slow(ranks))
+        pytest.param(ranks, name, marks=slow(ranks) + ([pytest.mark.thorough] if ranks > 4 else []))
         for ranks in (1, 2, 3, 4, 6)
         for name in cases_of(ranks)
     ],

@@ -101,9 +101,11 @@ def in_every_mode(
     [
         (2, ["mem"], {}),
         pytest.param(3, list(STRATEGIES), {}, marks=pytest.mark.slow),
-        pytest.param(3, list(STRATEGIES), {"kl_clip": None}, marks=pytest.mark.slow),
+        pytest.param(
+            3, list(STRATEGIES), {"kl_clip": None}, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
         pytest.param(2, list(STRATEGIES), {"solver": "inverse"}, marks=pytest.mark.slow),
-        pytest.param(4, ["mem", "sharded"], {}, marks=pytest.mark.slow),
+        pytest.param(4, ["mem", "sharded"], {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_every_step_is_that_of_averaged_gradients(ranks, names, options):

@@ -22,6 +22,7 @@ from tests.distributed.twins import Trace, assert_twins
 
 pytestmark = pytest.mark.distributed
 
+SEVERAL = ["comm", "hybrid", "spread", "sharded", "apart, deferred"]
 BUCKET = 400  # bytes: several buckets for every route
 
 
@@ -81,11 +82,10 @@ def train_both_ways(
 @pytest.mark.parametrize(
     ("ranks", "names", "solver", "bucket", "fused"),
     [
-        (2, ["comm", "pairs, deferred"], Inverse(), 2**27, False),
-        (3, list(EVERY), Eigen(), BUCKET, True),
-        (4, ["comm", "hybrid", "spread", "sharded", "apart, deferred"], Inverse(), BUCKET, False),
+        pytest.param(2, ["comm", "pairs, deferred"], Inverse(), 2**27, False, id="2"),
+        pytest.param(3, list(EVERY), Eigen(), BUCKET, True, id="3", marks=pytest.mark.thorough),
+        pytest.param(4, SEVERAL, Inverse(), BUCKET, False, id="4"),
     ],
-    ids=["2", "3", "4"],
 )
 @pytest.mark.slow
 def test_overlap_changes_no_bit_and_no_call(

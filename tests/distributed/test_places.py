@@ -134,10 +134,16 @@ ALL = list(EAGER_AND_DEFERRED)
     [
         ({}, ["mem", "deferred"], 1e-12),
         pytest.param({}, ALL, 1e-12, marks=pytest.mark.slow),
-        pytest.param({"dtype": torch.float32}, ALL, 1e-6, marks=pytest.mark.slow),
+        pytest.param(
+            {"dtype": torch.float32}, ALL, 1e-6, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
         pytest.param({"scaling": "kaisa"}, ALL, 1e-12, marks=pytest.mark.slow),
-        pytest.param({"solver": Inverse()}, ALL, 1e-12, marks=pytest.mark.slow),
-        pytest.param({"statistics_every": 2}, ALL, 1e-12, marks=pytest.mark.slow),
+        pytest.param(
+            {"solver": Inverse()}, ALL, 1e-12, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
+        pytest.param(
+            {"statistics_every": 2}, ALL, 1e-12, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
     ],
     ids=["deferred", "fisher", "float32", "kaisa", "inverse", "every other"],
 )

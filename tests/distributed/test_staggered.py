@@ -48,7 +48,9 @@ def train_and_count(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver"), [(2, Eigen()), pytest.param(4, Inverse(), marks=pytest.mark.slow)], ids=str
+    ("ranks", "solver"),
+    [(2, Eigen()), pytest.param(4, Inverse(), marks=[pytest.mark.slow, pytest.mark.thorough])],
+    ids=str,
 )
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: Any) -> None:
     names = list(EVERY) if ranks > 2 else ["deferred", "pairs"]
@@ -66,7 +68,8 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver"), [(2, "eigen"), pytest.param(3, "inverse", marks=pytest.mark.slow)]
+    ("ranks", "solver"),
+    [(2, "eigen"), pytest.param(3, "inverse", marks=[pytest.mark.slow, pytest.mark.thorough])],
 )
 def test_ranks_are_one_process(ranks: int, solver: str) -> None:
     every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves", "solver": solver}

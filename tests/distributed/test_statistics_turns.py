@@ -43,7 +43,8 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver"), [(2, "inverse"), pytest.param(4, "eigen", marks=pytest.mark.slow)]
+    ("ranks", "solver"),
+    [(2, "inverse"), pytest.param(4, "eigen", marks=[pytest.mark.slow, pytest.mark.thorough])],
 )
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: str) -> None:
     names = list(EVERY) if ranks > 2 else ["mem", "pairs"]
@@ -57,7 +58,8 @@ def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: str
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver"), [(2, "eigen"), pytest.param(3, "inverse", marks=pytest.mark.slow)]
+    ("ranks", "solver"),
+    [(2, "eigen"), pytest.param(3, "inverse", marks=[pytest.mark.slow, pytest.mark.thorough])],
 )
 def test_ranks_are_one_process(ranks: int, solver: str) -> None:
     options = {**OPTIONS, "solver": solver}
@@ -92,6 +94,7 @@ def train_waiting(rank: int, ranks: int, strategies: list[Any]) -> list[bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_overlap_changes_no_bit() -> None:
     strategies = list(EVERY.values())
     for own in run_ranks(train_waiting, 3, strategies):

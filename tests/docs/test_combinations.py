@@ -24,6 +24,7 @@ def test_every_method_and_strategy_is_in_every_table() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_is_what_comes_out() -> None:
     """In a process of its own, where nothing else is registered."""
     command = [sys.executable, "-m", "tests.methods.table"]

@@ -87,6 +87,7 @@ def test_epochs_and_seconds_are_read_off(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_toy")
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kaisa.main(

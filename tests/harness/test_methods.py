@@ -94,6 +94,7 @@ def test_losses_after_some_steps_are_of_the_best_rate_so_far(runs: methods.Runs)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_plain_muon_is_a_rounding_apart(runs: methods.Runs) -> None:
     methods.TUNED.keep("4 steps", [("muon", 0.03, 1.0)])
     found = methods.apart(2, ["muon", "muon, plain", "normuon"], 0)

@@ -65,6 +65,7 @@ def test_several_processes_train_one_run_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_runs_at_a_time_and_runs_of_two_processes_end_alike(tmp_path: Path) -> None:
     alone = runs.kept([SGD, SGD.but(seed=1)], tmp_path / "one")
     beside = runs.kept([SGD, SGD.but(seed=1)], tmp_path / "two", at_once=2)

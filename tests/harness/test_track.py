@@ -144,6 +144,7 @@ def test_the_stored_trials_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_prints_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from soframe import available
@@ -11,11 +13,21 @@ from soframe.testing import check_method
 from tests.distributed.harness import run_ranks
 
 METHODS = sorted(available("method"))  # a new registration enters by itself
+OF_EACH_KIND = ("adamw", "ekfac", "kfac", "newton-muon", "shampoo", "soap-muon")
+"""They differ in what they read of calls and gradients, have solved, and remember."""
 
 
 def of_other_fishers(name: str) -> bool:
     method = KINDS["method"].build(name, Method)
     return method.captures and not method.empirical_only
+
+
+def each_kind_first(names: list[str]) -> list[Any]:
+    """The methods, of which `make test` runs one of each kind."""
+    return [
+        pytest.param(name, marks=[] if name in OF_EACH_KIND else [pytest.mark.thorough])
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -34,7 +46,7 @@ def test_two_ranks_are_one_process(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each_kind_first(METHODS))
 def test_ranks_are_one_process(name: str) -> None:
     """Under every strategy; saved on four ranks, and resumed on two."""
     check_method(name, ranks=(3, 4), fishers=("empirical",), launch=run_ranks)
@@ -42,7 +54,9 @@ def test_ranks_are_one_process(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if of_other_fishers(name)])
+@pytest.mark.parametrize(
+    "name", each_kind_first([name for name in METHODS if of_other_fishers(name)])
+)
 def test_another_fisher_on_ranks_is_one_process(name: str) -> None:
     """Where statistics come from is the same under all strategies: two tell."""
     strategies = ("mem-opt", "hybrid-opt")

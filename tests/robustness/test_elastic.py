@@ -52,6 +52,7 @@ def test_fewer_ranks_go_on_from_the_checkpoint(tmp_path):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.thorough
 def test_what_strikes_leaves_the_weights_of_the_undisturbed_run(tmp_path):
     """In a sharded save; `test_durable.py` is of plain ones, and ranks that stop take minutes."""
     trial = Trial(1, "sharded", True, Death(10, 1, "save", signal.SIGKILL, 0.3))

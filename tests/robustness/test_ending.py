@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
     ("strategy", "how", "ranks", "status"),
     [
         ("comm-opt", "ends", 3, 0),
-        ("comm-opt", "raises", 2, 1),
+        pytest.param("comm-opt", "raises", 2, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_end_with_the_scripts_own_status(tmp_path, strategy, how, ranks, status):

@@ -144,7 +144,11 @@ def check(results: list[Result], case: Case, what: str = "") -> None:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        pytest.param(ranks, names, marks=[pytest.mark.slow] if ranks in (1, 3) else [])
+        pytest.param(
+            ranks,
+            names,
+            marks=[pytest.mark.slow, pytest.mark.thorough] if ranks in (1, 3) else [],
+        )
         for ranks in (1, 2, 3, 4)
         for names in groups_on(ranks)
     ],
@@ -157,6 +161,7 @@ def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_methods_of_all_kinds_are_one_process() -> None:
     """All methods do what they do with whole gradients, as the next test says, on two ranks.
 
@@ -234,7 +239,10 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 4), pytest.param(4, 3, marks=[pytest.mark.slow, pytest.mark.thorough])],
+)
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     """In the middle of an interval; and from one process with plain parameters."""
     saved, *_ = run_ranks(save_after, before, [replace(case, end=3) for case in RESUMED])
@@ -416,7 +424,9 @@ def recorded(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Any, ...]]:
 PLANNED = ("kfac comm", "kfac mem clips", "kfac hybrid clips", "kfac sharded", "own soap-muon")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_plans_are_what_is_sent_and_held(ranks: int) -> None:
     cases = {name: CASES[name] for name in PLANNED}
     cases["copies"] = CASES["in copies"]

@@ -105,7 +105,14 @@ def check(results: list[Result], case: Case, what: str = "") -> None:
 NAMES = tuple(CASES)
 
 
-@pytest.mark.parametrize("names", [NAMES[:6], NAMES[6:12], NAMES[12:]], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES[:6], id=NAMES[0]),
+        pytest.param(NAMES[6:12], id=NAMES[6]),
+        pytest.param(NAMES[12:], id=NAMES[12], marks=pytest.mark.thorough),
+    ],
+)
 def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
     results = run_ranks(train_all, 4, [CASES[name] for name in names], timeout=240)
     for index, name in enumerate(names):
@@ -201,6 +208,7 @@ def recorded(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[Any, ...
     return found
 
 
+@pytest.mark.thorough
 def test_plans_are_what_is_sent_and_held() -> None:
     for rank, own in enumerate(run_ranks(recorded, 4, PLANNED, timeout=120)):
         for name, (placement, traffic, memory) in zip(PLANNED, own, strict=True):

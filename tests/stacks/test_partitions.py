@@ -280,7 +280,11 @@ CASES = {
 
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in (1, 3) else []) for n in (1, 2, 3)],
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_ranks_are_one_process(ranks: int) -> None:
     results = run_ranks(train_all, ranks, list(CASES.values()), timeout=120)

@@ -157,7 +157,7 @@ def assert_same(results: list[Result], case: Case, copies: int, what: str) -> No
         pytest.param(2, PASSES, id="passes"),
         pytest.param(2, TROUBLE, id="trouble"),
         pytest.param(2, METHODS, id="methods"),
-        pytest.param(4, COPIES, id="copies", marks=pytest.mark.slow),
+        pytest.param(4, COPIES, id="copies", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_ranks_are_one_process(ranks: int, cases: dict[str, Case]) -> None:
@@ -283,6 +283,7 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_copies_go_on(tmp_path: Path) -> None:
     """Each copy of a stage from its state, of which it holds a part; and one process from all."""
     cases = {2: Case(options=MEM), 1: Case(options=MEM, tensor=2)}

@@ -82,6 +82,7 @@ def train_compiled(rank: int, ranks: int) -> dict[str, Tensor]:
     return train(rank, ranks, None, "aot_eager")
 
 
+@pytest.mark.thorough
 def test_compiled() -> None:
     """At statistics steps the model itself is called, as the guide on torch.compile says."""
     expected = train(0, 1, None)

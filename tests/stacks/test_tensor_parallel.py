@@ -87,7 +87,7 @@ def check(results: list[Result], case: Case, what: str = "") -> None:
     [
         (2, tuple(CASES)[:12]),
         (2, tuple(CASES)[12:]),
-        pytest.param(4, FEW, marks=pytest.mark.slow),
+        pytest.param(4, FEW, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )

@@ -150,7 +150,9 @@ def look(rank: int, ranks: int, folder: Path, sharded: bool) -> int | None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "sharded"), [(1, False), pytest.param(2, True, marks=pytest.mark.thorough)]
+)
 def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path, ranks, sharded):
     found = set()
     for victim in range(ranks):

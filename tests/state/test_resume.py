@@ -118,6 +118,7 @@ LAYOUTS = {
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_go_on_bit_by_bit_from_every_step():
     for own in run_ranks(resume_on_rank, 3, list(LAYOUTS.values()), timeout=120):
         for name, outcome in zip(LAYOUTS, own, strict=True):

@@ -111,7 +111,12 @@ def finish_on_rank(rank: int, ranks: int, strategy: Any, folder: Path, solver: s
 
 
 @pytest.mark.parametrize(
-    "strategy", [Sharded(), DEFERRED, "mem-opt"], ids=["sharded", "deferred", "mem"]
+    "strategy",
+    [
+        pytest.param(Sharded(), id="sharded"),
+        pytest.param(DEFERRED, id="deferred", marks=pytest.mark.thorough),
+        pytest.param("mem-opt", id="mem", marks=pytest.mark.thorough),
+    ],
 )
 def test_another_layout_goes_on_within_rounding(tmp_path, strategy):
     run_ranks(save_on_rank, 4, strategy, tmp_path)

@@ -285,16 +285,21 @@ def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        CommOpt(),
-        MemOpt(),
         HybridOpt(),
-        HybridOpt(gradient_workers=1),
-        HybridOpt(gradient_workers=0.75, colocate=False),
         CommOpt(colocate=False),
-        Sharded(),
         Sharded(group=2, deferred=True, wire="bfloat16"),
-        Sharded(group=None, deferred=True, colocate=True),
         OwnerLocal(),
+        *(
+            pytest.param(strategy, marks=pytest.mark.thorough)
+            for strategy in (
+                CommOpt(),
+                MemOpt(),
+                HybridOpt(gradient_workers=1),
+                HybridOpt(gradient_workers=0.75, colocate=False),
+                Sharded(),
+                Sharded(group=None, deferred=True, colocate=True),
+            )
+        ),
     ],
     ids=describe,  # the repr of a cost function has an address, which differs between workers
 )

@@ -205,12 +205,19 @@ def train_rank(
 
 RANKS = [
     *((case, 2, 8) for case in RANK_CASES),
-    ("hybrid-opt", 4, 8),
     ("several methods", 4, 8),
     ("uneven", 3, 8),
     ("monte-carlo", 3, 8),
-    *((case, 3, 12) for case in ("comm-opt", "mem-opt", "hybrid-opt")),
-    ("hybrid-opt", 6, 12),
+    *(
+        pytest.param(case, ranks, samples, marks=pytest.mark.thorough)
+        for case, ranks, samples in (
+            ("hybrid-opt", 4, 8),
+            ("comm-opt", 3, 12),
+            ("mem-opt", 3, 12),
+            ("hybrid-opt", 3, 12),
+            ("hybrid-opt", 6, 12),
+        )
+    ),
 ]
 
 
@@ -245,8 +252,18 @@ def leg_on_rank(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["several methods", "of gradients", "rare models"])
-@pytest.mark.parametrize("cut", [3, 4])
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [
+        ("several methods", 4),
+        ("of gradients", 3),
+        ("rare models", 4),
+        *(
+            pytest.param(case, cut, marks=pytest.mark.thorough)
+            for case, cut in (("several methods", 3), ("of gradients", 4), ("rare models", 3))
+        ),
+    ],
+)
 def test_other_ranks_go_on(case: str, cut: int) -> None:
     """Also while a step waits for its verdict, which is that it did harm."""
     _, expected = leg_on_rank(0, 1, case, range(6), b"")
