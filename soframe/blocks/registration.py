@@ -190,7 +190,7 @@ class Registration:
         self.unused = sorted(given_patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
-            warn_unused(self.unused, stacklevel=7)
+            warn_unused(self.unused, stacklevel=8)
 
     # -- modules ------------------------------------------------------------------------------
 

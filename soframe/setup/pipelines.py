@@ -145,7 +145,7 @@ class Pipeline:
             )
         unused = set(registration.unused).intersection(*(patterns for _, patterns in every))
         if unused:
-            warn_unused(sorted(unused), stacklevel=5)
+            warn_unused(sorted(unused), stacklevel=6)
 
     # -- states -------------------------------------------------------------------------------
 
