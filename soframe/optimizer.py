@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from soframe.blocks import home, stacks
 from soframe.blocks.block import Block
-from soframe.blocks.registration import Choice, unwrap
+from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
+from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
 from soframe.gradients import moving
@@ -178,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _find_balls(self) -> None:
         """Find the weights that a constraint could keep on spheres, by the names of groups."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
         self._balls: dict[str, list[Ball]] = {g["method"]: [] for g in self.param_groups}
         for block in self.preconditioner.blocks:
             ball = Ball(block, names)
@@ -228,6 +229,8 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: See `soframe.Preconditioner.step`.
             ValueError: See `soframe.Preconditioner.step`.
         """
+        if asked_by_saver_of_parameters():
+            return None  # a step of zeros, to make a state; `state_dict` then refuses
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -303,7 +306,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             The param groups, as any optimizer has them, and the preconditioner's state.
+
+        Raises:
+            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks, which would
+                drop the latter.
         """
+        refuse_saver_of_parameters(self)
         keys = {ball.key for balls in self._balls.values() for ball in balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         return {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as anew
 
 import soframe
 from soframe import GradientHome, PlainGrad
 from tests.distributed.harness import run_ranks
+from tests.methods.stages import damping_for
 
 SAMPLES, STEPS = 12, 5
 READ_GRAD = {
@@ -147,7 +151,7 @@ class SGD(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             gradient = self._home.read(parameter)
             if gradient is not None:
-                parameter.sub_(gradient, alpha=0.05)
+                self._home.local(parameter).sub_(gradient, alpha=0.05)
 
 
 HOMES: dict[str, Callable[[], GradientHome]] = {
@@ -206,12 +210,14 @@ def train(
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_moved_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_moved_alike(
+    found: dict[str, Tensor], expected: dict[str, Tensor], case: str = ""
+) -> None:
     start = dict(net().named_parameters())
     for name, weight in found.items():
-        assert torch.equal(weight, expected[name]), name
+        assert torch.equal(weight, expected[name]), (case, name)
         if "unused" not in name:
-            assert not torch.equal(weight, start[name]), name
+            assert not torch.equal(weight, start[name].to(weight.dtype)), name
 
 
 @pytest.mark.parametrize("owner", ["kfac", "soap-muon"])
@@ -264,76 +270,178 @@ def test_a_trust_region_reads_any_home(hooked_first: bool) -> None:
     assert torch.equal(*weights)
 
 
-class Ranges(MainGrad):
-    """A range of each parameter's averaged gradient, as stacks with flat buffers keep them."""
+@dataclass(frozen=True)
+class Flat:
+    """A run with gradients in flat buffers.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    Attributes:
+        method: The method.
+        owner: Whether `soframe.Optimizer` owns the step, rather than `SGD`.
+        options: Settings of soframe.
+        passes: Micro-batches in each step.
+        checkpoints: Whether activations are computed anew in the backward pass.
+        bf16: Whether parameters are bfloat16, and buffers float32.
+        spoilt: The step at which the loss of one rank is NaN.
+        begin: The first step.
+        end: The step after the last.
+        saved: The weights and the state to begin from.
+    """
 
-    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> soframe.Shards:
+    method: Any = "soap-muon"
+    owner: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    passes: int = 1
+    checkpoints: bool = False
+    bf16: bool = False
+    spoilt: int | None = None
+    begin: int = 0
+    end: int = STEPS
+    saved: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+
+
+class Buffers(MainGrad):
+    """The averaged gradient of each parameter, or a range of it, as stacks with flat buffers do.
+
+    Args:
+        rank: This rank.
+        parts: Whether each rank has a range.
+        dtype: The dtype of the buffers.
+    """
+
+    def __init__(self, rank: int, *, parts: bool, dtype: torch.dtype) -> None:
+        self.rank, self.parts, self.dtype = rank, parts, dtype
+
+    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> soframe.Shards | None:
+        if not self.parts:
+            return None
         size, count = parameter.numel(), len(ranks)
         cuts = [size * index // count for index in range(count + 1)]
-        dtype = str(parameter.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         pairs = tuple(pairwise(cuts))
         return soframe.Shards(shape=(size,), dim=0, ranges=pairs, copies=(0,) * count, dtype=dtype)
 
+    def mine(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Return what this rank has of a tensor like a parameter."""
+        shards = self.shards(parameter, range(dist.get_world_size()))
+        if shards is None:
+            return tensor
+        start, stop = shards.ranges[self.rank]
+        return tensor.view(-1)[start:stop]
+
     def local(self, parameter: nn.Parameter) -> Tensor:
-        start, stop = self.shards(parameter, range(dist.get_world_size())).ranges[self.rank]
-        return parameter.detach().view(-1)[start:stop]
+        return self.mine(parameter, parameter.detach())
 
-
-def train_in_ranges(rank: int, ranks: int, owner: str) -> dict[str, Tensor]:
-    """The weights after some steps, of which each rank has made its ranges."""
-    model, home = net(), Ranges(rank)
-    optimizer = soframe.Optimizer(
-        model, owner, lr=0.02, weight_decay=0.1, home=home, strategy="mem-opt", solve_every=2
-    )
-    for step in range(STEPS):
-        tokens, targets = batch(step)
-        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
-        optimizer.zero_grad()
-        (model(tokens[mine]) - targets[mine]).square().sum(1).mean().backward()
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients over ranks, and keep what is this rank's."""
         for parameter in model.parameters():
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                start, stop = home.shards(parameter, range(ranks)).ranges[rank]
-                home.put(parameter, parameter.grad.view(-1)[start:stop] / ranks)
+                gradient = parameter.grad.to(self.dtype) / dist.get_world_size()
+                dist.all_reduce(gradient)
+                self.put(parameter, self.mine(parameter, gradient))
                 parameter.grad = None
-        optimizer.step()
+
+    def gather(self, model: nn.Module) -> None:
+        """Bring every rank the ranges that others have moved."""
         for parameter in model.parameters():
-            for other, (start, stop) in enumerate(home.shards(parameter, range(ranks)).ranges):
+            shards = self.shards(parameter, range(dist.get_world_size()))
+            for other, (start, stop) in enumerate(shards.ranges if shards else ()):
                 part = parameter.detach().view(-1)[start:stop].clone()
                 dist.broadcast(part, other)
                 parameter.detach().view(-1)[start:stop] = part
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def train_whole(rank: int, ranks: int, owner: str) -> dict[str, Tensor]:
-    """The same with whole gradients."""
+Ended = tuple[dict[str, Tensor], dict[str, Any]]
+"""Weights, and soframe's state."""
+
+
+def train_flat(rank: int, ranks: int, case: Flat, parts: bool) -> Ended:
     model = net()
-    optimizer = soframe.Optimizer(
-        model, owner, lr=0.02, weight_decay=0.1, strategy="mem-opt", solve_every=2
-    )
-    for step in range(STEPS):
+    if case.saved is not None:
+        model.load_state_dict(case.saved[0])
+    if case.bf16:
+        model.bfloat16()
+    home = Buffers(rank, parts=parts, dtype=torch.float32 if case.bf16 else torch.float64)
+    settings: dict[str, Any] = {
+        "home": home,
+        "strategy": "mem-opt",
+        "statistics_every": 1,
+        "solve_every": 2,
+        **damping_for(case.method, "adamw"),
+        **case.options,
+    }
+    if case.owner:
+        optimizer: Any = soframe.Optimizer(
+            model, case.method, lr=0.02, weight_decay=0.1, **settings
+        )
+        preconditioner = optimizer.preconditioner
+    else:
+        preconditioner = soframe.Preconditioner(model, case.method, lr=0.05, **settings)
+        optimizer = SGD(model, home)
+    own = optimizer if case.owner else preconditioner
+    if case.saved is not None:
+        own.load_state_dict(case.saved[1])
+    for step in range(case.begin, case.end):
         tokens, targets = batch(step)
         mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
-        optimizer.zero_grad()
-        (model(tokens[mine]) - targets[mine]).square().sum(1).mean().backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ranks
+        for x, y in zip(
+            tokens[mine].chunk(case.passes), targets[mine].chunk(case.passes), strict=True
+        ):
+            outputs = model(x) if not case.checkpoints else anew(model, x, use_reentrant=False)
+            loss = (outputs.double() - y).square().sum(1).mean() / case.passes
+            (loss * math.nan if step == case.spoilt and rank == 0 else loss).backward()
+        home.reduce(model)
+        if not case.owner:
+            preconditioner.step()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+        home.gather(model)
+        for parameter in model.parameters():
+            home.clear(parameter)
+    assert preconditioner.counters["skipped_updates"] == (case.spoilt is not None)
+    ended = {name: p.detach().clone() for name, p in model.named_parameters()}, own.state_dict()
+    preconditioner.close()
+    return ended
+
+
+FLAT = {
+    "soap-muon": Flat(passes=2),
+    "adamw": Flat("adamw", spoilt=2),
+    "kfac": Flat("kfac", owner=False, options={"kl_clip": None}, passes=2, checkpoints=True),
+    "kfac, comm-opt": Flat("kfac", options={"strategy": "comm-opt", "kl_clip": None}, spoilt=2),
+    "ekfac, sharded": Flat("ekfac", options={"strategy": "sharded", "kl_clip": None}),
+    "bf16": Flat("kfac", options={"kl_clip": None}, bf16=True),
+    "bf16, adamw": Flat("adamw", bf16=True),
+    "kl_clip": Flat("kfac", owner=False, options={"kl_clip": 1e-4}),
+    "norm_clip": Flat("kfac", options={"kl_clip": None, "norm_clip": 0.05}),
+}
+
+
+def both_ways(rank: int, ranks: int, names: Sequence[str]) -> list[list[Ended]]:
+    cases = [FLAT[name] for name in names]
+    return [[train_flat(rank, ranks, case, parts) for parts in (True, False)] for case in cases]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("owner", ["soap-muon", "adamw"])
-def test_a_home_may_have_a_part_of_each_gradient(owner: str) -> None:
+@pytest.mark.parametrize(("ranks", "names"), [(2, list(FLAT)), (3, ["soap-muon", "adamw"])])
+def test_a_home_may_have_a_part_of_each_gradient(ranks: int, names: list[str]) -> None:
     """To the bit, where norms are not clipped: parts are moved, and nothing else is computed."""
-    expected = run_ranks(train_whole, 3, owner)
-    for found, wanted in zip(run_ranks(train_in_ranges, 3, owner), expected, strict=True):
-        assert_moved_alike(found, wanted)
+    for results in run_ranks(both_ways, ranks, names):
+        for name, ((found, _), (whole, _)) in zip(names, results, strict=True):
+            if not name.endswith("clip"):
+                assert_moved_alike(found, whole, name)
+                continue
+            for key, weight in found.items():
+                torch.testing.assert_close(weight, whole[key], rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.distributed
+def test_a_run_with_parts_goes_on() -> None:
+    """With parts on other ranks, without parts, and from there."""
+    whole = run_ranks(train_flat, 2, Flat(passes=2), False)[0][0]
+    begun = {parts: run_ranks(train_flat, 2, Flat(end=2), parts)[0] for parts in (True, False)}
+    for ranks, before, after in ((3, True, True), (2, True, False), (2, False, True)):
+        found, _ = run_ranks(train_flat, ranks, Flat(begin=2, saved=begun[before]), after)[0]
+        for key, weight in found.items():
+            torch.testing.assert_close(weight, whole[key], rtol=1e-9, atol=1e-9)
 
 
 def test_a_step_says_where_it_looked_for_gradients() -> None:

@@ -93,6 +93,22 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+"""What torch's ``checkpoint_wrapper`` and ``torch.compile`` call the module that they wrap."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module or a parameter as it is without wrappers around single modules.
+
+    A block keeps its name, and with it its statistics and its state, when its layer is wrapped; and
+    a state is the same with and without.
+
+    Args:
+        name: A name of ``named_modules`` or ``named_parameters``.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 _REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
 _UNCALLED: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +153,8 @@ def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
     """
     warnings.warn(
         f"soframe: no module matches the pattern(s) {', '.join(map(repr, patterns))}; names are "
-        f"those of model.named_modules(), patterns regular expressions",
+        f"those of model.named_modules(), without what checkpoint_wrapper and torch.compile put in "
+        f"between, patterns regular expressions",
         stacklevel=stacklevel,
     )
 
@@ -195,9 +212,9 @@ class Registration:
     # -- modules ------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        modules = [(n, m) for n, m in self._model.named_modules() if m._parameters]
+        modules = [(plain_name(n), m) for n, m in self._model.named_modules() if m._parameters]
         for name, module in self._model.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(module), []).append(name)
+            self._names.setdefault(id(module), []).append(plain_name(name))
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in modules:
             for parameter in module._parameters.values():
@@ -459,10 +476,11 @@ class Registration:
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
-        owners = {id(m): n for n, m in self._model.named_modules()}
-        for full, parameter in self._model.named_parameters():
+        owners = {id(m): plain_name(n) for n, m in self._model.named_modules()}
+        for name_now, parameter in self._model.named_parameters():
             if id(parameter) in self._in_block:
                 continue
+            full = plain_name(name_now)
             sharers = self._sharers.get(id(parameter), [])
             if not parameter.requires_grad:
                 self._reasons.setdefault(id(parameter), "frozen")
@@ -599,12 +617,12 @@ class Registration:
             shape = () if lazy else tuple(parameter.shape)
             if block is None:
                 reason = self._reasons[id(parameter)]
-                rows.append(ReportRow(name, shape, None, reason=reason))
+                rows.append(ReportRow(plain_name(name), shape, None, reason=reason))
             else:
                 solvers = [_name(solver) for _, _, solver in block.solved_here]
                 method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
                 note = self._notes.get(block.name, "")
-                rows.append(ReportRow(name, shape, block.name, method, note=note))
+                rows.append(ReportRow(plain_name(name), shape, block.name, method, note=note))
         return Report(tuple(rows))
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
+from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
@@ -789,7 +790,9 @@ class TrustRegion(torch.optim.Optimizer):
 
         Raises:
             ValueError: If methods remember gradients, and ``curvature`` is false.
+            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks.
         """
+        refuse_saver_of_parameters(self)
         policy = self._own_damping
         if not curvature and (self._memory.any or self._candidates.others):
             raise ValueError(

@@ -32,6 +32,7 @@ from torch.optim.optimizer import ParamsT
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
 from soframe.checks.numbers import is_number, require_flag, require_integer
+from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
@@ -485,8 +486,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.
 
         Raises:
-            RuntimeError: If it is called within `averaged`.
+            RuntimeError: If it is called within `averaged`, or it is
+                `torch.distributed.checkpoint.state_dict` that asks.
         """
+        refuse_saver_of_parameters(self)
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
         of_torch = super().state_dict()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
+import soframe
 from soframe.testing import compare
 from tests.capture import kit
 from tests.capture.kit import (
@@ -348,3 +351,38 @@ def test_skip_by_any_name_of_a_module() -> None:
     model["alias"] = model["other"]
     named = rows(precondition(model, skip=["alias"]))
     assert named["other.weight"].block is None
+
+
+# The compiler looks at tensors.
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("method", ["kfac", "muon"])
+def test_wrappers_of_single_modules_leave_names_statistics_and_states(method: str) -> None:
+    """Wrapped after soframe was built; and its state goes on without them."""
+
+    def steps(model: nn.Module, optimizer: soframe.Optimizer, begin: int, end: int) -> Tensor:
+        for step in range(begin, end):
+            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
+            optimizer.zero_grad()
+            softplus(model(x)).backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    def make() -> tuple[nn.Sequential, soframe.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
+        return model, soframe.Optimizer(model, method, lr=0.1)
+
+    expected = steps(*make(), 0, 4)
+    for wrap in (checkpoint_wrapper, partial(torch.compile, backend="eager")):
+        model, optimizer = make()
+        model[0] = wrap(model[0])
+        steps(model, optimizer, 0, 2)
+        names = [row.parameter for row in optimizer.report()]
+        assert names == ["0.0.weight", "0.0.bias", "2.weight", "2.bias"]
+        other, again = make()
+        again.load_state_dict(optimizer.state_dict())
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(model.parameters()).detach(), other.parameters()
+        )
+        assert torch.equal(steps(model, optimizer, 2, 4), expected)
+        assert torch.equal(steps(other, again, 2, 4), expected)

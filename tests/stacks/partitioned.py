@@ -40,6 +40,8 @@ class Case:
             there is an engine.
         momentum: The optimizer's, by which DeepSpeed moves what is frozen, too.
         clip: DeepSpeed's bound on the norm of what it is given.
+        checkpoints: Whose checkpoints compute activations anew in the backward pass: ``"torch"``'s,
+            ``"deepspeed"``'s, or nobody's.
     """
 
     stage: int = 2
@@ -54,6 +56,7 @@ class Case:
     frozen: tuple[int, int] = (-1, -1)
     momentum: float = 0.9
     clip: float = 0.0
+    checkpoints: str = ""
 
 
 def base(model: nn.Module, case: Case) -> torch.optim.Optimizer:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe import available
@@ -19,7 +22,7 @@ from soframe.strategies.placement import Placement
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.integrations.kit import as_launched
-from tests.stacks.fully_sharded import SAMPLES, make_net, weights
+from tests.stacks.fully_sharded import SAMPLES, Net, make_net, weights
 from tests.stacks.kit import assert_rounded
 from tests.stacks.partitioned import (
     FIRST,
@@ -77,6 +80,10 @@ CASES: dict[str, Case] = {
     "3 in small groups": Case(
         3, options=MEM, groups=True, zero={**CUT, "sub_group_size": 40, "reduce_bucket_size": 50}
     ),
+    "1 checkpoints": Case(1, "hook", options=MEM, checkpoints="torch"),
+    "2 checkpoints": Case(2, "before", options=MEM, passes=2, checkpoints="deepspeed"),
+    "3 checkpoints": Case(3, "hook", options=MEM, zero=CUT, checkpoints="deepspeed"),
+    "3 checkpoints, torch's": Case(3, "before", options=MEM, zero=CUT, checkpoints="torch"),
     # Settings of ZeRO by which it lays out, or reduces, otherwise.
     "2 in turns": Case(2, options=MEM, zero={"round_robin_gradients": True}),
     "1 in turns, passes": Case(1, "hook", options=MEM, passes=2, zero={"round_robin_gradients": 1}),
@@ -91,12 +98,17 @@ FEW = ("1 before mem-opt", "2 hook sharded", "2 passes", "2 rates, before", "3 h
 TOGETHER = 12
 
 
-def initialize(model: nn.Module, optimizer: Any, case: Case, ranks: int) -> Any:
+def library() -> Any:
+    """DeepSpeed, set up for CPUs."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
+    return deepspeed
+
+
+def initialize(model: nn.Module, optimizer: Any, case: Case, ranks: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // ranks // case.passes,
         "gradient_accumulation_steps": case.passes,
@@ -105,7 +117,7 @@ def initialize(model: nn.Module, optimizer: Any, case: Case, ranks: int) -> Any:
         "zero_optimization": {"stage": case.stage, **case.zero},
         **case.config,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = library().initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
@@ -123,6 +135,27 @@ def deepspeed_init() -> Any:
     return deepspeed.zero.Init()
 
 
+def compute_anew(model: Net, case: Case) -> list[int]:
+    """Compute the layers' activations anew, and return what their numbers are noted in."""
+    deepspeed, runs = library(), []
+    again: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
+    if case.checkpoints == "deepspeed":
+        deepspeed.init_distributed("gloo")
+        deepspeed.checkpointing.configure(None)
+        again = deepspeed.checkpointing.checkpoint
+
+    def checkpointed(index: int, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            runs.append(index)
+            return forward(x)
+
+        return again(inner, x)
+
+    for index, layer in enumerate(model.layers):
+        layer.forward = partial(checkpointed, index, layer.forward)  # type: ignore[method-assign]
+    return runs
+
+
 def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
     found, own = trained(rank, ranks, case)
     return found, own.counters
@@ -130,6 +163,7 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
 
 def trained(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], soframe.Preconditioner]:
     model = net()
+    runs = compute_anew(model, case) if case.checkpoints else None
     freeze(model, FIRST, case)
     optimizer = base(model, case)
     hook: DeepSpeedPreconditioner | None = None
@@ -152,6 +186,7 @@ def trained(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], sofra
                 own.step()
             engine.step()
     own.close()
+    assert runs is None or sorted(runs) == sorted([0, 1] * 2 * STEPS * case.passes)
     with gathered(model):
         found = weights(model)
     engine.destroy()

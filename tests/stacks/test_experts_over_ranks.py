@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import soframe
 from tests.distributed.harness import run_ranks
 from tests.methods.stages import damping_for
-from tests.stacks.fully_sharded import weights
-from tests.stacks.kit import assert_refused
+from tests.stacks.fully_sharded import load, weights
+from tests.stacks.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 
@@ -54,17 +56,23 @@ class Net(nn.Module):
         self.up, self.down = Kernels(experts), Kernels(experts)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.group: dist.ProcessGroup | None = None
+        self.checkpoints = False
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         gates = self.router(hidden).softmax(1)
+        if self.checkpoints:
+            return self.head(checkpoint(self._experts, hidden, gates, use_reentrant=False))
+        return self.head(self._experts(hidden, gates))
+
+    def _experts(self, hidden: Tensor, gates: Tensor) -> Tensor:
         if self.group is None:
-            return self.head(self._mixed(hidden, gates))
-        rank, size = dist.get_rank(self.group), len(x)
+            return self._mixed(hidden, gates)
+        rank, size = dist.get_rank(self.group), len(hidden)
         rows, weighed = self._of_all(hidden), self._of_all(gates)
         own = weighed.chunk(dist.get_world_size(self.group), 1)[rank]
         summed = across.all_reduce(self._mixed(rows, own), group=self.group)
-        return self.head(summed[rank * size : (rank + 1) * size])
+        return summed[rank * size : (rank + 1) * size]
 
     def _of_all(self, own: Tensor) -> Tensor:
         """Return the rows of all ranks: torch's all-gather has no gradient in a part of them."""
@@ -94,25 +102,54 @@ class Case:
         owner: Whether soframe owns the step, rather than SGD.
         options: Settings of soframe.
         sharded: Whether fully_shard cuts up the rest, and the experts over fewer ranks.
+        passes: Micro-batches in each step.
+        checkpoints: Whether activations of the experts are computed anew in the backward pass.
+        bf16: Whether the model is float32 and runs under autocast to bfloat16.
+        spoilt: The step at which the loss of one rank is NaN.
+        early: Whether soframe is built before experts are spread over ranks, and the rest sharded.
+        begin: The first step.
+        end: The step after the last.
+        saved: The weights and the state to begin from.
     """
 
     owner: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     sharded: bool = False
+    passes: int = 1
+    checkpoints: bool = False
+    bf16: bool = False
+    spoilt: int | None = None
+    early: bool = False
+    begin: int = 0
+    end: int = STEPS
+    saved: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
 
 EACH = {"layers": {"up|down": KernelsHelper}}
 MEM = {"strategy": "mem-opt"}
+MIXED = {"method": {"up|down": "muon", "": "kfac"}, **EACH, **MEM}
+SHAMPOO = {"method": "shampoo", **EACH}
+KL_CLIPPED, NORM_CLIPPED = {**MIXED, "kl_clip": 1e-6}, {**MIXED, "norm_clip": 1e-3}
+SMOOTH = {**MIXED, "method": {"up|down": "sgd", "": "kfac"}}
+"""What does not enlarge the rounding of a pass, as orthogonalisation does."""
 CASES = {
     "muon": Case(options={"method": "muon", **EACH, **MEM}),
     "matrices": Case(options={"method": "muon", **MEM}),
-    "shampoo": Case(options={"method": "shampoo", **EACH}),
-    "mixed": Case(options={"method": {"up|down": "muon", "": "kfac"}, **EACH, **MEM}),
+    "shampoo": Case(options=SHAMPOO, passes=2),
+    "mixed": Case(options=MIXED),
     "skipped": Case(owner=False, options={"method": "kfac", "skip": ["up|down"], "kl_clip": 1e-3}),
+    "checkpoints": Case(options=KL_CLIPPED, checkpoints=True),
+    "spoilt": Case(options=MIXED, spoilt=1, passes=2),
+    "early": Case(options=MIXED, early=True),
+    "bf16": Case(options=SMOOTH, bf16=True),
 }
 SHARDED = {
-    "muon": Case(options={"method": "muon", **EACH, **MEM}, sharded=True),
-    "mixed": Case(options={"method": {"up|down": "muon", "": "kfac"}, **EACH}, sharded=True),
+    "muon": Case(options={"method": "muon", **EACH, **MEM}, sharded=True, spoilt=1),
+    "mixed": Case(
+        options={**NORM_CLIPPED, "strategy": "comm-opt"}, sharded=True, passes=2, checkpoints=True
+    ),
+    "early": Case(options=SHAMPOO, sharded=True, early=True),
+    "bf16": Case(options=SMOOTH, sharded=True, bf16=True),
 }
 
 
@@ -148,9 +185,19 @@ def average(model: Net, case: Case, ranks: int, spread_over: int) -> None:
             gradient /= ranks
 
 
-def train(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
+Saved = tuple[dict[str, Tensor], dict[str, Any]]
+"""Weights, and soframe's state."""
+
+
+def train(rank: int, ranks: int, case: Case) -> Saved:
+    """Train, and return the weights and the state."""
     model = make_net()
-    over = spread(model, ranks, case) if ranks > 1 else 1
+    model.checkpoints = case.checkpoints
+    if case.saved is not None:
+        load(model, case.saved[0])
+    if case.bf16:
+        model.float()
+    over = spread(model, ranks, case) if ranks > 1 and not case.early else 1
     settings = {"statistics_every": 1, "solve_every": 2, **case.options}
     settings |= damping_for(case.options.get("method", "kfac"), case.options.get("auxiliary"))
     if ranks == 1:
@@ -162,22 +209,35 @@ def train(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         own = soframe.Preconditioner(model, optimizer=optimizer, **settings)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    if ranks > 1 and case.early:
+        over = spread(model, ranks, case)
+    if case.saved is not None:
+        optimizer.load_state_dict(case.saved[1])
+    dtype = next(model.parameters()).dtype
+    for step in range(case.begin, case.end):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
         optimizer.zero_grad()
-        (model(x[mine]) - y[mine]).square().sum(1).mean().backward()
+        for inputs, targets in zip(
+            x[mine].chunk(case.passes), y[mine].chunk(case.passes), strict=True
+        ):
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+                outputs = model(inputs)
+            loss = (outputs.to(dtype) - targets).square().sum(1).mean() / case.passes
+            (loss * math.nan if step == case.spoilt and rank == 0 else loss).backward()
         if ranks > 1:
             average(model, case, ranks, over)
         if not case.owner:
             own.step()
         optimizer.step()
+    assert own.counters["skipped_updates"] == (case.spoilt is not None)
+    saved = weights(model), optimizer.state_dict()
     own.close()
-    return weights(model)
+    return saved
 
 
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Tensor]]:
+def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Saved]:
     return [train(rank, ranks, case) for case in cases]
 
 
@@ -186,12 +246,37 @@ def test_experts_are_those_of_one_process(ranks: int, cases: dict[str, Case]) ->
     results = run_ranks(train_all, ranks, list(cases.values()), timeout=200)
     start = weights(make_net())
     for index, (name, case) in enumerate(cases.items()):
-        expected = train(0, 1, case)
-        for found in (own[index] for own in results):
+        plain = replace(case, bf16=False, checkpoints=False, passes=1)
+        expected = train(0, 1, plain)[0]
+        for found, _ in (own[index] for own in results):
+            if case.bf16:
+                assert_rounded(found, expected, start, name)
+                continue
             for which, weight in found.items():
                 where = f"{name}, {which}"
                 torch.testing.assert_close(weight, expected[which], rtol=1e-9, atol=1e-9, msg=where)
                 assert not torch.equal(weight, start[which]), where
+
+
+def test_clips_bind() -> None:
+    """So equality means something."""
+    free = train(0, 1, Case(options=MIXED))[0]
+    for options in (KL_CLIPPED, NORM_CLIPPED):
+        clipped = train(0, 1, Case(options=options))[0]
+        assert float((clipped["head.weight"] - free["head.weight"]).abs().max()) > 1e-4
+
+
+def test_a_run_goes_on() -> None:
+    """From a rank's experts to those of more ranks, in shards, and of one process; and back."""
+    begun, rest = Case(options=MIXED, end=1), Case(options=MIXED, begin=1)
+    expected = train(0, 1, Case(options=MIXED))[0]
+    (saved, *_) = run_ranks(train, 2, begun)
+    into = [(1, rest), (4, replace(rest, sharded=True))]
+    found = [run_ranks(train, ranks, replace(case, saved=saved))[0] for ranks, case in into]
+    found += run_ranks(train, 2, replace(rest, saved=train(0, 1, begun)))[:1]
+    for resumed, _ in found:
+        for which, weight in resumed.items():
+            torch.testing.assert_close(weight, expected[which], rtol=1e-9, atol=1e-9, msg=which)
 
 
 # -- what is refused -------------------------------------------------------------------------------
