@@ -7,6 +7,7 @@ the unbroken code fails the same tests, or if they cannot even be collected.
 Run it with `make mutants`, or, for some of them, `python -m tests.mutation.gate NAME...`
 """
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -34,6 +35,13 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
+    needs: str | None = None
+    """The library without which the tests skip, so that they could not fail."""
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether its tests would run here."""
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
     def apply(self, root: Path) -> str:
         """Write the broken file below `root` and return the text that it replaced."""
@@ -98,6 +106,10 @@ def gate(
     mutants: Sequence[Mutant], root: Path = ROOT, libraries: Sequence[str] = LIBRARIES
 ) -> bool:
     """Try every mutant on a copy of the project at `root`, print the verdicts; are all dead?"""
+    for mutant in mutants:
+        if not mutant.can_be_tried:
+            print(f"{mutant.name:<48} not tried: its tests need {mutant.needs}")
+    mutants = [mutant for mutant in mutants if mutant.can_be_tried]
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, Runner(libraries) as runner:
         copy = Path(scratch).resolve() / "project"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))

@@ -1,5 +1,6 @@
 """The mutation gate tells the dead from the living, and its mutants still fit the code."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_verdict(
     assert gate.gate([mutant(find, replace)], project, ()) == (answer == "killed")
     assert answer in capsys.readouterr().out
     assert (project / "double.py").read_text() == before
+
+
+def test_a_mutant_whose_tests_would_skip_is_not_tried(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = replace(mutant("2 *", "3 *"), needs="a_library_that_nobody_has")
+    assert gate.gate([one], project, ())
+    assert "not tried: its tests need a_library_that_nobody_has" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from tests.trust_region.test_kl_clip import clip, net, step
 from tests.trust_region.test_norm_clip import norm_clip
 
 RATES = [0.4, 0.2, 0.3]
+LOWERED = [0.3, 0.2, 0.25]
+"""Below the 0.4 that an optimizer is built with, from the first step on."""
 
 
 def by_hand(group: dict[str, Any], rate: float) -> None:
@@ -49,7 +51,7 @@ def test_the_factor_is_that_of_the_first_rate(
     )
     lengths = []
     with closing(unclipped), closing(own):
-        for index, rate in enumerate(RATES):
+        for index, rate in enumerate(LOWERED):
             assign(optimizer.param_groups[0], rate)
             raw, p = step(plain, unclipped, index)
             _, clipped = step(model, own, index)
@@ -65,7 +67,7 @@ def test_the_factor_is_that_of_the_first_rate(
                 compare(one, factor * other, f"step {index}")
             lengths.append(sum(float((rate * q).square().sum()) for q in clipped) ** 0.5)
     if bounds["kl_clip"] is None:
-        assert lengths == pytest.approx([1e-3 * rate / 0.4 for rate in RATES])
+        assert lengths == pytest.approx([1e-3 * rate / 0.4 for rate in LOWERED])
 
 
 def test_schedulers_say_what_they_began_with() -> None:
