@@ -296,6 +296,7 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         every = (p for group in self.param_groups for p in group["params"])
         home.empty(self.preconditioner.home, every, set_to_none=set_to_none)
+        self.preconditioner.gradients_were_zeroed()
 
     # -- state --------------------------------------------------------------------------------
 

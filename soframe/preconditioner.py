@@ -148,8 +148,8 @@ class Preconditioner(Joinable):
         layers: Helper classes by patterns on module names, asked before the registry; ``"all"`` in
             place of a class, or of the mapping, for every helper that soframe has rather than those
             of linear layers and convolutions.
-        grad_scaler: The ``GradScaler`` in use, or a callable that returns what the loss is
-            multiplied by.
+        grad_scaler: The ``GradScaler`` in use; or a callable that returns it, where it is not there
+            yet, or returns what the loss is multiplied by.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
         fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
@@ -1096,6 +1096,14 @@ class Preconditioner(Joinable):
         self._statistics.begin(due, self._steps)
         self._loss_scale.begin()
         self._capture.reset()
+
+    def gradients_were_zeroed(self) -> None:
+        """Forget the batch that a ``GradScaler`` found an overflow in, and so had no step.
+
+        :meta private:
+        """
+        if self._loss_scale.changed():
+            self.reset_batch()
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.

@@ -34,8 +34,8 @@ class LossScale:
     """Reads a ``GradScaler``.
 
     Args:
-        scaler: The ``GradScaler`` in use, or a callable that returns the scale; None for a loss
-            that is not scaled.
+        scaler: The ``GradScaler`` in use, or a callable that returns the scale or, where it is not
+            there yet, the ``GradScaler``; None for a loss that is not scaled.
 
     Raises:
         TypeError: If it is something else.
@@ -48,6 +48,7 @@ class LossScale:
                 f"loss is multiplied by, or None, not {scaler!r}"
             )
         self._scaler = scaler
+        self._known = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         self._problem: Exception | None = None
         self._read: tuple[object, float] | None = None  # from which version of a tensor, and what
         self._of_window: float | None = None
@@ -73,9 +74,11 @@ class LossScale:
         if scaler is None:
             return 1.0
         try:
-            if not isinstance(scaler, torch.amp.GradScaler):
-                return _checked("grad_scaler()", scaler())
-            return self._of_scaler(scaler) if scaler.is_enabled() else 1.0
+            told = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
+            if not isinstance(told, torch.amp.GradScaler):
+                return _checked("grad_scaler()", told)
+            self._known = told
+            return self._of_scaler(told) if told.is_enabled() else 1.0
         except Exception as error:  # whatever it is: it is raised at the step, on all ranks
             self._problem = self._problem or error
             return math.nan
@@ -90,6 +93,10 @@ class LossScale:
         if self._read is None or self._read[0] != version:
             self._read = (version, float(scaler.get_scale()))  # makes the host wait
         scale = _checked("the scale of grad_scaler", self._read[1])
+        if self._of_window is not None and _backed_off(scaler, self._of_window, scale):
+            # The gradients of the earlier passes overflowed and nobody stepped: these statistics
+            # belong to no step, and with those of this pass in one sum.
+            return math.nan
         if self._of_window not in (None, scale):
             raise RuntimeError(
                 f"the scale of grad_scaler changed from {self._of_window} to {scale} between two "
@@ -99,6 +106,19 @@ class LossScale:
             )
         self._of_window = scale
         return scale
+
+    def changed(self) -> bool:
+        """Return whether a ``GradScaler`` has another scale than in a pass of this window.
+
+        A scaler that finds an overflow lets the optimizer not step: then the window has passes
+        whose gradients are zeroed without a step.
+        """
+        if self._known is None or self._of_window is None or self._known._scale is None:
+            return False
+        tensor = self._known._scale
+        if self._read is not None and self._read[0] == (id(tensor), tensor._version):
+            return False
+        return float(self._known.get_scale()) != self._of_window  # makes the host wait
 
     def check(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Check, before a step, that gradients are no longer scaled, as far as can be known.
@@ -116,8 +136,8 @@ class LossScale:
             raise problem
         if self._scaler is None:
             self._look_for_others(optimizer)
-        elif isinstance(self._scaler, torch.amp.GradScaler) and self._scaler.is_enabled():
-            _require_unscaled(self._scaler, optimizer)
+        elif self._known is not None and self._known.is_enabled():
+            _require_unscaled(self._known, optimizer)
 
     def _look_for_others(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Look for a ``GradScaler`` that scales this loss, though it was not given."""
@@ -171,6 +191,15 @@ class _Other:
         if any(_stage(scaler, one) is not OptState.READY for one in _unwrapped(optimizer)):
             return "by this optimizer"
         return "in this loop" if _updates(scaler) != self._updates else ""
+
+
+def _backed_off(scaler: torch.amp.GradScaler, before: float, now: float) -> bool:
+    """Return whether a scale is lower by what a scaler multiplies it with at each overflow."""
+    while before > now and not math.isclose(before, now):
+        before *= scaler.get_backoff_factor()
+        if math.isclose(before, now):
+            return True
+    return False
 
 
 def _checked(name: str, value: object) -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from soframe import Preconditioner
+from soframe import Optimizer, Preconditioner
 from soframe.capture import loss_scale
 from soframe.testing import compare
 from tests.capture.kit import Case, precondition, snapshot, softplus, vectors
@@ -153,6 +153,34 @@ def test_an_overflow_still_costs_one_update() -> None:
     scaler.unscale_(optimizer)
     own.step()
     assert own.counters["skipped_updates"] == own.counters["skipped_statistics"] == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_an_optimizer_that_its_scaler_does_not_let_step(by_optimizer: bool, late: bool) -> None:
+    """Twice at the start and once later; what overflowed leaves no trace, or costs statistics."""
+    overflows, found = (0, 1, 4), []
+    for scaled in (True, False):
+        model = Case(CalledTwice).build()
+        scaler = scaler_of(enabled=scaled)
+        own = Optimizer(model, "kfac", lr=0.1, grad_scaler=(lambda: scaler) if late else scaler)  # noqa: B023
+        for step in range(6):
+            if not scaled and step in overflows:
+                continue
+            (own if by_optimizer else model).zero_grad()
+            for number in (0, 1):
+                backward(model, lambda loss: scaler.scale(loss / 2), 2 * step + number)  # noqa: B023
+            if step in overflows:
+                next(model.parameters()).grad.view(-1)[0] = math.inf
+            scaler.step(own)
+            scaler.update()
+        assert own.preconditioner.steps == 3
+        missed = {} if by_optimizer or not scaled else {"skipped_statistics": 1}
+        assert {k: v for k, v in own.preconditioner.counters.items() if v} == missed
+        found.append(snapshot(model, own.preconditioner))
+        own.close()
+    if by_optimizer:
+        assert_close(*found)
 
 
 def test_a_scale_is_read_once_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

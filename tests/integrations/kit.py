@@ -35,6 +35,8 @@ class Case:
         spoilt: Whether a sample of the step `SPOILT` has targets that are NaN.
         checkpoints: Whether activations are computed anew in the backward pass.
         bf16: Whether the trainer lets the model run under autocast to bfloat16.
+        fp16: Whether it does under autocast to float16, and has a ``GradScaler``, which lets the
+            optimizer not step where a gradient is not finite.
         dtype: The dtype of parameters and data.
     """
 
@@ -45,6 +47,7 @@ class Case:
     spoilt: bool = False
     checkpoints: bool = False
     bf16: bool = False
+    fp16: bool = False
     dtype: torch.dtype = torch.float64
 
     @property
@@ -61,8 +64,21 @@ CASES: dict[str, Case] = {
     "own spoilt": Case(spoilt=True, own=True),
     "checkpoints": Case(checkpoints=True),
     "bf16": Case(bf16=True, dtype=torch.float32),
+    "fp16": Case(fp16=True, spoilt=True, clip=0.05, dtype=torch.float32),
+    "own fp16": Case(fp16=True, spoilt=True, own=True, dtype=torch.float32),
 }
 """What is tried under every trainer, on one process and on two."""
+
+
+def scaler() -> torch.amp.GradScaler:
+    """A scaler of losses with which nothing overflows."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def let_scale(accelerator: Any) -> None:
+    """Let an ``Accelerator`` train in float16: what it does on GPUs, and refuses to do on CPUs."""
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp, accelerator.scaler = True, scaler()
 
 
 class Network(nn.Module):
@@ -146,12 +162,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
+def plain(case: Case, *, clips: str = "gradients", forgets: bool = True) -> dict[str, Tensor]:
     """Train in a loop written out, in float64 and without checkpoints, and return the weights.
 
     Args:
         case: The case.
         clips: Whether ``"gradients"`` are clipped or ``"directions"``.
+        forgets: Whether a `soframe.Optimizer` is told that a batch without a step is given up: by
+            its ``zero_grad``, which not every trainer calls.
     """
     model = network()
     optimizer = base(model, case)
@@ -166,7 +184,10 @@ def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
             step()
             if case.clip is not None and clips == "directions":
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-            optimizer.step()
+            if not (case.fp16 and case.spoilt and number == (SPOILT + 1) * MICRO):
+                optimizer.step()
+            elif isinstance(optimizer, soframe.Optimizer) and forgets:
+                optimizer.preconditioner.reset_batch()
             optimizer.zero_grad()
     return weights(model)
 
@@ -182,9 +203,12 @@ def finish(
         case: The case.
         begun: The step that this run began with.
     """
-    assert preconditioner.steps == STEPS
-    skipped = {name: int(case.spoilt and "skipped" in name) for name in preconditioner.counters}
-    assert preconditioner.counters == skipped
+    kept_from = case.own and case.fp16 and case.spoilt  # its scaler does not let it step
+    assert preconditioner.steps == STEPS - kept_from
+    counters = dict(preconditioner.counters)
+    assert counters.pop("skipped_updates") == (case.spoilt and not kept_from)
+    assert counters.pop("skipped_statistics") == case.spoilt or kept_from
+    assert not any(counters.values())
     assert model.runs == (1 + case.checkpoints) * MICRO * (STEPS - begun)
     preconditioner.close()
     return weights(model)
@@ -197,18 +221,25 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 
 
 def assert_plain(
-    found: dict[str, Tensor], case: Case, atol: float, *, clips: str = "gradients"
+    found: dict[str, Tensor],
+    case: Case,
+    atol: float,
+    *,
+    clips: str = "gradients",
+    forgets: bool = True,
 ) -> None:
     """Check the weights of a trainer against those of the plain loop in float64.
 
     Args:
         found: The weights.
-        case: The case; in bfloat16 weights are a little off: at most 5 % of the way that they go.
+        case: The case; in bfloat16 and float16 weights are a little off: at most 5 % of the way
+            that they go.
         atol: By how much they may be off in other cases.
         clips: See `plain`.
+        forgets: See `plain`.
     """
-    expected = plain(case, clips=clips)
-    if not case.bf16:
+    expected = plain(case, clips=clips, forgets=forgets)
+    if not (case.bf16 or case.fp16):
         assert_equal(found, {k: w.to(case.dtype) for k, w in expected.items()}, atol)
         return
     assert set(found) == set(expected)

@@ -24,6 +24,7 @@ from tests.integrations.kit import (
     assert_plain,
     base,
     finish,
+    let_scale,
     network,
     sgd,
 )
@@ -50,7 +51,11 @@ def train(
         mixed_precision="bf16" if case.bf16 else "no",
     )
     assert accelerator.num_processes == ranks
-    model, optimizer = accelerator.prepare(plain := network(case), base(plain, case, **options))
+    plain = network(case)
+    if case.fp16:
+        let_scale(accelerator)
+    of_own = {"grad_scaler": accelerator.scaler} if case.fp16 and case.own else {}
+    model, optimizer = accelerator.prepare(plain, base(plain, case, **options, **of_own))
     hook = None
     if not case.own:
         settings = {"method": case.method, **case.settings, **options}

@@ -112,7 +112,8 @@ def test_two_ranks(tmp_path: Path, stage: int, own: bool) -> None:
         assert_equal(resumed, whole, 0)
 
 
-IN_FLOAT32 = {**CASES, "shampoo": Case(method="muon", lr=0.01)}
+IN_FLOAT32 = {name: case for name, case in CASES.items() if not case.fp16}
+IN_FLOAT32["shampoo"] = Case(method="muon", lr=0.01)
 """Shampoo takes what is not quite zero for curvature, and steps of float32 part by that."""
 
 

@@ -25,6 +25,7 @@ from tests.integrations.kit import (
     base,
     finish,
     network,
+    scaler,
     weights,
 )
 
@@ -43,7 +44,10 @@ def module(case: Case, optimizers: int = 1, **options: Any) -> Any:
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self) -> Any:
-            self.optimizers_made = [base(self.model, case, **options) for _ in range(optimizers)]
+            own = {**options}
+            if case.fp16:
+                own["grad_scaler"] = self.trainer.precision_plugin.scaler
+            self.optimizers_made = [base(self.model, case, **own) for _ in range(optimizers)]
             return self.optimizers_made
 
     result = Module()
@@ -66,6 +70,7 @@ def train(
     """Train by Lightning; save into the folder on the way, or begin there."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint as Saving
+    from lightning.pytorch.plugins.precision import MixedPrecision
 
     from soframe.integrations.lightning import SoframeCallback
 
@@ -87,6 +92,7 @@ def train(
         accumulate_grad_batches=MICRO if optimizers == 1 else 1,
         gradient_clip_val=case.clip,
         precision="bf16-mixed" if case.bf16 else None,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler())] if case.fp16 else None,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=not resume,

@@ -301,9 +301,11 @@ def on_rank(rank: int, ranks: int, kind: str) -> Tensor:
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", BOTH)
 def test_several_calls_on_ranks_are_those_of_one_process(kind: str) -> None:
+    """On four each has one sample of one of the calls, and two of the other."""
     alone = on_rank(0, 1, kind)
-    for weights in run_ranks(on_rank, 2, kind, group_timeout=60):
-        compare(weights, alone, "weights")
+    for ranks in (2, 4):
+        for weights in run_ranks(on_rank, ranks, kind, group_timeout=60):
+            compare(weights, alone, "weights")
 
 
 # -- derivatives in the closure, and in the model ----------------------------------------------
