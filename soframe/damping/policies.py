@@ -31,7 +31,8 @@ class DampingPolicy(ABC):
     """The damping over time.
 
     Attributes:
-        interval: Steps between measurements of the reduction ratio; 0 for never.
+        interval: Steps between measurements of the reduction ratio; 0 for never. Of a step that did
+            harm, or with full batches brought more than twice its promise, it hears at once.
         per_block: Whether blocks have dampings of their own, so that there is no one number for
             the quadratic model.
     """

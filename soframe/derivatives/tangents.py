@@ -210,7 +210,7 @@ def _linear(
     function: Any, results: Sequence[Tensor | None], overwrites: bool, *args: Any, **named: Any
 ) -> Tangents:
     del overwrites
-    count = len(_tangents_in((args, named))[0])
+    given = _tangents_in((args, named))
     chooses = named.get("condition", named.get("mask")) if function in FILLS else None
     if function in FILLS and chooses is None:
         chooses = args[0 if function is torch.where else 1]
@@ -226,8 +226,8 @@ def _linear(
         return one.primal.new_zeros(()).expand(one.primal.shape)
 
     tangents: Tangents = []
-    for j in range(count):
-        if all(each[j] is None for each in _tangents_in((args, named))):
+    for j in range(len(given[0])):
+        if all(each[j] is None for each in given):
             tangents.append([None] * len(results))
             continue
         plain_args, plain_named = replaced((args, named), Moving, partial(tangent_or_zeros, j))

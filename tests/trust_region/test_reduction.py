@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import soframe
 from soframe.testing import compare
-from soframe.trust_region import LevenbergMarquardt
+from soframe.trust_region import LevenbergMarquardt, reduction
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import Measured, classes_of, deep, labels, trust_region, vector
 
@@ -50,9 +50,10 @@ def trained(
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
 @pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
 def test_the_next_loss_judges_as_another_pass_does(
-    reject: bool, weight_decay: float, fisher: str
+    reject: bool, weight_decay: float, fisher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers and random numbers are as if the pass that showed a rejection had not been."""
+    monkeypatch.setattr(reduction, "MORE", math.inf)
     settings = {"reject": reject, "weight_decay": weight_decay, "fisher": fisher}
     settings |= {"max_increase": None}
     torch.manual_seed(0)
@@ -66,6 +67,24 @@ def test_the_next_loss_judges_as_another_pass_does(
     assert later.damping.at(0) == own.damping.at(0)
     assert later.counters == own.counters
     assert own.counters["rejected_steps"] == 2 * reject
+
+
+@pytest.mark.parametrize(("full_batch", "weight"), [(True, 0.1), (True, 2.0), (False, 0.1)])
+def test_the_policy_hears_at_once_of_more_than_twice_the_promise(
+    full_batch: bool, weight: float
+) -> None:
+    """From small weights the slope of their product grows along the step; from large ones not."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(weight)
+    damping = LevenbergMarquardt(1.0, omega=0.5, interval=5)
+    own = trust_region(model, "squared-error", damping, full_batch=full_batch)
+    x = torch.ones(1, 1)
+    for _ in range(2):
+        own.step(lambda: half_square(model(x), x))
+    assert (own.readout.ratio > 2) == (weight < 1)
+    assert own.damping.at(0) == (0.5**5 if full_batch and weight < 1 else 1.0)
 
 
 def test_it_costs_no_pass_but_that_which_shows_a_rejection() -> None:
@@ -125,8 +144,9 @@ def test_a_batch_that_is_not_finite_after_a_step_that_waits_loses_nothing(fisher
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_step_that_waits_can_be_settled() -> None:
+def test_a_step_that_waits_can_be_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last step of a run brought, nobody else would ask."""
+    monkeypatch.setattr(reduction, "MORE", math.inf)
     (model, own, *_), (other, later, *_) = trained(8), trained(8, full_batch=True)
     x, y = randn(8, 3), labels(8)
     assert not torch.equal(vector(other), vector(model))
