@@ -23,6 +23,7 @@ reentrant checkpoint runs backward passes of its own within it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -116,7 +117,10 @@ def _deliver(
 ) -> None:
     # No part of the model: who follows its functions by a mode has nothing to see here.
     with torch._C.DisableTorchFunction():
-        capture._on_forward(helper, args, kwargs, output)
+        if torch._C._are_functorch_transforms_active():
+            capture._leave_out(helper, output)
+        else:
+            capture._on_forward(helper, args, kwargs, output)
 
 
 @cache
@@ -175,6 +179,7 @@ class Capture:
         batch: What is known of the forward passes under way.
         told: Whether anything was ever said of one by `Preconditioner.count`.
         failure: What the step is to raise, on every rank.
+        warned: Whether it was said that calls within ``torch.func`` give no statistics.
     """
 
     sink: Sink | None = None
@@ -191,6 +196,7 @@ class Capture:
     batch: Batch = field(default_factory=Batch)
     told: bool = False
     failure: Exception | None = None
+    warned: bool = False
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -428,10 +434,8 @@ class Capture:
             helper: The helper.
 
         Returns:
-            None where the module runs within ``torch.func``: transformed, or with other tensors.
+            None where the module runs with other tensors, as by ``torch.func.functional_call``.
         """
-        if torch._C._are_functorch_transforms_active():
-            return None
         pairs = []
         for name, registered in helper.parameters.items():
             now = parameter_of(helper.module, name)
@@ -442,6 +446,39 @@ class Capture:
             assert now is not None
             pairs.append((registered, now))
         return pairs
+
+    def _leave_out(self, helper: LayerHelper, output: Any) -> None:
+        """Warn of a call within ``torch.func`` once a loss goes backward through it.
+
+        Its inputs and outputs belong to the transformation; what they wrap has the graph.
+
+        Args:
+            helper: The helper.
+            output: What its module returned.
+        """
+        inner = output
+        while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        trained = any(
+            parameter_of(helper.module, name) is registered and registered.requires_grad
+            for name, registered in helper.parameters.items()
+        )
+        listening = self.sink is not None and trained
+        if listening and isinstance(inner, Tensor) and inner.requires_grad:
+            inner.register_hook(_Within(weakref.ref(self), self.names[helper]))
+
+    def _warn_of(self, name: str) -> None:
+        """Say once that calls of a layer within ``torch.func`` give no statistics."""
+        if not self.warned:
+            warnings.warn(
+                f"{name} is called within a transformation of torch.func (vmap, grad, jacrev, jvp, "
+                f"hessian). Its gradient has that call, and its statistics have not: the curvature "
+                f"of this layer, and of others that are called there, is that of other calls "
+                f"alone. Take such derivatives by torch.autograd.grad(..., create_graph=True), "
+                f"whose calls are seen, or skip the layer",
+                stacklevel=2,
+            )
+        self.warned = True
 
     def _begin_call(self) -> bool:
         """Return whether a checkpoint calls a module again, for the backward pass under way."""
@@ -583,6 +620,21 @@ class _GradientHook:
             capture._on_gradient(
                 self._helper, self._kept, gradient, self._view, self._counting, self._batch
             )
+
+
+class _Within:
+    """The tensor hook of a call within ``torch.func``."""
+
+    __slots__ = ("_capture", "_name")
+
+    def __init__(self, capture: weakref.ref[Capture], name: str) -> None:
+        self._capture, self._name = capture, name
+
+    def __call__(self, gradient: Tensor) -> None:
+        del gradient
+        capture = self._capture()
+        if capture is not None:
+            capture._warn_of(self._name)
 
 
 class _NodeHook:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soframe.experiments.data import Data, Examples, digits_classification
+from soframe.experiments.precision import single_precision
 
 SIDE = 32
 CLASSES = 10
@@ -59,6 +60,7 @@ def pools() -> tuple[Pool, Pool]:
 
 
 @lru_cache(maxsize=2)
+@single_precision()
 def cluttered_digits(
     count: int = TRAINING_IMAGES, held_out: int = HELD_OUT_IMAGES, seed: int = 0
 ) -> Data:

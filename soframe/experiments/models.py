@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from soframe.experiments.precision import single_precision
 
 #: Widths of the digits autoencoder's encoder; the decoder mirrors them.
 AUTOENCODER_WIDTHS = (64, 256, 128, 64, 16)
@@ -112,9 +114,15 @@ def digits_cnn(seed: int = 0, dtype: torch.dtype = torch.float32) -> DigitsCNN:
     return model.to(dtype)
 
 
-def own_randomness() -> AbstractContextManager[None]:
-    """Keeps initial weights that torch draws, and that are overwritten, off the caller's seed."""
-    return torch.random.fork_rng(devices=[])
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Keeps initial weights off the caller's seed, and off its default dtype.
+
+    Yields:
+        Nothing. Parameters are made in single precision, whatever torch's default is.
+    """
+    with single_precision(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def _initialise(model: nn.Module, seed: int, gain: float) -> None:

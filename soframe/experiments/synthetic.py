@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from soframe.experiments.data import Data, Examples
+from soframe.experiments.precision import single_precision
 
 SIDE = 16
 POINTS = 40
@@ -38,6 +39,7 @@ def curves(dtype: torch.dtype = torch.float32, count: int = 2000, seed: int = 0)
 
 
 @lru_cache(maxsize=2)
+@single_precision()
 def _images(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     control = torch.rand(count, 3, 2, generator=generator) * (SIDE - 1 - 2 * MARGIN) + MARGIN

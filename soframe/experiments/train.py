@@ -199,14 +199,19 @@ class Run:
             self.preconditioner.close()
 
     def record(self) -> RunRecord:
-        """The record of this rank, so far."""
+        """The record of this rank, so far.
+
+        Returns:
+            The record. Before the first step the time of a step is NaN, and nothing was sent.
+        """
+        each = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return RunRecord(
             config=self.config,
             processes=self.worker.world_size,
             parameters=sum(p.numel() for p in self.model.parameters()),
             targets=self.targets,
             rows=tuple(self.rows),
-            milliseconds_per_step=1e3 * statistics.median(self.step_seconds),
+            milliseconds_per_step=1e3 * each,
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
             gradient_workers=self._gradient_workers(),
@@ -346,7 +351,7 @@ class Run:
 
     def _sent_bytes_per_step(self) -> dict[str, float]:
         sent: dict[str, float] = {}
-        if self.worker.world_size == 1:
+        if self.worker.world_size == 1 or not self.step_seconds:
             return sent
         sent["gradients"] = float(
             sum(p.numel() * p.element_size() for p in self.model.parameters())

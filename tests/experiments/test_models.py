@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from soframe.experiments import gpt, models
+from soframe.experiments import clutter, gpt, models, synthetic
 from soframe.experiments.workloads import names, workload
 
 
@@ -29,6 +29,23 @@ def test_weights_depend_on_the_seed_and_leave_the_global_generator_alone(name):
         assert torch.equal(weight, same)
         if key.endswith("weight") and weight.ndim > 1:  # a norm's are ones
             assert not torch.equal(weight, different)
+
+
+@pytest.mark.parametrize("name", ["curves", "digits-cnn", "cluttered-digits:10"])
+def test_data_and_weights_do_not_depend_on_the_default_dtype(name):
+    def made():
+        for cached in (synthetic._images, clutter.cluttered_digits):
+            cached.cache_clear()
+        train = workload(name).data(1, torch.float32).train
+        return [train.inputs, *workload(name).model(1, torch.float32).parameters()]
+
+    expected = made()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = made()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_the_autoencoder_is_mirrored_with_a_linear_code():

@@ -110,6 +110,12 @@ def test_seconds_count_steps_only_and_end_the_run():
     assert record.milliseconds_per_step == 2000.0
 
 
+def test_there_is_a_record_before_the_first_step():
+    record = training.Run(SILENT, SGD).record()
+    assert [row.step for row in record.rows] == [0]
+    assert math.isnan(record.milliseconds_per_step)
+
+
 def test_a_run_that_diverges_ends():
     record = train(SILENT, SGD.but(lr=1e6, steps=1000))
     assert not math.isfinite(record.rows[-1].loss)
