@@ -106,6 +106,17 @@ def test_scale_of_a_net(fisher: Any, positions: tuple[int, ...], solver: Any) ->
             check(block, exact, raw[name])
 
 
+def test_a_scale_is_taken_at_the_step_after_its_basis() -> None:
+    """It does not wait for the interval of statistics."""
+    model = stages.network()
+    with closing(stages.preconditioner(model, "ekfac", statistics_every=4, solve_every=8)) as own:
+        taken = []
+        for step in range(3):
+            stages.train(model, own, range(step, step + 1))
+            taken.append({"S" in block.running for block in own.blocks})
+    assert taken == [{False}, {True}, {True}]
+
+
 def test_a_scale_belongs_to_its_basis() -> None:
     """It is averaged while the basis stays, dropped with it, and the eigenvalues stand in."""
     one, other = stages.network(), stages.network()

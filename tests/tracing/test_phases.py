@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import soframe
 from benchmarks.small_steps import calls, operators
+from soframe.solvers import Inverse
 from soframe.tracing import phases
 from soframe.tracing.phases import NAMES, PREFIX, Phases
 from tests.distributed.harness import run_ranks
@@ -91,6 +92,37 @@ def test_a_step_on_ranks_has_the_phases_of_the_design_in_its_order() -> None:
     for names in by_strategy:
         assert first(names) == [name for name in design if name in names]
     assert any(first(names) == design for names in by_strategy)
+
+
+class Noting(Inverse):
+    """Notes which phase it is called in."""
+
+    noted: ClassVar[list[str]] = []
+    open_phases: ClassVar[list[str]] = []
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        self.noted.append(self.open_phases[-1])
+        return super().solve(matrix, damping)
+
+
+def phases_of_solves(rank: int, ranks: int) -> list[str]:
+    model, preconditioner = make("kfac", solver=Noting(), strategy="comm-opt")
+    preconditioner.measure(times=True)
+    Noting.open_phases = preconditioner.backend.phases._open
+    backward(model, rank)
+    average = mean_over()
+    for parameter in model.parameters():
+        average(parameter.grad)
+    preconditioner.step()
+    preconditioner.close()
+    return Noting.noted
+
+
+@pytest.mark.distributed
+def test_what_is_sent_is_solved_in_the_phase_of_solves() -> None:
+    each = run_ranks(phases_of_solves, 2)
+    assert sum(map(len, each)) == 4
+    assert {phase for noted in each for phase in noted} == {"solve"}
 
 
 def test_an_optimizer_moves_last() -> None:
