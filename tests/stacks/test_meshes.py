@@ -119,6 +119,19 @@ def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
         check([own[index] for own in results], CASES[name], name)
 
 
+@pytest.mark.thorough
+def test_two_copies_of_two_parts_of_two_cuts() -> None:
+    """On 8 ranks no dimension of the mesh is of one rank."""
+    cases = {
+        "hybrid": CASES["hybrid"],
+        "own hybrid": Case(stack="hybrid", owner="own", method="muon", options=MEM),
+        "spoilt": Case(stack="hybrid", spoilt=1, place="part", options=SHARDED),
+    }
+    results = run_ranks(train_all, 8, list(cases.values()), timeout=240)
+    for index, (name, case) in enumerate(cases.items()):
+        check([own[index] for own in results], case, name)
+
+
 # -- states ----------------------------------------------------------------------------------------
 
 
