@@ -162,10 +162,10 @@ def test_the_trust_region_is_told_whether_a_step_has_all_examples():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_step_that_the_next_one_undoes():
-    own = SGD.but(optimizer="trust-region", lr=1e25, steps=7, evaluate_every=1)
+    own = SGD.but(optimizer="trust-region", lr=1e200, steps=7, evaluate_every=1)
     record = train(SILENT, own)
     assert record.rows[-1].step == 7
-    assert record.rows[1].loss > 1e40
+    assert not math.isfinite(record.rows[1].loss)
 
 
 def test_numerics_are_put_back():

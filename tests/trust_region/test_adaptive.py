@@ -16,7 +16,7 @@ from soframe.losses import CrossEntropy
 from soframe.solvers import Inverse
 from soframe.testing import compare
 from soframe.trust_region import AdaptiveDamping
-from soframe.trust_region.proposals import Proposal
+from soframe.trust_region.proposals import Proposal, Proposer
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
@@ -107,6 +107,31 @@ def test_dampings_stay_where_factors_can_be_solved() -> None:
     assert step() == pytest.approx([1e-6, 1e-6])
     assert [step() for _ in range(3)][-1][1] > 0.99e-4
     optimizer.close()
+
+
+@pytest.mark.parametrize("solved", [True, False])
+def test_what_was_not_solved_is_not_taken(monkeypatch: pytest.MonkeyPatch, solved: bool) -> None:
+    """However much the model promises of it: its data are of another damping."""
+    model, x = deep(), randn(16, 3)
+    own = AdaptiveDamping(ratio=10.0, interval=1, longest=1)
+    propose = Proposer.propose
+
+    def proposed(proposals: Proposer, *args: Any, **options: Any) -> list[Proposal]:
+        first, *trials = propose(proposals, *args, **options)
+        if solved:
+            return [first, *trials]
+        return [first, *(dataclasses.replace(one, unsolved=[True, True]) for one in trials)]
+
+    monkeypatch.setattr(Proposer, "propose", proposed)
+    optimizer = soframe.TrustRegion(
+        model, "squared-error", damping=1.0, preconditioner_damping=own, solver="inverse"
+    )
+    dampings = []
+    for _ in range(4):
+        optimizer.step(lambda: half_square(model(x), x))
+        dampings += optimizer._own_damping.at(0.0)
+    optimizer.close()
+    assert (len(set(dampings)) > 1) == solved
 
 
 def test_what_stays_is_tried_on_both_sides_in_turn() -> None:

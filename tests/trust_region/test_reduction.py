@@ -96,6 +96,18 @@ def test_it_costs_no_pass_but_that_which_shows_a_rejection() -> None:
     assert own.counters["rejected_steps"] == 2
 
 
+def test_a_verdict_is_told_once() -> None:
+    """The first four are measured, and then every fourth."""
+    model = fill(nn.Linear(3, 2))
+    own = trust_region(model, "mse", LevenbergMarquardt(1.0, interval=4))
+    x, y = randn(16, 3), randn(16, 2, seed=1)
+    told = []
+    for _ in range(10):
+        own.step(lambda: F.mse_loss(model(x), y))
+        told.append("change" in own.last)
+    assert told == [*[True] * 4, *[False] * 3, True, False, False]
+
+
 def test_the_next_step_tells_what_the_last_has_brought() -> None:
     model = deep()
     own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=2), full_batch=True)
