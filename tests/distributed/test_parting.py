@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from soframe.capture.loss_scale import LossScale
 from soframe.comm import TorchDistributed, board
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over
@@ -97,7 +98,8 @@ def differ(run: Run, what: str) -> None:
     elif what == "sparse":
         run.model.unused.weight.grad = torch.zeros(3, 3).double().to_sparse()
     else:
-        run.preconditioner._loss_scale._scaler = torch.amp.GradScaler("cpu")  # not unscaled
+        scaler = torch.amp.GradScaler("cpu")  # which has not unscaled anything
+        run.preconditioner._loss_scale = LossScale(scaler)
 
 
 CHANGES = {

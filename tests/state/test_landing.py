@@ -14,6 +14,7 @@ import torch
 
 from soframe import checkpoint
 from soframe.solvers import Eigen, Lazy
+from soframe.solving.worker import Work
 from tests.background import (
     EVERY,
     STEPS,
@@ -151,14 +152,21 @@ def threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("soframe")]
 
 
-def test_closing_ends_the_thread_and_begins_nothing_more(runs):
+def test_closing_ends_the_thread_and_begins_nothing_more(runs, monkeypatch):
+    cancel = Work.cancel
+
+    def late(work: Work) -> None:
+        time.sleep(0.01)  # in which the thread would begin what waits, if it could
+        cancel(work)
+
+    monkeypatch.setattr(Work, "cancel", late)
     solver = Gated()
     own = runs(background=3, solver=solver)
     train(own, 0, EVERY + 1)
     assert len(threads()) == 1
     while len(solver.seen) == 8:  # the first solves, of everything
         time.sleep(0.001)
-    threading.Timer(0.1, solver.gate.set).start()
+    threading.Timer(0.5, solver.gate.set).start()
     own.preconditioner.close()
     assert threads() == []
     assert len(solver.seen) == 9
