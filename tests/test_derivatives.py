@@ -22,6 +22,7 @@ def test_both_ways_are_timed_at_the_same(name: str, monkeypatch: pytest.MonkeyPa
         )
 
 
+@pytest.mark.slow
 def test_the_tape_follows_every_net(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in derivatives.SAMPLES:
         monkeypatch.setitem(derivatives.SAMPLES, name, 2)

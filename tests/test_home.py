@@ -46,6 +46,7 @@ def names_grad(tree: ast.AST) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_no_other_module_knows_where_gradients_live() -> None:
     package = Path(soframe.__file__).parent
     found = {

@@ -118,6 +118,7 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_room_imports_one_that_imports_it() -> None:
     """Lazy imports count too."""
     graph = rooms()
@@ -139,6 +140,7 @@ def attributes(tree: ast.AST) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_file_writes_attributes_of_another_files_classes() -> None:
     """What an object remembers changes by its own methods."""
     package = ROOT / "soframe"

@@ -224,6 +224,7 @@ def test_the_moment_of_a_common_input_is_computed_once_at_its_turn(calls: list[A
     assert seen == 3  # step 0, and two turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [None, freeze], ids=["as it is", "a layer freezes and thaws"])
 def test_factors_are_those_of_an_unstaggered_run_at_their_turns(
     between: Between | None, calls: list[Any]

@@ -24,6 +24,7 @@ def test_images_are_the_same_every_time_and_however_many_are_made() -> None:
     assert not torch.equal(other.train.inputs[:10], first.test.inputs)
 
 
+@pytest.mark.slow
 def test_held_out_images_have_random_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one pool for both sets, images differ all the same."""
     trained, _ = clutter.pools()
@@ -42,6 +43,7 @@ def test_the_caller_s_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.rand(1), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, 1995])
 def test_there_are_as_many_of_each_class(count: int) -> None:
     data = clutter.cluttered_digits(count, 200)

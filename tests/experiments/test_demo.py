@@ -62,6 +62,7 @@ def parts(text):
         yield text[start : None if following is None else text.index(following)].splitlines()
 
 
+@pytest.mark.slow
 def test_every_optimizer_has_a_row_with_its_steps_and_seconds_to_each_target(printed):
     for (name, labels), lines in zip(ROWS.items(), parts(printed), strict=True):
         targets = demo.TARGETS.get(name) or workload(name).targets
@@ -92,6 +93,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(name):
         assert f"10 / {1.0 + 0.3 * number:.1f}" in text
 
 
+@pytest.mark.slow
 def test_what_the_figures_say_follows_the_table(printed, tmp_path):
     texts = [re.sub(r"\s+", " ", " ".join(lines)) for lines in parts(printed)]
     autoencoder, cnn, transformer = texts

@@ -44,6 +44,7 @@ def test_the_same_seed_gives_the_same_trajectory(optimizer):
     assert losses(first)[-1] < losses(first)[0]
 
 
+@pytest.mark.slow
 def test_optimizers_differ_and_start_at_the_same_loss():
     runs = [losses(train(SILENT, config)) for config in CONFIGS.values()]
     starts, ends = {run[0] for run in runs}, {run[-1] for run in runs}
@@ -77,6 +78,7 @@ def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
         assert set(shared.sent_bytes_per_step) > {"gradients"}
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_lowest_target(monkeypatch):
     record = train(SILENT, SGD)
     target = losses(record)[2]
@@ -116,6 +118,7 @@ def test_there_is_a_record_before_the_first_step():
     assert math.isnan(record.milliseconds_per_step)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends():
     record = train(SILENT, SGD.but(lr=1e6, steps=1000))
     assert not math.isfinite(record.rows[-1].loss)
@@ -329,6 +332,7 @@ def test_evaluations_use_running_statistics_and_leave_them_alone():
     assert row.accuracy == (logits.argmax(1) == test.targets).double().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["digits-cnn", "cluttered-digits:60"])
 def test_evaluations_in_parts_are_those_of_the_whole(workload, monkeypatch):
     config = SGD.but(workload=workload, batch_size=20)
@@ -354,6 +358,7 @@ def test_targets_of_a_run_come_before_the_workload_s():
     assert [row.step for row in record.rows] == [0, 2]
 
 
+@pytest.mark.slow
 def test_every_method_of_a_trust_region_is_counted():
     config = SGD.but(optimizer="trust-region", lr=1.0, batch_size=64, steps=4)
     each = [config.but(options={"method": one}) for one in ("kfac", ["kfac", "soap"])]

@@ -68,6 +68,7 @@ def test_what_is_no_file_of_tokens_is_refused(tmp_path: Path) -> None:
         tokens.Stream.of([good], context=299, vocabulary=200).batch(0, 1)
 
 
+@pytest.mark.slow
 def test_the_real_model_has_124_million_parameters() -> None:
     model = GPT2(Sizes(layers=0))
     layer = 12 * 768**2 + 13 * 768

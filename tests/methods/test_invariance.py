@@ -104,6 +104,7 @@ def check(maps: list[Tensor], kind: Kind, solver: str, damping: float, rtol: flo
     compare(mapped - same, after - before, "the change of the function", rtol=rtol)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 50), kind=st.sampled_from(["type-2", "empirical"]))
 @settings(max_examples=examples(15))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -112,6 +113,7 @@ def test_without_damping_affine_maps_leave_the_function(solver: str, seed: int, 
     check(maps, kind, solver, 0.0, 1e-5)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 50), kind=st.sampled_from(["type-2", "empirical"]))
 @settings(max_examples=examples(15))
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

@@ -231,6 +231,7 @@ def test_promises(method: Any) -> None:
     stages.check_nonfinite(method)
 
 
+@pytest.mark.slow
 def test_some_rows_have_the_scale_of_all() -> None:
     """The mean over many draws of half of the samples is the factor of all, over positions too."""
     found = []

@@ -31,6 +31,7 @@ def test_figures_of_kfac_pytorch(case: Case) -> None:
         compare(final[name].flatten(), expected, f"{case.name}: {name}", rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_clip_and_the_solver_matter_in_these_cases() -> None:
     """Otherwise the figures would not tell whether they are right."""
     for case in CASES[:6]:

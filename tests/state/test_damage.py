@@ -71,6 +71,7 @@ def loaded(state: dict[str, Any]) -> dict[str, Any]:
     return everything(run)
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_tensors_are_errors():
     good, run, draw = make().preconditioner.state_dict(), make(), random.Random(0)
     paths = [path for path, _ in checksums.tensors_of(good)]
@@ -102,6 +103,7 @@ def test_changed_numbers_are_errors():
         assert_refused(make(), state, "its numbers and names are not those that were saved")
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_a_file_are_errors_or_change_nothing():
     file, draw, errors = io.BytesIO(), random.Random(1), 0
     good = make().preconditioner.state_dict()

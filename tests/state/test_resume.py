@@ -81,6 +81,7 @@ def triangles(run: Run) -> dict[str, Tensor]:
     return {name: t.tril() if name.count(".") == 1 else t for name, t in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "stagger"),
     [

@@ -322,6 +322,7 @@ class Text(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

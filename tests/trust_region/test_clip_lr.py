@@ -231,6 +231,7 @@ def clipped_steps(
     return found
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(sorted(SCHEDULERS)),
     as_tensor=st.booleans(),

@@ -40,6 +40,7 @@ def grouped(net: nn.Module, lrs: list[float], decays: list[float]) -> list[dict[
 FOUR = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=4, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15), deadline=None)
 @given(lrs=FOUR.filter(any), decays=FOUR, momentum=st.booleans())
 def test_steps_of_groups_are_the_dense_ones(

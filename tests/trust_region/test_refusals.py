@@ -136,6 +136,7 @@ def test_flipped_bits_of_its_tensors_are_errors():
     assert equal(everything(model, own), before)
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_a_file_are_errors_or_change_nothing():
     file, draw, errors = io.BytesIO(), random.Random(1), 0
     torch.save(make(2)[1].state_dict(), file)

@@ -179,6 +179,7 @@ def test_a_weight_decay_belongs_to_the_objective_that_is_to_fall() -> None:
     assert losses[0] < losses[30] < losses[79]
 
 
+@pytest.mark.slow
 def test_batches_that_can_be_fitted_by_themselves_ruin_nothing() -> None:
     """Rows of embeddings: each step's own batch is content with it, however long it is."""
     generator = torch.Generator().manual_seed(0)
@@ -347,6 +348,7 @@ def made(model: nn.Module) -> soframe.StochasticTrustRegion:
     return soframe.StochasticTrustRegion(model, model_every=3, weight_decay=1e-3)
 
 
+@pytest.mark.slow
 def test_training_goes_on_bit_by_bit_from_every_step() -> None:
     whole = deep()
     first = made(whole)

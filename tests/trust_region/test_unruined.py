@@ -171,6 +171,7 @@ def test_changes_below_rounding_let_the_damping_fall() -> None:
     assert closure().item() < 0.7 * first
 
 
+@pytest.mark.slow
 def test_a_run_that_has_converged_says_so_once() -> None:
     model = nn.Sequential(nn.Linear(3, 1)).float()
     x = randn(16, 3).float()
