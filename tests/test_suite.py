@@ -52,6 +52,19 @@ def test_the_soonest_trial_at_adamw_s_loss_counts() -> None:
     assert suite.best_of("muon", trials) == {"lr": 2.0}
 
 
+def test_a_target_is_what_single_precision_tells_from_zero() -> None:
+    assert suite.resolved(0.0) == 2**-23
+    assert suite.resolved(1e-6) == 1e-6
+    assert suite.resolved(-0.5) == -0.5  # of a density, whose logarithm it is
+    assert suite.best_of(
+        "soap",
+        {
+            "adamw": [[{"lr": 1}, 0.0, [[3.0, 1, 0.0]]]],
+            "soap": [[{"lr": 1}, 0.0, [[3.0, 1, 0.0]]], [{"lr": 2}, 1e-9, [[2.0, 1, 1e-9]]]],
+        },
+    ) == {"lr": 2}
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_the_same_from_its_seed_and_goes_through_every_batch(name: str) -> None:
     losses = []

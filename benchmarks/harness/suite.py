@@ -281,10 +281,11 @@ def best_of(peer: str, trials: Mapping[str, Sequence[Any]]) -> Setting:
         trials: See `tune`.
     """
     lowest = min(trials["adamw"], key=lambda trial: trial[1])
+    target = resolved(lowest[1])
 
     def key(trial: Any) -> tuple[float, float]:
         _, loss, points = trial
-        reached = next((at for at, _, there in points if there <= lowest[1]), None)
+        reached = next((at for at, _, there in points if there <= target), None)
         return (1.0, loss) if reached is None else (0.0, reached)
 
     setting: Setting = (lowest if peer == "adamw" else min(trials[peer], key=key))[0]
@@ -380,7 +381,7 @@ class Row:
         ratios: Of each seed the time to the target over AdamW's own; None if it never was there.
         steps: Likewise, steps.
         lowest: Of each seed the lowest loss.
-        targets: Of each seed AdamW's lowest loss.
+        targets: Of each seed AdamW's lowest loss, see `resolved`.
         error: Why it did not run, if so.
     """
 
@@ -397,6 +398,15 @@ class Row:
         return all(ratio is not None and ratio <= times for ratio in self.ratios)
 
 
+def resolved(loss: float) -> float:
+    """Return a loss, or what single precision tells from zero where that is more.
+
+    Of classes that are far apart every loss of a sample rounds to zero: a mean of zero says no more
+    than that it is below the rounding of one.
+    """
+    return max(loss, torch.finfo(torch.float32).eps) if loss >= 0 else loss
+
+
 def rows(results: Results, seeds: Sequence[int], optimizers: Sequence[str]) -> list[Row]:
     """Return a row for each optimizer.
 
@@ -407,7 +417,7 @@ def rows(results: Results, seeds: Sequence[int], optimizers: Sequence[str]) -> l
     """
     made = []
     base = [results.curves["adamw"][str(seed)] for seed in seeds]
-    targets = [curve.lowest for curve in base]
+    targets = [resolved(curve.lowest) for curve in base]
     own = [curve.reached(target) for curve, target in zip(base, targets, strict=True)]
     for name in entrants(results.problem, optimizers):
         curves = [results.curves[name][str(seed)] for seed in seeds]

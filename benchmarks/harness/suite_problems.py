@@ -575,6 +575,66 @@ def bag(seed: int) -> Task:
     return _task(Bag(words, topics), "cross-entropy", _classes, (x, y), batch=64, seed=seed)
 
 
+def label_noise(seed: int) -> Task:
+    """Two moons of each class in ten dimensions; every fifth label is another."""
+    generator = torch.Generator().manual_seed(17)
+    count, classes = 3000, 6
+    y = torch.randint(classes, (count,), generator=generator)
+    angle = math.pi * torch.rand(count, generator=generator)
+    arc = torch.stack([angle.cos(), angle.sin()], 1)
+    places = torch.randn(classes, 2, generator=generator)
+    lift = torch.randn(2, 10, generator=generator)
+    x = (arc + places[y]) @ lift + 0.3 * torch.randn(count, 10, generator=generator)
+    other = torch.randint(classes, (count,), generator=generator)
+    y = torch.where(torch.rand(count, generator=generator) < 0.2, other, y)
+    torch.manual_seed(seed)
+    model = _named(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 6))
+    return _task(model, "cross-entropy", _classes, (x, y), batch=100, seed=seed)
+
+
+class SetNet(nn.Module):
+    """Elements of a set, pooled by attention of one learned query, and two layers."""
+
+    def __init__(self, features: int, outputs: int, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(features, width)
+        self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
+        self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
+        self.hidden, self.head = nn.Linear(width, width), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.relu(self.embed(x))
+        weights = (self.key(each) @ self.query).softmax(-1)
+        pooled = (weights.unsqueeze(-1) * self.value(each)).sum(1)
+        outputs: Tensor = self.head(torch.relu(self.hidden(pooled)))
+        return outputs
+
+
+def sets(seed: int) -> Task:
+    """Of twelve numbers with colours, the sum of the three of the rarest colour."""
+    generator = torch.Generator().manual_seed(19)
+    count, size = 2048, 12
+    numbers = torch.randn(count, size, 1, generator=generator)
+    order = torch.rand(count, size, generator=generator).argsort(1)
+    colours = F.one_hot((order >= 3).long() + (order >= 7).long(), 3).float()
+    y = (numbers.squeeze(2) * colours[:, :, 0]).sum(1, keepdim=True)
+    torch.manual_seed(seed)
+    data = (torch.cat([numbers, colours], 2), y)
+    return _task(SetNet(4, 1), "mse", _mse, data, batch=64, seed=seed)
+
+
+def denoising(seed: int) -> Task:
+    """Digits from digits with noise, which is new in each batch."""
+    x, _ = _digits(1280)
+    torch.manual_seed(seed)
+    model = _named(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 64))
+
+    def criterion(model: nn.Module, x: Tensor) -> Tensor:
+        return _half_square(model, x + 0.3 * torch.randn_like(x), x)
+
+    return _task(model, "squared-error", criterion, (x,), batch=64, seed=seed)
+
+
 PROBLEMS: Mapping[str, Problem] = {
     "logistic": Problem(logistic, "logistic regression, raw ill-conditioned features"),
     "narrow-tanh": Problem(narrow_tanh, "20 narrow layers, tanh"),
@@ -595,6 +655,9 @@ PROBLEMS: Mapping[str, Problem] = {
     ),
     "heavy-tails": Problem(heavy_tails, "regression, heavy-tailed noise", unseen=True),
     "bag": Problem(bag, "bags of embedded words, batches of 64", unseen=True),
+    "label-noise": Problem(label_noise, "classes with wrong labels, batches of 100", unseen=True),
+    "sets": Problem(sets, "attention over sets, batches of 64", unseen=True),
+    "denoising": Problem(denoising, "denoising autoencoder, batches of 64", unseen=True),
 }
 
 

@@ -45,8 +45,29 @@ def first_pass(
 
 
 @contextmanager
+def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Within it parameters have other values, in other memory: what passes computed with stays.
+
+    Args:
+        parameters: The parameters.
+        values: What each is.
+
+    Yields:
+        Nothing.
+    """
+    before = [parameter.data for parameter in parameters]
+    try:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data = value
+
+
+@contextmanager
 def moved(parameters: Sequence[nn.Parameter], update: Sequence[Tensor]) -> Iterator[None]:
-    """Within it parameters have moved, in other memory: what passes have computed with stays.
+    """Within it parameters have moved: see `placed`.
 
     Args:
         parameters: The parameters.
@@ -55,14 +76,9 @@ def moved(parameters: Sequence[nn.Parameter], update: Sequence[Tensor]) -> Itera
     Yields:
         Nothing.
     """
-    before = [parameter.data for parameter in parameters]
-    try:
-        for p, old, more in zip(parameters, before, update, strict=True):
-            p.data = old + more
+    values = [p.data + more for p, more in zip(parameters, update, strict=True)]
+    with placed(parameters, values):
         yield
-    finally:
-        for p, old in zip(parameters, before, strict=True):
-            p.data = old
 
 
 def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:

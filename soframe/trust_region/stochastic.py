@@ -13,8 +13,8 @@ it enter a mean over batches (`soframe.trust_region.averaged`), which has the le
 and of those up to the next model. These run the closure and its backward pass once, and one fused
 kernel of Adam, so that they cost what a step of AdamW does. Each model is judged on its batch: the
 damping hears of it, and a step after which the loss has risen is undone. All steps together are
-judged on batches that they have not seen (`soframe.trust_region.trend`): steps become shorter where
-the loss rises on those.
+judged by the average of the iterates, on batches that they have not seen
+(`soframe.trust_region.trend`): steps become shorter where it gets no better on those.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from soframe.trust_region import agreeing, averaged, groups, settings, trend
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.initial import best_damping
-from soframe.trust_region.passes import closures_of, first_pass, moved
+from soframe.trust_region.passes import closures_of, first_pass, moved, placed
 from soframe.trust_region.quadratic import Quadratic
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -56,7 +56,10 @@ MOMENTS = ("mean", "square")
 """What Adam keeps of each parameter, beside the number of updates: torch casts all that it loads to
 the parameter's type, unless its name is ``"step"``."""
 
-VERSION = 1
+EARLIER = "earlier"
+"""The average that the next one is held against: see `soframe.trust_region.trend`."""
+
+VERSION = 2
 """Of the state."""
 
 OWN = "trust_region"
@@ -89,8 +92,9 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         averaging: The average has about the last ``1 / averaging`` of all iterates:
             see `soframe.trust_region.averaged`, where it is eta.
         reject: Undo a step with a model if the objective rose on its batch.
-        shorten: Take shorter steps where the loss rises on batches before their own steps: see
-            `soframe.trust_region.trend`. Pass False where the data themselves get harder.
+        shorten: Take shorter steps where the average of the iterates gets no better on batches that
+            no step has seen, for which it is evaluated twice in twenty steps, and kept once more:
+            see `soframe.trust_region.trend`.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
         on_step: Is called with a `soframe.trust_region.Readout` after each step.
@@ -211,12 +215,13 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             return torch.tensor(loss, dtype=torch.float64)
         for parameter in parameters:
             if parameter not in self.state:
-                self.state[parameter].update(_begun(parameter))
-        said = self._heed(loss)
+                self.state[parameter].update(_begun(parameter, earlier=self._trend is not None))
+        said: tuple[str, ...] = ()
         if due:
             objective = Objective(
                 parameters, gradients, groups.setting(self.param_groups, "weight_decay")
             )
+            said = self._compare(objective, forwards, eps)
             made = self._with_model(objective, forwards, loss, eps)
         else:
             damping = self.damping.at(self._steps)
@@ -266,20 +271,28 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 gradient.add_(parameter.detach(), alpha=decay)
         return gradients
 
-    def _heed(self, loss: float) -> tuple[str, ...]:
-        """Take note of the loss of a batch before its step: shares of lengths follow.
+    def _compare(
+        self, objective: Objective, forwards: Sequence[Forward], eps: float
+    ) -> tuple[str, ...]:
+        """Hold the average against an earlier one, on a batch that no step has seen.
 
         Returns:
             What a readout says of it.
         """
-        if self._trend is None or not self._trend.learn(loss):
+        if self._trend is None or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
-        decayed = zip(
-            groups.trainable(self.param_groups),
-            groups.setting(self.param_groups, "weight_decay"),
-            strict=True,
-        )
-        return (trend.SAID,) if self._trend.judge(groups.penalty(decayed)) else ()
+        states = [self.state[p] for p in objective.parameters]
+        said: tuple[str, ...] = ()
+        if self._trend.begin(self._steps):
+            at_average = []
+            for name in ("average", EARLIER):
+                with placed(objective.parameters, [state[name] for state in states]):
+                    at_average.append(self._evaluate(objective, forwards))
+            now, earlier = at_average
+            said = (trend.SAID,) if self._trend.learn(now, earlier, eps) else ()
+        for state in states:
+            state[EARLIER].copy_(state["average"])
+        return said
 
     @property
     def _share(self) -> float:
@@ -539,6 +552,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             # the fused kernel wants it.
             state.update({name: tensor.clone() for name, tensor in state.items()})
             state["step"] = state["step"].to(parameter.device)
+            if self._trend is None:
+                state.pop(EARLIER, None)
+            else:  # a run without it has a trend that begins
+                state.setdefault(EARLIER, state["average"].clone())
         self._steps, self._since = saved["steps"], saved["since"]
         self._mean.load(saved["model"])
         if self._trend is not None:
@@ -580,13 +597,14 @@ def _require_positive(eps: float, groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _begun(parameter: nn.Parameter) -> dict[str, Tensor]:
+def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:
     """Return what is kept of a parameter before its first update."""
     like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    averages = ("average", EARLIER) if earlier else ("average",)
     return {
         **{name: like.clone() for name in MOMENTS},
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "average": parameter.detach().clone(),
+        **{name: parameter.detach().clone() for name in averages},
     }
 
 
@@ -614,9 +632,8 @@ def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state["state"].items():
         shape = parameters[number].shape
-        if set(kept) != {*MOMENTS, "step", "average"} or any(
-            kept[name].shape != shape for name in (*MOMENTS, "average")
-        ):
+        named = {*MOMENTS, "average", *({EARLIER} & set(kept))}
+        if set(kept) != {*named, "step"} or any(kept[name].shape != shape for name in named):
             raise ValueError(
                 f"the state is of another model: of parameter {number} it has "
                 f"{ {name: list(tensor.shape) for name, tensor in kept.items()} }, and here it "

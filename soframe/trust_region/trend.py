@@ -1,15 +1,15 @@
-"""Whether the objective falls on batches that no step has seen, and what that leaves of a length.
+"""Whether the average of the iterates gets better, and what that leaves of a length.
 
 A batch that can be fitted by itself, as by its own rows of embeddings, gives a good verdict on
-every step that was made from it, however much is lost on the others. The next batches tell: their
-losses before their own steps are samples of the mean loss, and are there anyway. So the mean of
-some losses is held against that of earlier ones, in units of the standard error. Where it has risen
-the share of the length that steps take is halved; where it has fallen that share grows again, up to
-one.
+every step that was made from it, however much is lost on the others. And where gradients are noise
+for the most part, steps of one length get no further than that length allows. Both show on batches
+that no step has seen: on the next one, the average of now is held against the average of some steps
+before. The two losses are of the same samples, so that what is noise in these cancels.
 
-The earlier losses are those of the last time that a difference showed. So progress that is slow
-against the noise adds up until it shows, and where nothing shows nothing changes: a plateau is no
-evidence against a length.
+Steps become shorter where several such differences say that the average got worse, or where more
+of them do not say that it got better; they become longer again, up to the model's own length, where
+it did. Both the differences and their noise are as large as the steps are, so this does not end
+with steps of no length: shorter ones have more of the gradient in them, and show that they fall.
 """
 
 from __future__ import annotations
@@ -18,23 +18,29 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-WINDOW = 20
-"""Losses in a mean."""
+APART = 20
+"""Steps from one average to the next, at least."""
 
-ERRORS = 2.0
-"""Standard errors of a difference that shows."""
+LEAST, MOST = 4, 10
+"""Differences for a verdict, and for the verdict that the average did not get better."""
+
+ERRORS = 1.0
+"""Standard errors of their mean that show."""
 
 SHORTER, LONGER = 0.5, 1.25
 """What multiplies the share after a rise, and after a fall: it stays where three falls follow each
 rise, since ``1.25^3`` is about two."""
 
-SAID = "the loss rose on fresh batches: lengths are halved"
+STALLED = 0.7
+"""What multiplies it where neither shows."""
 
-NUMBERS = ("share", "count", "mean", "squares")
+SAID = "the average got no better on fresh batches: lengths are shorter"
+
+NUMBERS = ("share", "count", "mean", "squares", "at")
 
 
 class Trend:
-    """Compares the mean of the last losses with an earlier one.
+    """Collects by how much the loss of the average changes on batches that no step has seen.
 
     Attributes:
         share: Of the length that the model has, what steps take.
@@ -42,66 +48,83 @@ class Trend:
 
     def __init__(self) -> None:
         self.share = 1.0
+        self._at = -1.0
+        self._forget()
+
+    def _forget(self) -> None:
         self._count = 0
         self._mean = self._squares = 0.0
-        self._earlier: tuple[float, float] | None = None
 
-    def learn(self, loss: float) -> bool:
-        """Take note of a loss.
+    def due(self, step: int) -> bool:
+        """Return whether it is time for the next average.
 
         Args:
-            loss: Finite; of a batch before the step that is made from it.
+            step: Completed steps.
+        """
+        return self._at < 0 or step - self._at >= APART
+
+    def begin(self, step: int) -> bool:
+        """Take note that the next difference is from the average of now.
+
+        Args:
+            step: Completed steps.
 
         Returns:
-            Whether there are enough for a verdict.
+            Whether there was one before, so that there is a difference.
         """
+        first, self._at = self._at < 0, float(step)
+        return not first
+
+    def learn(self, now: float, earlier: float, eps: float) -> bool:
+        """Take note of a difference, and judge once there are enough.
+
+        Args:
+            now: The objective of the average, on a batch before its step.
+            earlier: That of the earlier average, on the same batch.
+            eps: The rounding of the loss: what differs by less says nothing.
+
+        Returns:
+            Whether steps are to be shorter.
+        """
+        change = now - earlier
+        if math.isfinite(earlier) and not math.isfinite(now):
+            return self._judge(SHORTER)
+        if not abs(change) > eps * abs(earlier):  # nor for one that is not finite
+            return False
         self._count += 1
-        off = loss - self._mean
+        off = change - self._mean
         self._mean += off / self._count
-        self._squares += off * (loss - self._mean)  # Welford's: losses may differ by little
-        return self._count == WINDOW
-
-    def judge(self, penalty: float) -> bool:
-        """Compare the mean of the last losses with the earlier one, and begin anew.
-
-        Args:
-            penalty: What the objective has besides the loss.
-
-        Returns:
-            Whether it rose, so that steps are to be shorter.
-        """
-        now = self._mean + penalty, self._squares / (WINDOW * (WINDOW - 1))
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-        if self._earlier is None:
-            self._earlier = now
+        self._squares += off * (change - self._mean)  # Welford's
+        if self._count < LEAST:
             return False
-        change = now[0] - self._earlier[0]
-        if not abs(change) > ERRORS * math.sqrt(now[1] + self._earlier[1]):
-            return False
-        self._earlier = now
-        self.share = min(1.0, self.share * (SHORTER if change > 0 else LONGER))
-        return change > 0
+        error = ERRORS * math.sqrt(self._squares / (self._count * (self._count - 1)))
+        if abs(self._mean) > error:
+            return self._judge(SHORTER if self._mean > 0 else LONGER)
+        return self._judge(STALLED) if self._count == MOST else False
 
-    def state(self) -> dict[str, Any]:
+    def _judge(self, factor: float) -> bool:
+        self.share = min(1.0, self.share * factor)
+        self._forget()
+        return factor < 1
+
+    def state(self) -> dict[str, float]:
         """Return what `load` needs."""
         return {
             "share": self.share,
             "count": float(self._count),
             "mean": self._mean,
             "squares": self._squares,
-            "earlier": None if self._earlier is None else [*self._earlier],
+            "at": self._at,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         """Continue from a state.
 
         Args:
             state: What `state` returned.
         """
-        self.share, self._count = state["share"], int(state["count"])
+        self.share, self._count, self._at = state["share"], int(state["count"]), state["at"]
         self._mean, self._squares = state["mean"], state["squares"]
-        earlier = state["earlier"]
-        self._earlier = None if earlier is None else (earlier[0], earlier[1])
 
 
 def check(state: Any) -> None:
@@ -113,11 +136,6 @@ def check(state: Any) -> None:
     Raises:
         ValueError: If it is damaged.
     """
-    good = isinstance(state, Mapping) and set(state) == {*NUMBERS, "earlier"}
-    if good:
-        earlier = state["earlier"]
-        good = earlier is None or (isinstance(earlier, list) and len(earlier) == 2)
-        numbers = [*(state[name] for name in NUMBERS), *(earlier or [])]
-        good = good and all(isinstance(n, float) and math.isfinite(n) for n in numbers)
-    if not good:
+    good = isinstance(state, Mapping) and set(state) == set(NUMBERS)
+    if not good or not all(isinstance(n, float) and math.isfinite(n) for n in state.values()):
         raise ValueError(f"the state is damaged: the trend of the losses is {state!r}")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.trust_region import ConstantDamping, LevenbergMarquardt, Quadratic
+from soframe.trust_region import ConstantDamping, LevenbergMarquardt, Quadratic, trend
 from soframe.trust_region.averaged import KEEP, AveragedModel
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import RankFailure, run_ranks
@@ -137,46 +137,66 @@ def test_a_step_without_a_model_runs_the_closure_once() -> None:
     assert own.damping.at(0) < LevenbergMarquardt().at(0)
 
 
+OFTEN = {"APART": 3, "LEAST": 2, "MOST": 3}
+"""Of `soframe.trust_region.trend`: verdicts in short runs."""
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OFTEN.items():
+        monkeypatch.setattr(trend, name, value)
+
+
 @pytest.mark.parametrize("shorten", [True, False])
-def test_steps_are_shorter_once_the_loss_rises_on_fresh_batches(shorten: bool) -> None:
-    """A constant in the loss is in no gradient and no verdict of a batch on its own step."""
-    lengths: dict[float, list[float]] = {}
-    notes: dict[float, list[int]] = {}
-    for more in (0.0, 0.5):
+def test_steps_are_shorter_where_the_average_gets_no_better(
+    shorten: bool, often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing shows, so that the third difference has the verdict."""
+    monkeypatch.setattr(trend, "ERRORS", math.inf)
+    (closure,) = closures(deep(), [classes_of(0, 32)], F.cross_entropy)
+    lengths: dict[bool, list[float]] = {}
+    for judged in (False, shorten):
         model = deep()
-        own = soframe.StochasticTrustRegion(model, damping=0.3, model_every=7, shorten=shorten)
-        lengths[more], notes[more] = [], []
-        for step in range(50):
-            (plain,) = closures(model, [classes_of(0, 32)], F.cross_entropy)
-            extra = risen(step, share=more)
-            own.step(lambda plain=plain, extra=extra: plain() + extra)
+        (closure,) = closures(model, [classes_of(0, 32)], F.cross_entropy)
+        own = soframe.StochasticTrustRegion(model, damping=0.3, model_every=2, shorten=judged)
+        lengths[judged], told = [], []
+        for step in range(26):
+            own.step(closure)
             assert own.readout is not None
-            lengths[more] += own.readout.coefficients
-            notes[more] += [step for note in own.readout.notes if "rose on fresh" in note]
-    as_it_is, halved = lengths.values()
-    assert lengths[0.5][:39] == pytest.approx(lengths[0.0][:39])
-    assert halved[39] == pytest.approx((0.5 if shorten else 1.0) * as_it_is[39])
-    assert (halved[45] < 0.6 * as_it_is[45]) == shorten
-    assert notes == {0.0: [], 0.5: [39] if shorten else []}
+            lengths[judged] += own.readout.coefficients
+            told += [step for note in own.readout.notes if note == trend.SAID]
+        assert told == ([18] if judged else [])  # the first average is of step 6, then 10, 14, 18
+    assert lengths[shorten][:18] == lengths[False][:18]
+    assert (lengths[shorten][18] == pytest.approx(trend.STALLED * lengths[False][18])) == shorten
 
 
-def test_a_weight_decay_belongs_to_the_objective_that_is_to_fall() -> None:
-    """The loss rises from where it is least, and the objective falls."""
-    model = fill(nn.Linear(4, 2, bias=False))
-    x, y = randn(64, 4), 3 * randn(64, 2, seed=1)
-    with torch.no_grad():
-        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
-
-    def closure() -> Tensor:
-        return F.mse_loss(model(x), y)
-
-    own = soframe.StochasticTrustRegion(model, weight_decay=0.5, damping=30.0)
-    losses = []
-    for _ in range(80):
-        losses.append(own.step(closure).item())
-        assert own.readout is not None
-        assert not any("fresh" in note for note in own.readout.notes)
-    assert losses[0] < losses[30] < losses[79]
+def test_differences_are_of_two_averages_on_a_batch_before_its_step(
+    often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of the objective, in which a constant of the batch cancels."""
+    learned: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        trend.Trend, "learn", lambda _, now, earlier, eps: learned.append((now, earlier))
+    )
+    model, decay = deep(), 0.2
+    own = soframe.StochasticTrustRegion(model, model_every=2, weight_decay=decay)
+    averages: list[Tensor] = []
+    expected = []
+    for step in range(17):
+        (closure,) = closures(model, [classes_of(step)], F.cross_entropy)
+        if step in (6, 10, 14):
+            with own.averaged():
+                averages.append(vector(model).clone())
+        if step in (10, 14):
+            other = deep()
+            pair = []
+            for average in (averages[-1], averages[-2]):
+                nn.utils.vector_to_parameters(average, other.parameters())
+                (loss,) = closures(other, [classes_of(step)], F.cross_entropy)
+                pair.append(loss().item() + decay / 2 * average.square().sum().item())
+            expected.append(tuple(pair))
+        own.step(closure)
+    assert learned == [pytest.approx(pair, rel=1e-12) for pair in expected]
 
 
 @pytest.mark.slow
@@ -316,25 +336,18 @@ def train(
     own: soframe.StochasticTrustRegion,
     steps: range,
     part: slice = slice(None),
-    share: float = 1.0,
 ) -> list[bytes]:
     saved = []
     for step in steps:
         saved.append(save(model, own))
         x, y = (tensor[part] for tensor in classes_of(step % 11, 24))
         own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
-        more = risen(step, share=share)
-        own.step(lambda x=x, y=y, more=more: F.cross_entropy(model(x), y) + more)
+        own.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
     return saved
 
 
 LONG = 46
 """Steps of a run in which lengths become shorter, and then longer."""
-
-
-def risen(step: int, *, share: float = 1.0) -> float:
-    """What a batch's loss has more than it should, so that lengths are halved at step 39."""
-    return share if 20 <= step < 40 else 0.0
 
 
 def same(own: soframe.StochasticTrustRegion, other: soframe.StochasticTrustRegion) -> bool:
@@ -349,12 +362,13 @@ def made(model: nn.Module) -> soframe.StochasticTrustRegion:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("often")
 def test_training_goes_on_bit_by_bit_from_every_step() -> None:
     whole = deep()
     first = made(whole)
     saved = train(whole, first, range(LONG))
     assert first.counters["rejected_steps"] > 0
-    assert first.state_dict()["trust_region"]["trend"]["share"] == 0.5
+    assert len({_share(state) for state in saved}) > 3
     for step in (0, 2, 3, 4, 8, 25, 39, 40):
         model = fill(deep(), seed=1)
         own = made(model)
@@ -363,6 +377,12 @@ def test_training_goes_on_bit_by_bit_from_every_step() -> None:
         own.load_state_dict(everything["optimizer"])
         train(model, own, range(step, LONG))
         assert same(own, first), f"from step {step}"
+
+
+def _share(saved: bytes) -> float:
+    everything = torch.load(io.BytesIO(saved), weights_only=True)
+    share: float = everything["optimizer"]["trust_region"]["trend"]["share"]
+    return share
 
 
 def test_a_state_is_what_was_saved_whatever_goes_on() -> None:
@@ -494,14 +514,15 @@ def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
     wrapped = DistributedDataParallel(model)
     own = made(wrapped)
     part = slice(rank * 24 // ranks, (rank + 1) * 24 // ranks)
-    # Their mean is one; what the last rank sees by itself falls.
-    train(wrapped, own, range(LONG), part, share=1.0 + 5.0 * (ranks - 1 - 2 * rank))
+    vars(trend).update(OFTEN)
+    train(wrapped, own, range(LONG), part)
     with own.averaged():
         averages = vector(model)
     return vector(model).numpy().tobytes(), averages, own.counters
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_are_one_process(ranks: int) -> None:
     model = deep()
@@ -519,6 +540,7 @@ def in_legs(
     rank: int, ranks: int, steps: range, saved: bytes | None
 ) -> tuple[bytes, Tensor, dict[str, int]]:
     """Train on this rank's rows, in two micro-batches, perhaps from what others have saved."""
+    vars(trend).update(OFTEN)
     model = deep()
     wrapped = DistributedDataParallel(model)
     own = made(wrapped)
@@ -531,12 +553,12 @@ def in_legs(
         mine = range(rank * 24 // ranks, (rank + 1) * 24 // ranks)
         halves = [slice(mine.start, mine.stop, 2), slice(mine.start + 1, mine.stop, 2)]
         own.param_groups[0]["lr"] = 100.0 if step == 3 else 0.5  # so that one is undone
-        more = risen(step)
-        own.step([lambda h=h: (F.cross_entropy(wrapped(x[h]), y[h]) + more) / 2 for h in halves])  # noqa: B023
+        own.step([lambda h=h: F.cross_entropy(wrapped(x[h]), y[h]) / 2 for h in halves])  # noqa: B023
     return save(model, own), vector(model), own.counters
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("often")
 def test_four_ranks_in_micro_batches_and_then_two_are_one_process() -> None:
     model = deep()
     own = made(model)

@@ -1,4 +1,4 @@
-"""Whether the loss falls: against means and standard errors as they are defined."""
+"""Whether the average gets better: against means and standard errors as they are defined."""
 
 import math
 import statistics
@@ -8,74 +8,98 @@ import pytest
 from hypothesis import given
 
 from soframe.trust_region import trend
-from soframe.trust_region.trend import ERRORS, LONGER, SHORTER, WINDOW, Trend
+from soframe.trust_region.trend import (
+    APART,
+    ERRORS,
+    LEAST,
+    LONGER,
+    MOST,
+    SHORTER,
+    STALLED,
+    Trend,
+)
+
+EPS = 1e-7
 
 
-def shares(losses: list[float], penalties: list[float]) -> list[float]:
-    """After each window, from all of its losses."""
+def shares(changes: list[float]) -> list[float]:
+    """After each difference, from all of them since the last verdict."""
     found, share = [], 1.0
-    earlier: tuple[float, float] | None = None
-    for number, penalty in enumerate(penalties):
-        part = losses[number * WINDOW : (number + 1) * WINDOW]
-        now = statistics.fmean(part) + penalty, statistics.variance(part) / WINDOW
-        if earlier is None:
-            earlier = now
-        elif abs(now[0] - earlier[0]) > ERRORS * math.sqrt(now[1] + earlier[1]):
-            share *= SHORTER if now[0] > earlier[0] else LONGER
-            share, earlier = min(1.0, share), now
+    since: list[float] = []
+    for change in changes:
+        since.append(change)
+        if len(since) >= LEAST:
+            mean = statistics.fmean(since)
+            shows = abs(mean) > ERRORS * statistics.stdev(since) / math.sqrt(len(since))
+            if shows or len(since) == MOST:
+                factor = (SHORTER if mean > 0 else LONGER) if shows else STALLED
+                share, since = min(1.0, share * factor), []
         found.append(share)
     return found
 
 
-LEVELS = st.lists(st.integers(-8, 8), min_size=1, max_size=12)
-
-
-@given(LEVELS, st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 3.0]), st.sampled_from([1, 1e6]))
+@given(
+    st.lists(st.tuples(st.integers(-8, 8), st.integers(1, 99)), min_size=1, max_size=60),
+    st.sampled_from([0.1, 3.0]),
+)
 def test_shares_are_those_of_means_and_standard_errors(
-    levels: list[int], seed: int, decay: float, large: float
+    levels: list[tuple[int, int]], noise: float
 ) -> None:
-    """Also where losses are large beside their differences, and the run is resumed at each."""
-    losses, penalties = [], []
-    for number, level in enumerate(levels):
-        noise = [math.sin(1.0 + 7.7 * (seed + i) + 1.3 * number) for i in range(WINDOW)]
-        losses += [large + 0.3 * level + n for n in noise]
-        penalties.append(decay * (number % 3))
+    """The run is resumed at each."""
+    changes = [0.1 * level + noise * math.sin(1.0 + 7.7 * n) for level, n in levels]
     own, found = Trend(), []
-    for at, loss in enumerate(losses):
-        if own.learn(loss):
-            before = own.share
-            rose = own.judge(penalties[at // WINDOW])
-            assert rose == (own.share < before)
-            found.append(own.share)
+    for change in changes:
+        before = own.share
+        assert own.learn(5.0 + change, 5.0, EPS) == (own.share < before)
+        found.append(own.share)
         other = Trend()
         trend.check(own.state())
         other.load(own.state())
         own = other
-    assert found == shares(losses, penalties)
+    assert found == pytest.approx(shares(changes))
 
 
-def after(*levels: float, spread: float = 0.0) -> float:
+def after(*changes: float) -> float:
     own = Trend()
-    for level in levels:
-        for i in range(WINDOW):
-            if own.learn(level + spread * (-1) ** i):
-                own.judge(0.0)
+    for change in changes:
+        own.learn(5.0 + change, 5.0, EPS)
     return own.share
 
 
-def test_a_plateau_changes_nothing_and_slow_progress_adds_up() -> None:
-    # The standard error of a difference is 0.32, so that 0.65 shows, and 0.3 does not.
-    assert after(0.0, 1.0, *[1.3] * 50, spread=1.0) == SHORTER
-    assert after(0.0, 1.0, 0.7, 0.4, spread=1.0) == SHORTER
-    assert after(0.0, 1.0, 0.7, 0.4, 0.1, spread=1.0) == SHORTER * LONGER
-    assert after(0.0, 0.3, 0.6, 0.9, spread=1.0) == SHORTER
-    assert after(*[1.0] * 5) == 1.0  # with no noise at all
-    assert after(0.0, 1.0, *(1.0 - 0.1 * n for n in range(10))) == 1.0  # and never above one
+def test_verdicts() -> None:
+    assert after(*[0.1] * LEAST) == SHORTER
+    assert after(*[0.1] * (LEAST - 1)) == 1.0
+    assert after(*[0.1] * LEAST, *[-0.1] * LEAST) == SHORTER * LONGER
+    assert after(*[-0.1] * 10 * LEAST) == 1.0  # never above one
+    assert after(*[0.1, -0.1] * (MOST // 2)) == STALLED
+    assert after(*[0.1, -0.1] * (MOST // 2 - 1)) == 1.0
+
+
+def test_what_is_below_rounding_or_not_finite_says_nothing() -> None:
+    assert after(*[0.0, 5.0 * EPS / 2] * 10 * MOST) == 1.0
+    own = Trend()
+    for now, earlier in ((1.0, math.inf), (math.nan, math.nan), (1.0, math.nan)):
+        assert not own.learn(now, earlier, EPS)
+    assert own.state() == Trend().state()
+    for now in (math.inf, math.nan):
+        own = Trend()
+        assert own.learn(now, 1.0, EPS)  # the average is ruined
+        assert own.share == SHORTER
+
+
+def test_averages_are_apart() -> None:
+    own = Trend()
+    assert own.due(5)
+    assert not own.begin(5)  # there is no earlier one
+    assert not own.due(4 + APART)
+    assert own.due(5 + APART)
+    assert own.begin(5 + APART)
+    assert not own.due(6 + APART)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"share": math.nan}, {"count": 1}, {"earlier": [1.0]}, {"earlier": [1.0, "2"]}, {"more": 1.0}],
+    [{"share": math.nan}, {"count": 1}, {"at": None}, {"more": 1.0}],
 )
 def test_a_damaged_state_is_told(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="the trend of the losses is"):
