@@ -635,6 +635,72 @@ def denoising(seed: int) -> Task:
     return _task(model, "squared-error", criterion, (x,), batch=64, seed=seed)
 
 
+class Experts(nn.Module):
+    """A mixture of four small nets by a softmax of the input."""
+
+    def __init__(self, features: int, experts: int = 4, width: int = 24) -> None:
+        super().__init__()
+        self.gate = nn.Linear(features, experts)
+        self.first = nn.ModuleList(nn.Linear(features, width) for _ in range(experts))
+        self.head = nn.Linear(width * experts, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(1)
+        each = [torch.tanh(layer(x)) * weights[:, n, None] for n, layer in enumerate(self.first)]
+        outputs: Tensor = self.head(torch.cat(each, 1))
+        return outputs
+
+
+def experts(seed: int) -> Task:
+    """Another waved surface in each of four quarters of the plane, with a little noise."""
+    generator = torch.Generator().manual_seed(23)
+    x = 2 * torch.randn(3000, 2, generator=generator)
+    quarter = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    waves = torch.randn(4, 2, generator=generator)
+    y = torch.sin((x * waves[quarter]).sum(1, keepdim=True)) + 0.5 * quarter[:, None]
+    y = y + 0.05 * torch.randn(y.shape, generator=generator)
+    torch.manual_seed(seed)
+    return _task(Experts(2), "mse", _mse, (x, y), batch=64, seed=seed)
+
+
+class Ranking(nn.Module):
+    """How much more a user wants one thing than another, by embeddings and a linear head."""
+
+    def __init__(self, users: int, things: int, width: int = 12) -> None:
+        super().__init__()
+        self.user, self.thing = nn.Embedding(users, width), nn.Embedding(things, width)
+        self.head = nn.Linear(width, 1, bias=False)
+        for table in (self.user, self.thing):
+            nn.init.normal_(table.weight, std=0.3)
+
+    def forward(self, triples: Tensor) -> Tensor:
+        user, wanted, other = triples.unbind(1)
+        difference = self.thing(wanted) - self.thing(other)
+        outputs: Tensor = self.head(self.user(user) * difference)
+        return outputs
+
+
+def ranking(seed: int) -> Task:
+    """Choices of 100 users between two of 150 things, a tenth of them by mistake."""
+    generator = torch.Generator().manual_seed(29)
+    users, things, count = 100, 150, 6000
+    tastes, kinds = (torch.randn(n, 5, generator=generator) for n in (users, things))
+    who = torch.randint(users, (count,), generator=generator)
+    pair = torch.randint(things, (count, 2), generator=generator)
+    better = (tastes[who, None] * kinds[pair]).sum(2).argmax(1)
+    mistaken = torch.rand(count, generator=generator) < 0.1
+    better = torch.where(mistaken, 1 - better, better)
+    rows = torch.arange(count)
+    triples = torch.stack([who, pair[rows, better], pair[rows, 1 - better]], 1)
+
+    def criterion(model: nn.Module, triples: Tensor) -> Tensor:
+        return F.softplus(-model(triples)).mean()
+
+    torch.manual_seed(seed)
+    loss = "binary-cross-entropy"
+    return _task(Ranking(users, things), loss, criterion, (triples,), batch=128, seed=seed)
+
+
 PROBLEMS: Mapping[str, Problem] = {
     "logistic": Problem(logistic, "logistic regression, raw ill-conditioned features"),
     "narrow-tanh": Problem(narrow_tanh, "20 narrow layers, tanh"),
@@ -658,6 +724,8 @@ PROBLEMS: Mapping[str, Problem] = {
     "label-noise": Problem(label_noise, "classes with wrong labels, batches of 100", unseen=True),
     "sets": Problem(sets, "attention over sets, batches of 64", unseen=True),
     "denoising": Problem(denoising, "denoising autoencoder, batches of 64", unseen=True),
+    "experts": Problem(experts, "mixture of experts, batches of 64", unseen=True),
+    "ranking": Problem(ranking, "choices between two things, batches of 128", unseen=True),
 }
 
 

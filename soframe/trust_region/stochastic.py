@@ -8,7 +8,7 @@
     with optimizer.averaged():
         evaluate(model)
 
-Every twentieth step takes the exact quadratic model of its batch along Adam's direction, and lets
+Every thirtieth step takes the exact quadratic model of its batch along Adam's direction, and lets
 it enter a mean over batches (`soframe.trust_region.averaged`), which has the length of this step
 and of those up to the next model. These run the closure and its backward pass once, and one fused
 kernel of Adam, so that they cost what a step of AdamW does. Each model is judged on its batch: the
@@ -93,7 +93,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             see `soframe.trust_region.averaged`, where it is eta.
         reject: Undo a step with a model if the objective rose on its batch.
         shorten: Take shorter steps where the average of the iterates gets no better on batches that
-            no step has seen, for which it is evaluated twice in twenty steps, and kept once more:
+            no step has seen, for which it is evaluated twice in thirty steps, and kept once more:
             see `soframe.trust_region.trend`.
         reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
             else the gradient is differentiated. See `soframe.derivatives`.
@@ -122,7 +122,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         lr: float = 0.7,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
-        model_every: int = 20,
+        model_every: int = 30,
         averaging: float = 20.0,
         reject: bool = True,
         shorten: bool = True,

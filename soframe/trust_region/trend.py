@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-APART = 20
+APART = 30
 """Steps from one average to the next, at least."""
 
 LEAST, MOST = 4, 10
