@@ -254,7 +254,8 @@ class Optimizer(torch.optim.Optimizer):
             if self.preconditioner.measures_norms:
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
-            with self.preconditioner.backend.phases("move"):
+            one = self.preconditioner
+            with one.backend.phases("move"), one.not_unnoticed():
                 for group in self.param_groups:
                     self._move(group)
             self._moved = changes(before, blocks) if before else {}

@@ -120,6 +120,14 @@ class Effect:
             numbers += [float(self._seen(block)), float(block in missed), float(block in taken)]
         return numbers
 
+    def nothing_said(self, due: Collection[Block]) -> list[float]:
+        """Return as many numbers as `said` does, without a look at any gradient.
+
+        Args:
+            due: As for `said`.
+        """
+        return [] if not due or self._partial else [0.0] * (2 + 3 * len(self._of(due)))
+
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
         """Check that the step will have an effect.
 
