@@ -71,6 +71,7 @@ from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
 from soframe.state import saving as state
+from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.state.transfer import Watch, hand_over
 from soframe.statistics.running import observe
 from soframe.statistics.window import Statistics
@@ -1007,6 +1008,7 @@ class Preconditioner(Joinable):
         """The loss that the Fisher is of; None for the empirical one."""
         return self._fisher.loss
 
+    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -1058,6 +1060,7 @@ class Preconditioner(Joinable):
                 rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
         own: dict[str, Any] = {}
+        saved = unpacked(saved)
 
         def check() -> None:
             part = self._pipeline.own_part(saved)
