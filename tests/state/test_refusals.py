@@ -50,6 +50,10 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def wrap(blocks: State) -> State:
+    return {f"_orig_mod.{name}": block for name, block in blocks.items()}
+
+
 HEAD = ("blocks", "head")
 DATA = (*HEAD, "second_order")
 BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
@@ -64,6 +68,7 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
         for key in ("shape", "method", "solver", "mass", "factors", "second_order")
     },
     "no block": (drop(*HEAD), r"lacks \['head'\] and has nothing"),
+    "names of wrappers": (change("blocks", to=wrap), r"same layers.*checkpoint\.seal\(state\)"),
     "no factor": (drop(*HEAD, "factors", "A"), "truncated: block 'head' has factors"),
     "no factors": (change(*HEAD, "factors", to={}), "truncated: block 'head' has factors"),
     "no data of a factor": (drop(*DATA, "A"), "truncated: second-order data of block 'head'"),
