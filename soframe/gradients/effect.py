@@ -235,9 +235,11 @@ class Effect:
             )
         elif stacks.compiled(modules):
             first = (
-                "Most likely the model was compiled, and ran, before the preconditioner was built: "
-                "compiled code does not call hooks that came later. Build the preconditioner "
-                "before the compiled model runs, or call torch.compiler.reset() after building it. "
+                "Most likely torch.compile had compiled the model, or another one of the same "
+                "classes, and it ran, before the preconditioner was built: compiled code is kept "
+                "by the class, and does not call hooks that came later. Call "
+                "torch.compiler.reset() once the preconditioner is built, or build it before any "
+                "such model runs. "
             )
         return (
             f"{first}{'Else' if first else 'Likely'} the forward pass ran before the "
