@@ -350,6 +350,13 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
         if not isinstance(saved.get(key, kind()), kind):
             raise ValueError(f"the state is damaged: {key} of block {name!r} is {saved[key]!r}")
+    if saved.get("updates", 0) and block.method.rebases and not same_solvers(saved, block):
+        raise ValueError(
+            f"block {name!r} was solved by {saved['solver']}, and is now by "
+            f"{describe(block.solver)}: what {describe(block.method)} keeps lies in the bases of "
+            f"the last solve, which another solver cannot use. Pass the solver= that it was solved "
+            f"by"
+        )
 
 
 def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:
