@@ -356,13 +356,18 @@ def test_a_state_that_knows_no_rows_is_staggered_from_the_next_interval() -> Non
             assert run(own, range(4, 10)) == [0, 0, 2, 1, 0, 1]
 
 
-def test_ranks_that_disagree_on_a_common_input_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_k", [1, 3])
+def test_ranks_that_disagree_on_a_common_input_share_none(
+    of_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the mean of what they say is the number of a block."""
     model = fill(Heads())
 
     def two_ranks(backend: Any, own: list[float], phase: str) -> list[float]:
-        """On the other q and k have inputs of their own."""
-        rows, first = own[: len(NAMES)], range(len(NAMES))
-        other = [2 * n for n in rows] + [2 * n * i for n, i in zip(rows, first, strict=True)]
+        """On the other q has an input of its own, and k has one, or that of another block."""
+        where = [of_k if name == "k" else i for i, name in enumerate(NAMES)]
+        rows = own[: len(NAMES)]
+        other = [2 * n * i**power for power in range(3) for n, i in zip(rows, where, strict=True)]
         return [a + b for a, b in zip(own, other, strict=True)]
 
     monkeypatch.setattr("soframe.solving.refresh.add_over_ranks", two_ranks)
