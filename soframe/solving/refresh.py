@@ -157,7 +157,7 @@ class Refresh:
             return
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}
-        rows = [float(sum(block.window.counts.rows.values())) for block in blocks]
+        rows = [float(block.window.rows) for block in blocks]
         where = [index[first.get(block.name, block.name)] for block in blocks]
         # Of the ranks' indices, weighted by rows, the mean and the mean square: whole numbers.
         numbers = [n * i**power for power in range(3) for n, i in zip(rows, where, strict=True)]
