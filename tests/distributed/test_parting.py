@@ -113,6 +113,23 @@ def test_what_one_rank_raises_in_a_step_is_an_error_on_all(case):
         assert f"rank 1: {own[breaks]}" in error
 
 
+def wait_rightly(rank: int, ranks: int) -> float:
+    """Rank 0 has nothing to do with what the others wait for, and goes on."""
+    board.LOOK = 0.1
+    backend, tensor = TorchDistributed(), torch.tensor([float(rank)])
+    backend.prepare([(1, 2)])
+    if rank == 2:
+        time.sleep(1)
+    if rank > 0:
+        backend.broadcast(tensor, 2, (1, 2), "share").wait()
+    backend.meet("saving")
+    return tensor.item()
+
+
+def test_a_rank_that_has_rightly_gone_on_ends_nobodys_wait():
+    assert run_ranks(wait_rightly, 3) == [0.0, 2.0, 2.0]
+
+
 def come_late(rank: int, ranks: int) -> str:
     """A step on a rank that is late is no reason to give up, nor is a state."""
     board.LOOK = 0.1
