@@ -343,7 +343,7 @@ class Method(ABC):
 
     @property
     def rebases(self) -> bool:
-        """Whether what it keeps lies in bases, which are its second-order data: see `rebase`."""
+        """Whether what it keeps lies in bases that are its second-order data, see `rebase`."""
         own = type(self).rebase is not Method.rebase
         return own and bool(self.state_names()) and bool(self.factor_names())
 

@@ -228,7 +228,7 @@ class Blocked(Method):
 
     @property
     def rebases(self) -> bool:
-        """See `Method.rebases`: whether the other method does."""
+        """Whether what the other method keeps lies in bases."""
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:

@@ -226,7 +226,7 @@ class Chain(Method):
 
     @property
     def rebases(self) -> bool:
-        """See `Method.rebases`: whether a stage does."""
+        """Whether what a stage keeps lies in bases."""
         return any(stage.rebases for stage in self.stages)
 
     def factor_names(self) -> frozenset[str]:
