@@ -38,6 +38,7 @@ from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
+from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"
@@ -254,7 +255,8 @@ class Optimizer(torch.optim.Optimizer):
             if self.preconditioner.measures_norms:
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
-            with self.preconditioner.backend.phases("move"):
+            one = self.preconditioner
+            with one.backend.phases("move"), one.not_unnoticed():
                 for group in self.param_groups:
                     self._move(group)
             self._moved = changes(before, blocks) if before else {}
@@ -300,6 +302,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
+    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -329,7 +332,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
+            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
+        refuse_saver_of_parameters(self)
+        state_dict = unpacked(state_dict)
         balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
 
         def check() -> None:

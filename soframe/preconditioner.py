@@ -38,6 +38,7 @@ from soframe.checks.numbers import require_flag
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
+    not_unnoticed,
     require_all_ranks,
     require_common,
     require_no_failure,
@@ -70,6 +71,7 @@ from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
 from soframe.state import saving as state
+from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.state.transfer import Watch, hand_over
 from soframe.statistics.running import observe
 from soframe.statistics.window import Statistics
@@ -395,6 +397,18 @@ class Preconditioner(Joinable):
         self._statistics.arrive()
         with phase("agree"):
             finite, weights, now = self._agree()
+        with self.not_unnoticed():
+            self._take_agreed_step(now, weights, finite=finite)
+
+    def not_unnoticed(self) -> AbstractContextManager[None]:
+        """Return a context: the other ranks, which may wait, learn of what this one raises in it.
+
+        :meta private:
+        """
+        return not_unnoticed(self.backend, self._stages.backend)
+
+    def _take_agreed_step(self, now: Now, weights: list[float] | None, *, finite: bool) -> None:
+        phase = self.backend.phases
         self._placed.history.begin(self._steps)
         if weights is not None:
             with phase("reduce"):
@@ -515,7 +529,7 @@ class Preconditioner(Joinable):
         def raw() -> dict[Block, Tensor | None]:
             return {b: gradient for b, gradient in self._raw.now().items() if not b.remembers}
 
-        with self._shaped():
+        with self._shaped(), self.not_unnoticed():
             directions = self._background.update(
                 self._placed,
                 due,
@@ -543,10 +557,17 @@ class Preconditioner(Joinable):
             they are to be used; and the settings of this step.
         """
         now, common, error = self._settings_now()
-        with_statistics = self.takes_statistics
-        size = gradients.magnitude(self._watch.parameters(), self.home)
+        with_statistics, due = self.takes_statistics, self._statistics.due
+        size, bad_statistics = math.nan, False
+        present, reached = self._raw.none_present(), self._effect.nothing_said(due)
+        try:
+            size = gradients.magnitude(self._watch.parameters(), self.home)
+            bad_statistics = with_statistics and not self._statistics.finite()
+            present, reached = self._raw.present(), self._effect.said(due)
+        except Exception as raised:  # whatever it is: the other ranks wait, and must be told
+            error = error or raised
         bad_gradient = not math.isfinite(size)
-        bad_statistics = with_statistics and (bad_gradient or not self._statistics.finite())
+        bad_statistics = bad_statistics or (with_statistics and bad_gradient)
         changed = float(self._watch.changed())
         passes, samples = self._statistics.seen()
         seen, error = self._stages.put_together(
@@ -575,9 +596,9 @@ class Preconditioner(Joinable):
             bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
             common=fingerprint(common),
             weights=self._statistics.weights(),
-            present=self._raw.present(),
+            present=present,
             waits=self._background.waits(),
-            reached=self._effect.said(self._statistics.due),
+            reached=reached,
         ).over_ranks(self.backend)
         if said.failed > 0:
             error = self._stages.spread(error)
@@ -987,6 +1008,7 @@ class Preconditioner(Joinable):
         """The loss that the Fisher is of; None for the empirical one."""
         return self._fisher.loss
 
+    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -1038,6 +1060,7 @@ class Preconditioner(Joinable):
                 rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
         own: dict[str, Any] = {}
+        saved = unpacked(saved)
 
         def check() -> None:
             part = self._pipeline.own_part(saved)

@@ -356,13 +356,42 @@ def test_a_state_that_knows_no_rows_is_staggered_from_the_next_interval() -> Non
             assert run(own, range(4, 10)) == [0, 0, 2, 1, 0, 1]
 
 
-def test_ranks_that_disagree_on_a_common_input_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "rows", "masked", "learned"),
+    [
+        ("kfac", 1.0, False, 20),
+        ("kfac", 1.0, True, 11),
+        ("kfac", 0.5, True, 6),
+        ("kfac-reduce", 1.0, False, 4),
+        ("kfac-reduce", 6, False, 2),  # whole samples
+    ],
+)
+def test_what_statistics_cost_is_the_rows_that_are_drawn(
+    method: str, rows: float, masked: bool, learned: int
+) -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    options = {"method": method, "rows": rows, "statistics_every": 3, "solve_every": 3}
+    with closing(preconditioner(model, stagger=True, **options)) as own:
+        mask = torch.arange(20).view(4, 5) < 11
+        if masked:
+            own.count(rows=mask)
+        (model(randn(4, 5, 3)) * mask.unsqueeze(2)).square().mean().backward()
+        own.step()
+        assert [block.window.cost.rows for block in own._blocks] == [learned, learned]
+
+
+@pytest.mark.parametrize("of_k", [1, 3])
+def test_ranks_that_disagree_on_a_common_input_share_none(
+    of_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the mean of what they say is the number of a block."""
     model = fill(Heads())
 
     def two_ranks(backend: Any, own: list[float], phase: str) -> list[float]:
-        """On the other q and k have inputs of their own."""
-        rows, first = own[: len(NAMES)], range(len(NAMES))
-        other = [2 * n for n in rows] + [2 * n * i for n, i in zip(rows, first, strict=True)]
+        """On the other q has an input of its own, and k has one, or that of another block."""
+        where = [of_k if name == "k" else i for i, name in enumerate(NAMES)]
+        rows = own[: len(NAMES)]
+        other = [2 * n * i**power for power in range(3) for n, i in zip(rows, where, strict=True)]
         return [a + b for a, b in zip(own, other, strict=True)]
 
     monkeypatch.setattr("soframe.solving.refresh.add_over_ranks", two_ranks)

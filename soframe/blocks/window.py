@@ -31,6 +31,7 @@ class Window:
         sums: The statistics, by factor: of matrices the lower triangles.
         counts: What the sums count.
         gathered: The factors that take statistics in this window, if the block does.
+        rows: How many rows are drawn for the sums, whether this rank contributes to them or not.
         cost: What the statistics cost; it outlives the window.
 
     Args:
@@ -48,7 +49,7 @@ class Window:
             gathered: The factors that take statistics, if the block does.
         """
         self.sums: dict[str, Tensor] = {}
-        self.counts = Counts()
+        self.counts, self.rows = Counts(), 0
         self.gathered = gathered
 
     def add(self, name: str, moment: Tensor | Addend, multiplier: float) -> None:
@@ -66,6 +67,14 @@ class Window:
             self.sums[name] = moment * multiplier
         else:
             total.add_(moment, alpha=multiplier)
+
+    def spend(self, rows: int) -> None:
+        """Count the rows that are drawn of a call.
+
+        Args:
+            rows: How many.
+        """
+        self.rows += rows
 
     def take(self, name: str) -> Tensor | None:
         """Return the sum of a factor, which the window has no longer; None where it has none.
@@ -99,5 +108,6 @@ class Window:
             before: Its window, which is used up.
             keep: Returns what is left of a factor's sum, given its name and the sum.
         """
-        self.counts, self.gathered, self.cost = before.counts, before.gathered, before.cost
+        self.counts, self.rows = before.counts, before.rows
+        self.gathered, self.cost = before.gathered, before.cost
         self.sums = {name: keep(name, total) for name, total in before.sums.items()}

@@ -66,6 +66,9 @@ def chosen(step: int, rank: int, number: int, total: int, wanted: int) -> Tensor
 class Sampler:
     """Takes some of the rows of every call of a window.
 
+    Attributes:
+        draws: Whether it does; otherwise it takes all that are data.
+
     Args:
         rows: The fraction of a call's rows that is taken, or their number; 1.0 takes all.
         rank: The rank.
@@ -73,6 +76,7 @@ class Sampler:
 
     def __init__(self, rows: Rows, rank: int) -> None:
         self._rows, self._rank, self._step = rows, rank, 0
+        self.draws = isinstance(rows, int) or rows < 1
         self._indices: dict[Hashable, Tensor] = {}
         self._last: tuple[Hashable, tuple[StorageWeakRef, ...], tuple[Tensor, ...]] | None = None
 
@@ -109,12 +113,7 @@ class Sampler:
             Inputs and rows of a smaller call, and what its moments are to be multiplied by.
         """
         inputs, rows = call
-        unit: Unit | None = "sample" if whole and helper.unit == "row" else helper.unit
-        _, batch, shared, _ = rows.shape
-        total, size = (batch * shared, 1) if unit == "row" else (batch, shared)
-        if data is not None:
-            total, unit = len(data[0]), data[1]
-            size = shared if unit == "sample" else 1
+        unit, total, size = _units(helper, rows, whole, data)
         wanted = self._wanted(total, size)
         if unit is None or (wanted >= total and data is None):
             return inputs, rows, 1.0
@@ -127,6 +126,20 @@ class Sampler:
             helper.take_rows(rows, index, unit),
             total / wanted,
         )
+
+    def taken(
+        self, helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
+    ) -> int:
+        """Return how many rows `take` takes of a call.
+
+        Args:
+            helper: The helper.
+            rows: The rows of its output's gradient.
+            whole: See `take`.
+            data: See `take`.
+        """
+        unit, total, size = _units(helper, rows, whole, data)
+        return size * (total if unit is None else self._wanted(total, size))
 
     def _index(
         self,
@@ -162,3 +175,14 @@ class Sampler:
         if self._last is None or self._last[0] != now:
             self._last = (now, memory(inputs), helper.take_inputs(inputs, index, unit))
         return self._last[2]
+
+
+def _units(
+    helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
+) -> tuple[Unit | None, int, int]:
+    """Return what is taken of a call, None for all of it; how many there are; the rows of each."""
+    _, batch, shared, _ = rows.shape
+    if data is not None:
+        return data[1], len(data[0]), shared if data[1] == "sample" else 1
+    unit: Unit | None = "sample" if whole and helper.unit == "row" else helper.unit
+    return (unit, batch * shared, 1) if unit == "row" else (unit, batch, shared)

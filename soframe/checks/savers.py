@@ -30,7 +30,7 @@ def asked_by_saver_of_parameters() -> bool:
 
 
 def refuse_saver_of_parameters(optimizer: object) -> None:
-    """Check that it is not `torch.distributed.checkpoint.state_dict` that asks for a state.
+    """Check that it is not `torch.distributed.checkpoint.state_dict` that saves or loads a state.
 
     Args:
         optimizer: The optimizer that is asked.
@@ -40,14 +40,18 @@ def refuse_saver_of_parameters(optimizer: object) -> None:
     """
     if not asked_by_saver_of_parameters():
         return
-    remedy = "Save optimizer.state_dict() itself, on every rank, beside get_model_state_dict(model)"
+    remedy = (
+        "Save optimizer.state_dict() itself, on every rank, beside get_model_state_dict(model), "
+        "and give it to optimizer.load_state_dict(); torch.distributed.checkpoint.save and load "
+        "take the optimizer, too"
+    )
     if hasattr(optimizer, "preconditioner"):
         remedy += (
             "; or, where each rank is to write its part, "
             "soframe.checkpoint.part(optimizer.preconditioner), which soframe.checkpoint.load reads"
         )
     raise RuntimeError(
-        f"{MODULE} (get_state_dict, get_optimizer_state_dict, ...) keeps what an optimizer has for "
+        f"{MODULE} (get_state_dict, set_optimizer_state_dict, ...) keeps what an optimizer has for "
         f"single parameters, and would drop the rest of what soframe.{type(optimizer).__name__} "
         f"remembers. {remedy}"
     )

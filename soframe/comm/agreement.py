@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
@@ -304,6 +305,41 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
         raise error
     said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise RuntimeError(f"another rank cannot take this step, so none does. {said}")
+
+
+_TOLD_ALL = "Every rank has raised for this."
+
+
+def told_all(error: Exception) -> Exception:
+    """Return an error, marked as one for which every rank raises: nobody waits for this one.
+
+    Args:
+        error: The error.
+    """
+    error.add_note(_TOLD_ALL)
+    return error
+
+
+@contextmanager
+def not_unnoticed(*backends: Backend | None) -> Iterator[None]:
+    """Let the other ranks learn of what one raises between collectives that all of them enter.
+
+    Nothing travels for it: a rank that raises leaves a note, and those that wait for it read that.
+
+    Args:
+        *backends: Those that the ranks wait in; None for none.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+        if _TOLD_ALL not in getattr(error, "__notes__", ()):
+            for backend in backends:
+                if backend is not None:
+                    backend.give_up(describe_error(error))
+        raise
 
 
 def gather_texts(backend: Backend, mine: str, phase: str = "agree") -> list[str]:

@@ -213,6 +213,13 @@ class Backend(ABC):
             what: What the ranks are about to do, for the error.
         """
 
+    def give_up(self, why: str) -> None:  # noqa: B027 (optional)
+        """Tell the ranks that wait for this one in a step that it has raised, where that can be.
+
+        Args:
+            why: The error.
+        """
+
     def wire_device(self, device: torch.device) -> torch.device:
         """Return where a tensor must live to travel.
 

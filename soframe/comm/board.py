@@ -4,7 +4,8 @@ A collective that a rank does not enter says nothing: the others wait until the 
 time-out, half an hour by default, and then learn that it is over. Notes do not have to be waited
 for. So a rank that is about to wait for the others, at construction and before it gathers a state,
 says so first, and one that waits for long reads what the others have said: who is missing, who
-waits elsewhere, who will never come. Steps write no notes; they read them once they wait for long.
+waits elsewhere, who will never come. Steps write no notes, unless one raises on a rank by itself;
+they read them once they wait for long.
 
 Notes are kept where the ranks of a process group have met, in the store of the default group.
 """
@@ -24,7 +25,16 @@ LOOK = 2.0
 ALONE = 60.0
 """Seconds that a rank which builds a preconditioner for itself alone has until it must be here."""
 
-_WAITS, _LEFT = "waits", "left"
+_WAITS, _LEFT, _RAISED = "waits", "left", "raised"
+
+
+def interval(ranks: int) -> float:
+    """Return how long a rank that waits goes on between two looks, in seconds.
+
+    Args:
+        ranks: How many ranks there are.
+    """
+    return LOOK * max(1.0, ranks / 16)
 
 
 @dataclass(frozen=True)
@@ -34,14 +44,19 @@ class Note:
     Attributes:
         rank: The rank, within the group.
         meeting: Which meeting of the group it is about, counted from 1; 0 if it said nothing yet.
-        state: Whether it waits for the others there, or has given up.
-        text: What it is about to do, or why it has given up.
+        state: Whether it waits for the others there, has given up, or has raised on the way.
+        text: What it is about to do, why it has given up, or its error.
     """
 
     rank: int
     meeting: int = 0
     state: str = ""
     text: str = ""
+
+    @property
+    def raised(self) -> bool:
+        """Whether the rank has raised within a step, and takes part in nothing any more."""
+        return self.state == _RAISED
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ class Board:
     @property
     def interval(self) -> float:
         """How long a rank that waits goes on between two looks, in seconds."""
-        return LOOK * max(1.0, len(self._members) / 16)
+        return interval(len(self._members))
 
     # -- meetings -----------------------------------------------------------------------------
 
@@ -140,18 +155,27 @@ class Board:
         """
         self._say(self._meetings + 1, _LEFT, why)
 
+    def fail(self, why: str) -> None:
+        """Say that this rank has raised within a step, and will not come to whatever follows.
+
+        Args:
+            why: The error.
+        """
+        self._say(self._meetings + 1, _RAISED, why)
+
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived at the meeting at which this one waits."""
         here = [n.state == _WAITS and n.meeting >= self._meetings for n in self.notes()]
         return [rank for rank, is_here in enumerate(here) if not is_here]
 
     def elsewhere(self) -> list[Note]:
-        """Return the notes of ranks that wait, or have given up, at a meeting to come."""
+        """Return the notes of ranks that wait, have given up or have raised before this one."""
         return [note for note in self.notes() if note.meeting > self._meetings]
 
     def refusals(self) -> list[Note]:
         """Return the notes of ranks that will not come to the meeting at which this one waits."""
-        return [n for n in self.notes() if n.state == _LEFT and n.meeting >= self._meetings]
+        gone = (_LEFT, _RAISED)
+        return [n for n in self.notes() if n.state in gone and n.meeting >= self._meetings]
 
     def notes(self) -> list[Note]:
         """Return what every rank said last."""

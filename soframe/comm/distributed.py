@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class TorchDistributed(Backend):
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self._made: set[tuple[int, ...]] = {self._everyone}
         self._meet_timeout = timedelta(seconds=meet_timeout)
+        self._parted = False
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """See `Backend.prepare`."""
@@ -216,15 +218,30 @@ class TorchDistributed(Backend):
             raise ValueError(problem)
 
     def _all_reduce(self, tensor: Tensor) -> Handle:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return self._watched(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def _watched(self, work: dist.Work | None) -> Handle:
+        """Return the handle of a collective in which ranks learn of one that has raised.
+
+        Gloo alone waits on the host. There `Handle.watch` also tells of ranks that wait elsewhere.
+        """
         if self._engine != "gloo" or work is None:
             return _handle(work)
-        return Handle(_held(work), partial(self._watch, work))
+        WORKS.begin(work)
+        return Handle(partial(self._watch, work, raised=True), partial(self._watch, work))
 
-    def _watch(self, work: dist.Work) -> None:
-        """Wait for a collective, and look now and then whether a rank waits for this one."""
-        notes = Board.of(self._group)
-        patience = timedelta(seconds=board.LOOK if notes is None else notes.interval)
+    def _watch(self, work: dist.Work, *, raised: bool = False) -> None:
+        """Wait for a collective, and look now and then whether a rank will never take part.
+
+        Args:
+            work: The collective.
+            raised: Whether ranks count that have raised, and no others: where a rank may have left
+                this collective before it ends, and wait elsewhere.
+
+        Raises:
+            RuntimeError: If one will not, or what the engine raises.
+        """
+        patience = timedelta(seconds=board.interval(self.world_size))
         seen: list[board.Note] = []
         while True:
             try:
@@ -236,36 +253,58 @@ class TorchDistributed(Backend):
                 WORKS.end(work)
                 return
             # Twice the same: it was not about to come.
-            told = [] if notes is None else notes.elsewhere()
-            if told and told == seen:
+            told = self._elsewhere(raised=raised)
+            if told and (told == seen or any(note.raised for note in told)):
                 self._part(told)
             seen = told
         try:
             work.wait()  # it may have ended just after the last look
         except RuntimeError as error:
-            told = [] if notes is None else notes.elsewhere()
+            told = self._elsewhere(raised=raised)
             if told:
                 self._part(told, error)
             raise
         WORKS.end(work)
 
+    def _elsewhere(self, *, raised: bool) -> list[board.Note]:
+        """Return the notes of other ranks that are not about to come; none if the store is gone."""
+        try:
+            notes = Board.of(self._group)
+            told = [] if notes is None else notes.elsewhere()
+        except RuntimeError:
+            return []
+        return [note for note in told if note.raised or not raised]
+
     def _part(self, told: Sequence[board.Note], error: Exception | None = None) -> None:
         """Tell the ranks that wait elsewhere that this one will not come, and raise."""
-        others = "; ".join(f"rank {note.rank}: {note.text}" for note in told)
-        mine = f"rank {self.rank} takes a step"
+        failed = [note for note in told if note.raised]
+        others = "; ".join(f"rank {note.rank}: {note.text}" for note in failed or told)
+        problem = (
+            f"another rank has raised in the middle of a step, so none goes on. {others}"
+            if failed
+            else f"the ranks do different things, which all of them have to do together. {others}; "
+            f"rank {self.rank} takes a step"
+        )
         notes = Board.of(self._group)
         assert notes is not None
         notes.refuse("takes a step, and has given it up")
-        raise RuntimeError(
-            f"the ranks do different things, which all of them have to do together. {others}; "
-            f"{mine}. The process group cannot be used any more"
-        ) from error
+        self._parted = True
+        raise RuntimeError(f"{problem}. The process group cannot be used any more") from error
+
+    def give_up(self, why: str) -> None:
+        """See `Backend.give_up`: in a note, which ranks read that wait for long, under Gloo."""
+        if self._parted:
+            return  # it has said so
+        with contextlib.suppress(RuntimeError):  # the store may have ended with another rank
+            notes = Board.of(self._group)
+            if notes is not None:
+                notes.fail(why)
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         target = self._global_ranks[destination]
         if group in self._groups:
             among = self._group_of(group)
-            return _handle(dist.reduce(tensor, target, group=among, async_op=True))
+            return self._watched(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != destination]
@@ -286,7 +325,7 @@ class TorchDistributed(Backend):
         origin = self._global_ranks[source]
         if group in self._groups:
             among = self._group_of(group)
-            return _handle(dist.broadcast(tensor, origin, group=among, async_op=True))
+            return self._watched(dist.broadcast(tensor, origin, group=among, async_op=True))
         if self.rank != source:
             return _handle(dist.irecv(tensor, origin, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != source]
@@ -303,13 +342,13 @@ class TorchDistributed(Backend):
         if self._engine != "gloo":
             total = torch.empty_like(share)
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
-            return _then(work, lambda: share.copy_(total))
+            return _then(_handle(work), lambda: share.copy_(total))
         received = share.new_empty(self.world_size, len(share))
         takes = [len(share)] * self.world_size
         work = dist.all_to_all_single(
             received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
-        return _then(work, lambda: torch.sum(received, dim=0, out=share))
+        return _then(self._watched(work), lambda: torch.sum(received, dim=0, out=share))
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = list(flat.split(list(sizes)))
@@ -318,7 +357,7 @@ class TorchDistributed(Backend):
             return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
         gives = [len(share)] * self.world_size
         copies = share.repeat(self.world_size)
-        return _handle(
+        return self._watched(
             dist.all_to_all_single(
                 flat, copies, list(sizes), gives, group=self._group, async_op=True
             )
@@ -331,11 +370,11 @@ class TorchDistributed(Backend):
         work = dist.all_to_all_single(
             taken, flat, list(takes), list(gives), group=self._group, async_op=True
         )
-        return taken, _handle(work)
+        return taken, self._watched(work)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self._everyone]
-        _handle(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
+        self._watched(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
         return gathered
 
 
@@ -397,9 +436,8 @@ def _handle(work: dist.Work | None) -> Handle:
     return Handle(_held(work) if work is not None else None)
 
 
-def _then(work: dist.Work | None, afterwards: Callable[[], object]) -> Handle:
+def _then(before: Handle, afterwards: Callable[[], object]) -> Handle:
     """Return the handle of a collective after which something is left to do."""
-    before = _handle(work)
 
     def wait() -> None:
         before.wait()

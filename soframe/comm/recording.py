@@ -88,6 +88,11 @@ class Recording(Backend):
         if self._inner is not None:
             self._inner.meet(what)
 
+    def give_up(self, why: str) -> None:
+        """See `Backend.give_up`."""
+        if self._inner is not None:
+            self._inner.give_up(why)
+
     def wire_device(self, device: torch.device) -> torch.device:
         """See `Backend.wire_device`."""
         return device if self._inner is None else self._inner.wire_device(device)

@@ -72,6 +72,10 @@ class AveragedGradients:
         """Return what the ranks have to add up, and pass to `agree`, before they call `raw`."""
         return []
 
+    def none_present(self) -> list[float]:
+        """Return what `present` would if there were no gradient, without a look at any."""
+        return []
+
     def agree(self, present: Sequence[float]) -> None:
         """Take note of what ranks have.
 
@@ -165,6 +169,10 @@ class LocalGradients(AveragedGradients):
     def present(self) -> list[float]:
         """Return for every parameter whether this rank has its gradient."""
         return [float(self._home.has(p)) for p in self._parameters]
+
+    def none_present(self) -> list[float]:
+        """See `AveragedGradients.none_present`."""
+        return [0.0] * len(self._parameters)
 
     def raw(self) -> dict[Block, Tensor | None]:
         """Average every gradient that any rank has; on ranks without it counts as zero.

@@ -120,6 +120,14 @@ class Effect:
             numbers += [float(self._seen(block)), float(block in missed), float(block in taken)]
         return numbers
 
+    def nothing_said(self, due: Collection[Block]) -> list[float]:
+        """Return as many numbers as `said` does, without a look at any gradient.
+
+        Args:
+            due: As for `said`.
+        """
+        return [] if not due or self._partial else [0.0] * (2 + 3 * len(self._of(due)))
+
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
         """Check that the step will have an effect.
 
@@ -227,9 +235,11 @@ class Effect:
             )
         elif stacks.compiled(modules):
             first = (
-                "Most likely the model was compiled, and ran, before the preconditioner was built: "
-                "compiled code does not call hooks that came later. Build the preconditioner "
-                "before the compiled model runs, or call torch.compiler.reset() after building it. "
+                "Most likely torch.compile had compiled the model, or another one of the same "
+                "classes, and it ran, before the preconditioner was built: compiled code is kept "
+                "by the class, and does not call hooks that came later. Call "
+                "torch.compiler.reset() once the preconditioner is built, or build it before any "
+                "such model runs. "
             )
         return (
             f"{first}{'Else' if first else 'Likely'} the forward pass ran before the "

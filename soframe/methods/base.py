@@ -341,6 +341,12 @@ class Method(ABC):
         """Whether it has factors that are made of calls."""
         return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
 
+    @property
+    def rebases(self) -> bool:
+        """Whether what it keeps lies in bases that are its second-order data, see `rebase`."""
+        own = type(self).rebase is not Method.rebase
+        return own and bool(self.state_names()) and bool(self.factor_names())
+
     def factor_names(self) -> frozenset[str]:
         """Return the names of its factors, of blocks of any shape."""
         return frozenset(factor.name for shape in SMALL for factor in self.factors(shape))

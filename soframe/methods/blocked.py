@@ -226,6 +226,11 @@ class Blocked(Method):
         regions = self._regions(shape)
         return sum(self._method.effort(region.shape(shape.groups)) for region in regions)
 
+    @property
+    def rebases(self) -> bool:
+        """Whether what the other method keeps lies in bases."""
+        return self._method.rebases
+
     def factor_names(self) -> frozenset[str]:
         """See `Method.factor_names`."""
         names = self._method.factor_names()

@@ -224,6 +224,11 @@ class Chain(Method):
         """See `Method.effort`: of all stages."""
         return sum(stage.effort(shape) for stage in self.stages)
 
+    @property
+    def rebases(self) -> bool:
+        """Whether what a stage keeps lies in bases."""
+        return any(stage.rebases for stage in self.stages)
+
     def factor_names(self) -> frozenset[str]:
         """See `Method.factor_names`."""
         return self._factor_names.every()

@@ -95,6 +95,11 @@ class Graft(Method):
         """See `Method.effort`: that of the other method, and an operation for each entry."""
         return self._method.effort(shape) + entries(shape)
 
+    @property
+    def rebases(self) -> bool:
+        """Whether what the other method keeps lies in bases."""
+        return self._method.rebases
+
     def factor_names(self) -> frozenset[str]:
         """See `Method.factor_names`."""
         return self._method.factor_names()

@@ -157,16 +157,17 @@ class Refresh:
             return
         first = window.first
         index = {block.name: number for number, block in enumerate(blocks)}
-        rows = [float(sum(block.window.counts.rows.values())) for block in blocks]
-        indexed_rows = [
-            n * index[first.get(b.name, b.name)] for b, n in zip(blocks, rows, strict=True)
-        ]
-        sums = add_over_ranks(placed.backend, rows + indexed_rows, "start")
-        for block, total, where in zip(blocks, sums, sums[len(blocks) :], strict=False):
+        rows = [float(block.window.rows) for block in blocks]
+        where = [index[first.get(block.name, block.name)] for block in blocks]
+        # Of the ranks' indices, weighted by rows, the mean and the mean square: whole numbers.
+        numbers = [n * i**power for power in range(3) for n, i in zip(rows, where, strict=True)]
+        sums = iter(map(int, add_over_ranks(placed.backend, numbers, "start")))
+        each = zip(blocks, *([next(sums) for _ in blocks] for _ in range(3)), strict=True)
+        for block, total, indices, squares in each:
             if total > 0:
-                agreed = where % total == 0
-                first_block = blocks[int(where / total)] if agreed else block
-                block.window.learn(Cost(rows=int(total), input_of=first_block.name))
+                agreed = total * squares == indices**2
+                first_block = blocks[indices // total] if agreed else block
+                block.window.learn(Cost(rows=total, input_of=first_block.name))
 
     def _turns(self, placed: PlacedBlocks, step: int) -> Turns:
         blocks, placement = placed.blocks, placed.placement

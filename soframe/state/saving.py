@@ -20,6 +20,7 @@ from torch import Tensor
 from soframe.blocks import history
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.registration import plain_name
 from soframe.blocks.window import Cost
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
@@ -284,13 +285,25 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
         )
     saved, expected = _mapping("blocks", state["blocks"]), {block.name: block for block in blocks}
     if set(saved) != set(expected):
-        raise ValueError(
-            f"the state is of another model or another choice of layers: it lacks "
-            f"{sorted(set(expected) - set(saved)) or 'nothing'} and has "
-            f"{sorted(set(saved) - set(expected)) or 'nothing'} besides"
-        )
+        raise ValueError(_other_layers(set(saved), set(expected)))
     for name, block in expected.items():
         _check_block(name, _mapping(f"block {name!r}", saved[name]), block)
+
+
+def _other_layers(saved: set[str], expected: set[str]) -> str:
+    """Return what to say of a state whose blocks have other names."""
+    problem = (
+        f"the state is of another model or another choice of layers: it lacks "
+        f"{sorted(expected - saved) or 'nothing'} and has {sorted(saved - expected) or 'nothing'} "
+        f"besides"
+    )
+    if {plain_name(str(name)) for name in saved} != expected:
+        return problem
+    return (
+        f"{problem}. These are the same layers, within wrappers whose names states do not have any "
+        f"more: take '_orig_mod' and '_checkpoint_wrapped_module' out of the names in "
+        f"state['blocks'] and state['history'], and load soframe.checkpoint.seal(state)"
+    )
 
 
 def warn_unverified(what: str) -> None:
@@ -337,6 +350,13 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
         if not isinstance(saved.get(key, kind()), kind):
             raise ValueError(f"the state is damaged: {key} of block {name!r} is {saved[key]!r}")
+    if saved.get("updates", 0) and block.method.rebases and not same_solvers(saved, block):
+        raise ValueError(
+            f"block {name!r} was solved by {saved['solver']}, and is now by "
+            f"{describe(block.solver)}: what {describe(block.method)} keeps lies in the bases of "
+            f"the last solve, which another solver cannot use. Pass the solver= that it was solved "
+            f"by"
+        )
 
 
 def _require(name: str, saved: Mapping[Any, Any], *keys: str) -> None:

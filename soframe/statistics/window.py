@@ -211,7 +211,12 @@ class Statistics:
         if block.unequal and self._wants_inputs(helper):
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
         if probe is None or probe.first:
-            block.window.counts.add(number, samples, _left(data, batch, shared)[1], each)
+            left = _left(data, batch, shared)[1]
+            block.window.counts.add(number, samples, left, each)
+            if self._sampler.draws:
+                left = self._sampler.taken(helper, rows, block.takes_samples, data)
+                left = left // rows.shape[2] if block.method.reduces else left
+            block.window.spend(left)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
         factors = self._gathered(block)

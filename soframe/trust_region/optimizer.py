@@ -41,6 +41,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.setup import building
 from soframe.state import checksums
 from soframe.state.saving import agree
+from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.trust_region import agreeing, candidates, groups, settings
 from soframe.trust_region.candidates import Beside, Candidates
 from soframe.trust_region.declared import (
@@ -776,6 +777,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
+    @whole_for_dcp
     def state_dict(self, *, curvature: bool = True) -> dict[str, Any]:
         """Return the optimizer's state, the preconditioner's and the damping's.
 
@@ -843,7 +845,10 @@ class TrustRegion(torch.optim.Optimizer):
             ValueError: If it is not the state of a TrustRegion on such a model, or truncated or
                 damaged, or another rank's is, or the ranks' states differ; nothing has changed
                 then, on any rank.
+            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
+        refuse_saver_of_parameters(self)
+        state_dict = unpacked(state_dict)
         checks = [one._check for one in self.candidates]
 
         def check() -> None:

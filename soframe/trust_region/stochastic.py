@@ -40,6 +40,7 @@ from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
 from soframe.state.saving import agree
+from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.trust_region import agreeing, averaged, groups, settings, trend
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
@@ -495,6 +496,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
+    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.
 
@@ -536,7 +538,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             ValueError: If it is not the state of a StochasticTrustRegion on such a model, or
                 truncated or damaged, or another rank's is, or the ranks' states differ; nothing
                 has changed then, on any rank.
+            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
+        refuse_saver_of_parameters(self)
+        state_dict = unpacked(state_dict)
 
         def check() -> None:
             _check_state(state_dict, self)

@@ -250,7 +250,7 @@ def test_a_factor_that_cannot_be_solved_keeps_its_data_on_every_rank(strategy: s
 def test_what_a_solver_raises_ends_every_rank() -> None:
     failures = run_ranks(fail, 2, "comm-opt", KeyError("not here"), timeout=30, check=False)
     assert all(isinstance(f, RankFailure) and f.reason == "raised" for f in failures)
-    assert failures[1].summary == "KeyError: 'not here'"
+    assert failures[1].summary.startswith("KeyError: 'not here'")
     assert "on another rank" in failures[0].summary
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
+from soframe.blocks.home import PlainGrad
 from soframe.capture.loss_scale import LossScale
 from soframe.comm import TorchDistributed, board
+from soframe.methods import KFAC
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over
 
@@ -47,6 +50,84 @@ def test_a_rank_that_does_something_else_is_named_on_every_rank(what, odd):
     assert f"{WHAT[what]} must be called by every rank" in found.pop(odd)
     for error in found:
         assert f"rank {odd}: {WHAT[what]}" in error, error
+
+
+class Unreadable(PlainGrad):
+    """Raises instead of reading, once it is broken."""
+
+    broken = False
+
+    def has(self, parameter):
+        if self.broken:
+            raise OSError("no gradient today")
+        return super().has(parameter)
+
+    def of(self, parameters):
+        if self.broken:
+            raise OSError("no gradient today")
+        return super().of(parameters)
+
+
+class Undirected(KFAC):
+    """Raises instead of making a direction, once it is broken."""
+
+    broken = False
+
+    def direct(self, given):
+        if self.broken:
+            raise ArithmeticError("no direction today")
+        return super().direct(given)
+
+
+def raise_in_a_step(rank: int, ranks: int, breaks: str, options: dict[str, Any]) -> str:
+    """Rank 1 raises in the second step; nobody but soframe waits for anybody."""
+    board.LOOK = 0.2
+    broken = {"home": Unreadable(), "method": Undirected()}
+    run = Run(Case({**broken, **options}), rank, ranks)
+    run.step(0)
+    broken[breaks].broken = rank == 1
+    for step in (1, 2):
+        try:
+            run.step(step)
+        except Exception as error:
+            return f"step {step}, {type(error).__name__}: {error}"
+    return "no error"
+
+
+RAISING = {
+    "a home, before anything travels": ("home", {"gradients": "local"}),
+    "a method whose directions travel": ("method", {"strategy": "mem-opt"}),
+    "a method whose directions stay": ("method", {}),
+}
+
+
+@pytest.mark.parametrize("case", list(RAISING))
+def test_what_one_rank_raises_in_a_step_is_an_error_on_all(case):
+    breaks, options = RAISING[case]
+    own = {"home": "OSError: no gradient today", "method": "ArithmeticError: no direction today"}
+    errors = run_ranks(raise_in_a_step, 2, breaks, options, timeout=30)
+    assert errors.pop(1) == f"step 1, {own[breaks]}"
+    last = 2 if case.endswith("stay") else 1  # the others only learn of it when they wait
+    for error in errors:
+        assert error.startswith(f"step {last}, RuntimeError: another rank"), error
+        assert f"rank 1: {own[breaks]}" in error
+
+
+def wait_rightly(rank: int, ranks: int) -> float:
+    """Rank 0 has nothing to do with what the others wait for, and goes on."""
+    board.LOOK = 0.1
+    backend, tensor = TorchDistributed(), torch.tensor([float(rank)])
+    backend.prepare([(1, 2)])
+    if rank == 2:
+        time.sleep(1)
+    if rank > 0:
+        backend.broadcast(tensor, 2, (1, 2), "share").wait()
+    backend.meet("saving")
+    return tensor.item()
+
+
+def test_a_rank_that_has_rightly_gone_on_ends_nobodys_wait():
+    assert run_ranks(wait_rightly, 3) == [0.0, 2.0, 2.0]
 
 
 def come_late(rank: int, ranks: int) -> str:

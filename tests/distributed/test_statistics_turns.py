@@ -37,8 +37,8 @@ def planned_step(placement: Placement, rank: int, step: int) -> Traffic:
         for own, every in ((its.statistics, EACH), (its.solves, SOLVES))
     )
     found = placement.traffic(rank, statistics=due, solve=solve, used=list(SHAPES))
-    # Once, what statistics are made of: for each block its rows, and whose input it has.
-    rows = {"bytes": 8 * 2 * len(NAMES), "calls": 1}
+    # Once, what statistics are made of: of each block its rows, and in two numbers whose input.
+    rows = {"bytes": 8 * 3 * len(NAMES), "calls": 1}
     return add(found, {"start": rows, "total": rows}) if step == 0 else found
 
 

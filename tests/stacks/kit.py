@@ -10,9 +10,23 @@ import torch
 from torch import Tensor
 
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.stacks.fully_sharded import weights
 
 Result = tuple[dict[str, Tensor], dict[str, int]]
 """The weights that a rank ends with, and what its preconditioner counted."""
+
+
+def result_of(run: Any) -> Result:
+    """Close a run's preconditioner, and return what it came to."""
+    run.preconditioner.close()
+    return weights(run.model), run.preconditioner.counters
+
+
+def state_of(run: Any) -> dict[str, Any]:
+    """Close a run's preconditioner, and return what the run goes on from."""
+    state: dict[str, Any] = run.state()
+    run.preconditioner.close()
+    return state
 
 
 def assert_same(

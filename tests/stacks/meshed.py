@@ -116,4 +116,4 @@ class Run(tensor_parallel.Run):
                 part /= self.mesh.size()
 
 
-train, alone = Run.train, Run.alone
+check, train, save_all, train_all = Run.check, Run.train, Run.save_all, Run.train_all

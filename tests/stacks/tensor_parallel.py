@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from tests.methods.stages import damping_for
 from tests.stacks.fully_sharded import load, weights
+from tests.stacks.kit import Result, assert_same, result_of, state_of
 
 SAMPLES, POSITIONS, WIDTH, TOKENS = 5, 4, 8, 8
 
@@ -229,5 +230,24 @@ class Run:
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         return weights(cls.train(replace(case, options=options)).model)
 
+    @classmethod
+    def train_all(cls, rank: int, ranks: int, cases: Iterable[Case]) -> list[Result]:
+        """What runs of some cases come to on a rank."""
+        del rank
+        return [result_of(cls.train(case, ranks)) for case in cases]
 
-train, alone = Run.train, Run.alone
+    @classmethod
+    def save_all(cls, rank: int, ranks: int, cases: Iterable[Case]) -> list[dict[str, Any]]:
+        """The states after runs of some cases on a rank."""
+        del rank
+        return [state_of(cls.train(case, ranks)) for case in cases]
+
+    @classmethod
+    def check(cls, results: Sequence[Result], case: Case, what: str = "") -> None:
+        """Every rank has come to what one process does."""
+        spoilt = case.spoilt is not None
+        assert_same(results, cls.alone(case), weights(make_net()), spoilt=spoilt, what=what)
+
+
+alone, check, train = Run.alone, Run.check, Run.train
+save_all, train_all = Run.save_all, Run.train_all

@@ -35,7 +35,7 @@ from tests.stacks.fully_sharded import (
     weights,
     whole,
 )
-from tests.stacks.kit import Result, assert_refused, assert_same
+from tests.stacks.kit import Result, assert_refused, assert_same, result_of, state_of
 
 pytestmark = pytest.mark.distributed
 
@@ -122,23 +122,12 @@ def groups_on(ranks: int) -> list[tuple[str, ...]]:
 
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
-    found = []
-    for case in cases:
-        run = train(case, rank, ranks)
-        run.preconditioner.close()
-        found.append((weights(run.model), run.preconditioner.counters))
-    return found
+    return [result_of(train(case, rank, ranks)) for case in cases]
 
 
 def check(results: list[Result], case: Case, what: str = "") -> None:
-    assert_same(
-        results,
-        alone(case),
-        weights(make_net()),
-        spoilt=case.spoilt is not None,
-        what=what,
-        unused="unused",
-    )
+    spoilt, start = case.spoilt is not None, weights(make_net())
+    assert_same(results, alone(case), start, spoilt=spoilt, what=what, unused="unused")
 
 
 @pytest.mark.parametrize(
@@ -224,13 +213,8 @@ def test_the_cases_are_not_all_one() -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
-def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
-    found = []
-    for case in cases:
-        run = train(case, rank, ranks)
-        found.append(run.state())
-        run.preconditioner.close()
-    return found
+def save_all(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [state_of(train(case, rank, ranks)) for case in cases]
 
 
 RESUMED = [
@@ -245,7 +229,7 @@ RESUMED = [
 )
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     """In the middle of an interval; and from one process with plain parameters."""
-    saved, *_ = run_ranks(save_after, before, [replace(case, end=3) for case in RESUMED])
+    saved, *_ = run_ranks(save_all, before, [replace(case, end=3) for case in RESUMED])
     plain = [train(replace(case, end=3), sharded=False).state() for case in RESUMED]
     for states in (saved, plain):
         rest = [replace(c, begin=3, state=s) for c, s in zip(RESUMED, states, strict=True)]

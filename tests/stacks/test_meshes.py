@@ -25,8 +25,8 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.stacks import tensor_parallel
 from tests.stacks.fully_sharded import weights
-from tests.stacks.kit import Result, assert_refused, assert_same
-from tests.stacks.meshed import Case, Run, alone, train
+from tests.stacks.kit import assert_refused, result_of
+from tests.stacks.meshed import Case, Run, check, save_all, train, train_all
 from tests.stacks.tensor_parallel import make_net, plan
 
 pytestmark = pytest.mark.distributed
@@ -83,25 +83,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
-    found = []
-    for case in cases:
-        run = train(case, ranks)
-        run.preconditioner.close()
-        found.append((weights(run.model), run.preconditioner.counters))
-    return found
-
-
-def check(results: list[Result], case: Case, what: str = "") -> None:
-    assert_same(
-        results,
-        alone(case),
-        weights(make_net()),
-        spoilt=case.spoilt is not None,
-        what=what,
-    )
-
-
 NAMES = tuple(CASES)
 
 
@@ -135,20 +116,11 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
-def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
-    found = []
-    for case in cases:
-        run = train(case, ranks)
-        found.append(run.state())
-        run.preconditioner.close()
-    return found
-
-
 def test_a_run_goes_on() -> None:
     """In the middle of an interval, from one stack to the next one and to one process."""
     cases = [CASES["mem kl"], replace(CASES["own hand"], stack="fully_shard")]
     early = [replace(case, end=2) for case in cases]
-    saved, *_ = run_ranks(save_after, 4, early)
+    saved, *_ = run_ranks(save_all, 4, early)
     rest = [replace(c, begin=2, state=s) for c, s in zip(cases, saved, strict=True)]
     stacks: dict[str, dict[str, Any]] = {
         "fully_shard": {},
@@ -163,7 +135,7 @@ def test_a_run_goes_on() -> None:
     for case, state in zip(cases, saved, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=2, state=state, options=options))
-        check([(weights(run.model), run.preconditioner.counters)], case, "one process")
+        check([result_of(run)], case, "one process")
 
 
 def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:

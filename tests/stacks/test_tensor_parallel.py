@@ -19,9 +19,16 @@ import soframe
 from soframe.strategies import Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
-from tests.stacks.fully_sharded import weights
-from tests.stacks.kit import Result, assert_refused, assert_same
-from tests.stacks.tensor_parallel import Case, Run, alone, make_net, train
+from tests.stacks.kit import assert_refused, result_of
+from tests.stacks.tensor_parallel import (
+    Case,
+    Run,
+    alone,
+    check,
+    save_all,
+    train,
+    train_all,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -61,25 +68,6 @@ CASES: dict[str, Case] = {
 }
 FEW = ("mem kl", "sequence", "own sequence")
 """Cases that run on four ranks, too."""
-
-
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
-    found = []
-    for case in cases:
-        run = train(case, ranks)
-        run.preconditioner.close()
-        found.append((weights(run.model), run.preconditioner.counters))
-    return found
-
-
-def check(results: list[Result], case: Case, what: str = "") -> None:
-    assert_same(
-        results,
-        alone(case),
-        weights(make_net()),
-        spoilt=case.spoilt is not None,
-        what=what,
-    )
 
 
 @pytest.mark.parametrize(
@@ -135,20 +123,11 @@ def test_layers_of_one_input_take_their_turns_together() -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
-def save_after(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
-    found = []
-    for case in cases:
-        run = train(case, ranks)
-        found.append(run.state())
-        run.preconditioner.close()
-    return found
-
-
 def test_a_run_goes_on() -> None:
     """In the middle of an interval: on the same mesh, from whole layers and with whole layers."""
     cases = [CASES["mem kl"], CASES["own sequence"]]
     early, names = [replace(case, end=3) for case in cases], ("mem kl", "own sequence")
-    saved, *_ = run_ranks(save_after, 2, early)
+    saved, *_ = run_ranks(save_all, 2, early)
     plain = [train(case).state() for case in early]
     for states in (saved, plain):
         rest = [replace(c, begin=3, state=s) for c, s in zip(cases, states, strict=True)]
@@ -158,7 +137,7 @@ def test_a_run_goes_on() -> None:
     for case, state, name in zip(cases, saved, names, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=3, state=state, options=options))
-        check([(weights(run.model), run.preconditioner.counters)], case, name)
+        check([result_of(run)], case, name)
 
 
 # -- what travels ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from soframe import Preconditioner
 from soframe.checkpoint import seal
-from soframe.methods import Chain
+from soframe.methods import KFAC, SOAP, Chain, Method, Momentum
 from tests.distributed.training import Case, Run
 from tests.state.test_resume import equal
 
@@ -50,6 +50,10 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def wrap(blocks: State) -> State:
+    return {f"_orig_mod.{name}": block for name, block in blocks.items()}
+
+
 HEAD = ("blocks", "head")
 DATA = (*HEAD, "second_order")
 BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
@@ -64,6 +68,7 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
         for key in ("shape", "method", "solver", "mass", "factors", "second_order")
     },
     "no block": (drop(*HEAD), r"lacks \['head'\] and has nothing"),
+    "names of wrappers": (change("blocks", to=wrap), r"same layers.*checkpoint\.seal\(state\)"),
     "no factor": (drop(*HEAD, "factors", "A"), "truncated: block 'head' has factors"),
     "no factors": (change(*HEAD, "factors", to={}), "truncated: block 'head' has factors"),
     "no data of a factor": (drop(*DATA, "A"), "truncated: second-order data of block 'head'"),
@@ -160,6 +165,33 @@ def test_a_state_of_something_else_is_refused(widths, options, reason):
     state = build((4, 3)).state_dict()
     with pytest.raises(ValueError, match=reason):
         build(widths, **options).load_state_dict(state)
+
+
+class Late(KFAC):
+    """Is solved after the direction, as SOAP is, by the user's solver."""
+
+    refreshes_after = True
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(SOAP(), True), (Momentum(), False)])
+def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: bool) -> None:
+    """The solver of one stage changes, and with it the data of all stages are gone."""
+    settings: dict[str, Any] = {"method": Chain((Late(), stage)), "kl_clip": None}
+    model = nn.Linear(3, 2)
+    own = Preconditioner(model, solver="eigen", statistics_every=1, solve_every=1, **settings)
+    for step in range(3):
+        model.zero_grad()
+        model(torch.eye(3) + step).square().mean().backward()
+        own.step()
+    state = own.state_dict()
+    own.close()
+    other = Preconditioner(model, solver="inverse", statistics_every=1, solve_every=1, **settings)
+    if refused:
+        with pytest.raises(ValueError, match=r"solved by Eigen.*lies in the bases of the last sol"):
+            other.load_state_dict(state)
+    else:
+        other.load_state_dict(state)
+    other.close()
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
