@@ -206,20 +206,22 @@ def test_batches_that_can_be_fitted_by_themselves_ruin_nothing() -> None:
     left, right = (torch.randn(n, 4, generator=generator).double() for n in (40, 30))
     pairs = torch.cartesian_prod(torch.arange(40), torch.arange(30))
     y = (left[pairs[:, 0]] * right[pairs[:, 1]]).sum(1)
-    lowest = {}
+    worst = {}
     for shorten in (True, False):
         model = Product().double()
         for table, seed in zip(model.tables, (1, 2), strict=True):
             table.weight.data.copy_(0.3 * randn(*table.weight.shape, seed=seed))
         own = soframe.StochasticTrustRegion(model, shorten=shorten)
-        for step in range(400):
+        for step in range(700):
             part = torch.randperm(1200, generator=torch.Generator().manual_seed(step))[:64]
             x, target = pairs[part], y[part]
             own.step(lambda m=model, x=x, target=target: F.mse_loss(m(x), target))
-        with own.averaged(), torch.no_grad():
-            lowest[shorten] = float(F.mse_loss(model(pairs), y))
-    assert lowest[True] < 0.2
-    assert lowest[False] > 1.0
+            if step >= 500 and step % 50 == 49:
+                with own.averaged(), torch.no_grad():
+                    loss = float(F.mse_loss(model(pairs), y))
+                worst[shorten] = max(loss, worst.get(shorten, 0.0))
+    assert worst[True] < 0.2
+    assert worst[False] > 1.0
 
 
 class Product(nn.Module):
