@@ -121,7 +121,7 @@ WITHIN = r"^layers\."
 _SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
 _SOAP = (0.001, 0.002, 0.004, 0.008)
-_ADAM = (0.002, 0.004, 0.008, 0.016)
+_ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 _AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
 _CALLS: Mapping[str, Any] = {**every(10), "damping": "relative", "samples": "positions"}
 CONTENDERS: Mapping[str, Contender] = {
@@ -176,7 +176,7 @@ CONTENDERS: Mapping[str, Contender] = {
     "kl-shampoo": Contender(
         "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
     ),
-    "adamw, all parameters": Contender("adamw", lrs=(0.001, 0.002, 0.004, 0.008)),
+    "adamw, all parameters": Contender("adamw", lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
 }
 
 
