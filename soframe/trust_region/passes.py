@@ -57,12 +57,12 @@ def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iter
     """
     before = [parameter.data for parameter in parameters]
     try:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.data = value
+        for p, value in zip(parameters, values, strict=True):
+            p.data = value
         yield
     finally:
-        for parameter, value in zip(parameters, before, strict=True):
-            parameter.data = value
+        for p, value in zip(parameters, before, strict=True):
+            p.data = value
 
 
 @contextmanager
