@@ -148,6 +148,7 @@ GENERAL = ["comm", "mem", "hybrid", "spread", "sharded", "pairs", "deferred", "o
 """Strategies for blocks with any number of factors."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(available("method")))
 @given(
     name=st.sampled_from(GENERAL),

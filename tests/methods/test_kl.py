@@ -353,6 +353,7 @@ def test_a_basis_whose_columns_stay() -> None:
     assert torch.equal(SOAP().rebase(state, {"L": first}, {"L": again})["square"], state["square"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [KLShampoo(), KLSOAP(), KLSOAP(carry="rotate"), Chain((Momentum(), KLSOAP()))],

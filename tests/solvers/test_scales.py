@@ -206,6 +206,7 @@ def directions(scales: list[float], dtype: torch.dtype, **options: Any) -> list[
 SCALES = [1e-19, 1e-17, 1e-10, 1.0, 1e10, 1e16, 1e19]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "newton-schulz", "orthogonal-iteration"])
 @pytest.mark.parametrize("first", [None, 1.0, 1e-19, 1e16])
 @pytest.mark.parametrize("scale", SCALES)

@@ -118,6 +118,7 @@ def assert_refused(run: Run, state: Any, reason: str) -> None:
     assert equal(everything(run), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_state_is_refused_and_changes_nothing(name):
     breaking, reason = BROKEN[name]

@@ -252,6 +252,7 @@ def test_no_step_is_longer_than_the_bound(name: str, **how: Any) -> None:
         assert factor >= min(1.0, (KAPPA / square) ** 0.5 / known) * (1 - 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_bound_holds_at_the_peak_of_a_schedule(name: str, after: bool) -> None:
@@ -271,6 +272,7 @@ def test_a_rate_that_stood_in_before_the_scheduler_was_made_is_no_peak() -> None
         assert own.state_dict()["initial_lrs"] == [0.8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed_at", [3, 5, 8])
 @pytest.mark.parametrize("name", ["cyclic", "one cycle", "lambda above one", "multiplicative"])
 def test_the_largest_rate_so_far_is_resumed(name: str, resumed_at: int) -> None:

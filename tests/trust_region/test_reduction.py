@@ -46,6 +46,7 @@ def trained(
     return model, own, losses, passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reject", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
 @pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])

@@ -102,6 +102,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_state_is_refused_and_changes_nothing(name):
     path, value, reason = BROKEN[name]

@@ -230,6 +230,7 @@ UNCOVERED = {"multi-head attention", "weight norm", "parameters in a list"}
 """Have no layer with curvature, which a trust region refuses."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sorted({*KERNELS, *OTHERS} - UNCOVERED - (set() if RECENT else OLD))
 )
