@@ -8,8 +8,9 @@ before. The two losses are of the same samples, so that what is noise in these c
 
 Steps become shorter where several such differences say that the average got worse, or where more
 of them do not say that it got better; they become longer again, up to the model's own length, where
-it did. Both the differences and their noise are as large as the steps are, so this does not end
-with steps of no length: shorter ones have more of the gradient in them, and show that they fall.
+it did. Differences and their noise shrink with the steps, so that a fall of shorter steps shows as
+well. Where batches come again within few epochs, the last steps have forgotten what earlier ones
+fitted of a batch, so that the earlier average looks better than it is.
 """
 
 from __future__ import annotations

@@ -387,6 +387,23 @@ def _share(saved: bytes) -> float:
     return share
 
 
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("shorten", [True, False])
+def test_a_run_goes_on_with_verdicts_or_without(shorten: bool) -> None:
+    """What was saved by the other kind of run."""
+    model = deep()
+    before = soframe.StochasticTrustRegion(model, model_every=3, shorten=not shorten)
+    train(model, before, range(24))
+    own = soframe.StochasticTrustRegion(model, model_every=3, shorten=shorten)
+    own.load_state_dict(before.state_dict())
+    for state in own.state.values():
+        assert ("earlier" in state) == shorten
+        if shorten:
+            assert torch.equal(state["earlier"], state["average"])
+    train(model, own, range(24, LONG))
+    assert (own.state_dict()["trust_region"]["trend"]["at"] >= 24) == shorten
+
+
 def test_a_state_is_what_was_saved_whatever_goes_on() -> None:
     """Neither its own optimizer nor others that go on from it change it, or each other."""
     model = deep()
