@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -279,10 +280,13 @@ def require_common(
         told[_TOLD:] = [f"and {len(told) - _TOLD} more"]
     hints = hints or {}
     advice = [hint for start, hint in hints.items() if any(n.startswith(start) for n in problems)]
-    raise ValueError(
+    differs = "; ".join(told or ["the names of what ranks compare differ"])
+    error = ValueError(
         "these must be the same on every rank, and are not; no gradient was changed. "
-        + ". ".join(["; ".join(told or ["the names of what ranks compare differ"]), *advice])
+        + ". ".join([differs, *advice])
     )
+    told_all(error)
+    raise error
 
 
 def require_no_failure(backend: Backend, error: BaseException | None, failed: float) -> None:
@@ -301,23 +305,31 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
         return
     text = "" if error is None else describe_error(error)
     texts = gather_texts(backend, text)
-    if error is not None:
-        raise error
-    said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"another rank cannot take this step, so none does. {said}")
+    if error is None:
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        error = RuntimeError(f"another rank cannot take this step, so none does. {said}")
+    told_all(error)
+    raise error
 
 
 _TOLD_ALL = "Every rank has raised for this."
 
+_Raised = TypeVar("_Raised", bound=BaseException)
 
-def told_all(error: Exception) -> Exception:
+
+def told_all(error: _Raised) -> _Raised:
     """Return an error, marked as one for which every rank raises: nobody waits for this one.
 
     Args:
         error: The error.
     """
-    error.add_note(_TOLD_ALL)
+    if not _is_told(error):
+        error.add_note(_TOLD_ALL)
     return error
+
+
+def _is_told(error: BaseException) -> bool:
+    return _TOLD_ALL in getattr(error, "__notes__", ())
 
 
 @contextmanager
@@ -335,7 +347,7 @@ def not_unnoticed(*backends: Backend | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
-        if _TOLD_ALL not in getattr(error, "__notes__", ()):
+        if not _is_told(error):
             for backend in backends:
                 if backend is not None:
                     backend.give_up(describe_error(error))

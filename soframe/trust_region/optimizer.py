@@ -302,6 +302,32 @@ class TrustRegion(torch.optim.Optimizer):
             self._lengths.forget()
         due = self._lengths.due(self._steps)
         forwards, loss = self._first_passes(closures, due)
+        with self.preconditioner.not_unnoticed():
+            made = self._propose_and_move(parameters, forwards, loss, due=due)
+        if not self._reduction.waits:
+            self._memory.forget()
+        self._tell({**seen, **made, "loss": loss})
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _propose_and_move(
+        self,
+        parameters: Sequence[nn.Parameter],
+        forwards: Sequence[Forward],
+        loss: float,
+        *,
+        due: bool,
+    ) -> dict[str, Any]:
+        """Make directions of the gradients, and move along them unless the batch ruins the step.
+
+        Args:
+            parameters: The parameters, whose backward passes have run.
+            forwards: The passes, where there is a model.
+            loss: The loss.
+            due: Whether the step has a model.
+
+        Returns:
+            What a readout says of it.
+        """
         gradients = groups.add_decay(
             parameters,
             groups.setting(self.param_groups, "weight_decay"),
@@ -317,7 +343,6 @@ class TrustRegion(torch.optim.Optimizer):
         if self.preconditioner.updated:
             self._notes += [f"{one} made no finite direction" for one in self._candidates.lost]
         undoable = any("update" in state for state in self.state.values())
-        made: dict[str, Any] = {}
         if self._burn_in > 0:
             self._burn_in -= 1
             self._notes.append("this batch only gives statistics")
@@ -331,11 +356,8 @@ class TrustRegion(torch.optim.Optimizer):
             objective = Objective(
                 parameters, gradients, groups.setting(self.param_groups, "weight_decay")
             )
-            made = self._along(objective, forwards, further, (shares, lr), loss=loss, due=due)
-        if not self._reduction.waits:
-            self._memory.forget()
-        self._tell({**seen, **made, "loss": loss})
-        return torch.tensor(loss, dtype=torch.float64)
+            return self._along(objective, forwards, further, (shares, lr), loss=loss, due=due)
+        return {}
 
     def _along(
         self,
