@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -14,6 +15,8 @@ import soframe
 from soframe import Preconditioner
 from soframe.methods import Chain
 from soframe.setup.unread import READ_BY
+from soframe.solvers import Solver
+from soframe.specs import FactorSpec
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "solver": {"solver": "inverse"},
@@ -40,7 +43,7 @@ def net() -> nn.Module:
     return model.double()
 
 
-def trained(method: str, **settings: Any) -> Tensor:
+def trained(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
     """Train for six steps, and return the weights."""
     model = net()
     optimizer = soframe.Optimizer(
@@ -86,6 +89,19 @@ def test_what_is_read_is_accepted(method: str) -> None:
     """As a whole, and as a stage among others."""
     for choice in (method, Chain((method, "momentum"))):
         soframe.Optimizer(net(), method=choice, lr=0.1, damping=0.1).preconditioner.close()
+
+
+class Deriving(soframe.methods.KFAC):
+    """Has a solver for each factor, made of the user's."""
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        return copy.copy(default)
+
+
+def test_solvers_that_a_method_makes_of_the_users_are_the_users() -> None:
+    """They are read, and split the damping together, as one would."""
+    for settings in (CHOSEN["solver"], {}):
+        assert torch.equal(trained(Deriving(), **settings), trained("kfac", **settings))
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,21 @@ class Block:
         return tuple((i, f, solver) for i, f, solver in found if solver is not None)
 
     @cached_property
+    def solvers(self) -> list[tuple[Solver, list[int]]]:
+        """The solvers, and which of the solved factors each has: equal ones are one.
+
+        A method may make a solver for each factor, which is none the less the same.
+        """
+        solvers: list[tuple[Solver, list[int]]] = []
+        for number, (_, _, solver) in enumerate(self.solved_here):
+            numbers = next((numbers for one, numbers in solvers if one == solver), None)
+            if numbers is None:
+                solvers.append((solver, [number]))
+            else:
+                numbers.append(number)
+        return solvers
+
+    @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
         solved = {factor.name for _, factor, _ in self.solved_here}
@@ -277,15 +292,11 @@ class Block:
             ``[groups]`` for each: those of one solver are split by it together.
         """
         damping = self.damped_with(damping)
-        solvers = [solver for _, _, solver in self.solved_here]
-        if all(solver is self.solver for solver in solvers):
-            return self.solver.shares(traces, damping)
         shares: dict[int, Tensor] = {}
-        for one in {id(solver): solver for solver in solvers}.values():
-            mine = [number for number, solver in enumerate(solvers) if solver is one]
-            split = one.shares([traces[number] for number in mine], damping)
-            shares.update(zip(mine, split, strict=True))
-        return [shares[number] for number in range(len(solvers))]
+        for solver, numbers in self.solvers:
+            split = solver.shares([traces[number] for number in numbers], damping)
+            shares.update(zip(numbers, split, strict=True))
+        return [shares[number] for number in range(len(traces))]
 
     @property
     def work(self) -> BlockWork:

@@ -442,8 +442,8 @@ class Registration:
             ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
-        for chosen in {id(solver): solver for _, _, solver in block.solved_here}.values():
-            mine = [factor for _, factor, solver in block.solved_here if solver is chosen]
+        for chosen, numbers in block.solvers:
+            mine = [block.solved_here[number][1] for number in numbers]
             if (why := chosen.unsupported(mine)) is not None:
                 raise ValueError(
                     f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"

@@ -14,6 +14,10 @@ from typing import Any
 from soframe.blocks.block import Block
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.stages import Stages
+from soframe.methods.base import Method
+from soframe.registry import describe
+from soframe.solvers import Eigen, Inverse, Solver
+from soframe.specs import FactorSpec
 
 
 def _takes_calls(block: Block) -> bool:
@@ -30,8 +34,26 @@ def _averages(block: Block) -> bool:
 
 
 def _is_solved(block: Block) -> bool:
-    """Whether the solver that the user chose solves a factor."""
-    return any(solver is block.solver for _, _, solver in block.solved_here)
+    """Whether the solver that the user chose solves a factor, or one that the method makes of it.
+
+    Args:
+        block: The block.
+
+    Returns:
+        Whether it does. The latter is another one where the user's is another.
+    """
+    other: Solver = Eigen() if isinstance(block.solver, Inverse) else Inverse()
+    return any(
+        solver is block.solver or _makes_another(block.method, factor, solver, other)
+        for _, factor, solver in block.solved_here
+    )
+
+
+def _makes_another(method: Method, factor: FactorSpec, solver: Solver, default: Solver) -> bool:
+    try:
+        return describe(method.solver(factor, default)) != describe(solver)
+    except ValueError:  # it cannot do with that one, so it reads which one it is
+        return True
 
 
 def _is_damped(block: Block) -> bool:

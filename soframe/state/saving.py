@@ -108,6 +108,7 @@ def header(
                 "shape": list(block.shape),
                 "method": describe(block.method),
                 "solver": describe(block.solver),
+                "solvers": _solvers(block),
                 "mass": block.mass,
                 "masses": {name: list(masses) for name, masses in block.running.masses.items()},
                 "updates": block.state.updates,
@@ -347,7 +348,8 @@ def _check_block(name: str, saved: Mapping[Any, Any], block: Block) -> None:
     _check_masses(name, saved, block)
     _check_count(f"number of updates of block {name!r}", saved.get("updates", 0))
     _check_count(f"number of rows of block {name!r}", saved.get("rows", 0))
-    for key, kind in (("solver", str), ("input_of", str), ("solved", bool)):
+    kinds = {"solver": str, "solvers": dict, "input_of": str, "solved": bool}
+    for key, kind in kinds.items():
         if not isinstance(saved.get(key, kind()), kind):
             raise ValueError(f"the state is damaged: {key} of block {name!r} is {saved[key]!r}")
     if saved.get("updates", 0) and block.method.rebases and not same_solvers(saved, block):
@@ -401,14 +403,22 @@ def same_solvers(saved: Mapping[Any, Any], block: Block) -> bool:
     """Return whether the second-order data of a block in a state are those of its solvers now.
 
     A method that chooses all solvers itself has the same ones, whatever the user's solver is: what
-    it keeps in a basis would be lost with the basis.
+    it keeps in a basis would be lost with the basis. One may also derive its own from the user's.
+    States of before have the user's alone.
 
     Args:
         saved: The block's part of the state, of the same method.
         block: The block.
     """
+    if "solvers" in saved:
+        return bool(saved["solvers"] == _solvers(block))
     asked = any(solver is block.solver for _, _, solver in block.solved_here)
     return not asked or bool(saved["solver"] == describe(block.solver))
+
+
+def _solvers(block: Block) -> dict[str, str]:
+    """Return who solves each factor of a block: the user's solver, or the method's own."""
+    return {factor.name: describe(solver) for _, factor, solver in block.solved_here}
 
 
 def masses_of(saved: Mapping[Any, Any], block: Block) -> dict[str, tuple[float, ...]]:

@@ -13,6 +13,8 @@ from torch import nn
 from soframe import Preconditioner
 from soframe.checkpoint import seal
 from soframe.methods import KFAC, SOAP, Chain, Method, Momentum
+from soframe.solvers import Solver
+from soframe.specs import FactorSpec
 from tests.distributed.training import Case, Run
 from tests.state.test_resume import equal
 
@@ -95,6 +97,7 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
     "step type": (change("step", to=2.5), "step is 2.5"),
     "counters type": (change("counters", to=[1]), "counters is list, not a dict"),
     "counter type": (change("counters", "failed_solves", to="many"), "'failed_solves' is 'many'"),
+    "solvers type": (change(*HEAD, "solvers", to="x"), "solvers of block 'head' is 'x'"),
     "blocks type": (change("blocks", to=[]), "blocks is list, not a dict"),
     "block type": (change(*HEAD, to=3), "block 'head' is int, not a dict"),
     "factors type": (change(*HEAD, "factors", to=[]), "factors of block 'head' is list"),
@@ -192,6 +195,28 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
             other.load_state_dict(state)
     else:
         other.load_state_dict(state)
+    other.close()
+
+
+class Deriving(KFAC):
+    """Has a solver of its own, made of the user's."""
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        return copy.copy(default)
+
+
+@pytest.mark.parametrize(("solver", "solved"), [("eigen", True), ("inverse", False)])
+def test_data_of_a_solver_that_a_method_has_made_of_the_users(solver: str, solved: bool) -> None:
+    settings: dict[str, Any] = {"method": Deriving(), "kl_clip": None, "statistics_every": 1}
+    model = nn.Linear(3, 2)
+    own = Preconditioner(model, solver="eigen", **settings)
+    model(torch.ones(2, 3)).square().mean().backward()
+    own.step()
+    state = own.state_dict()
+    own.close()
+    other = Preconditioner(model, solver=solver, **settings)
+    other.load_state_dict(state)
+    assert [block.solved for block in other.blocks] == [solved]
     other.close()
 
 
