@@ -7,12 +7,12 @@
 Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
 Learning rates fall along a line to zero. Tuning gives each method as many learning rates to try, on
-a seed of its own. The report trains Muon for `STEPS` steps; the target is the mean of its last
-held-out losses over the seeds. The others train for other numbers of steps, each time with a line
-of that length, as many of `LENGTHS` as it takes to have the target between two; the steps to the
-target are read off between these, from means over the seeds. Seconds are these steps times those of
-a step; steps are timed in one process of one thread, where the contenders take turns, in seconds of
-the processor, which on an idle machine are those of the clock.
+a seed of its own. The report trains Muon, or another ``--reference``, for `STEPS` steps; the target
+is the mean of its last held-out losses over the seeds. The others train for other numbers of steps,
+each time with a line of that length, as many of `LENGTHS` as it takes to have the target between
+two; the steps to the target are read off between these, from means over the seeds. Seconds are
+these steps times those of a step; steps are timed in one process of one thread, where the
+contenders take turns, in seconds of the processor, which on an idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
 that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
@@ -306,36 +306,43 @@ def last_losses(
 
 
 def report(
-    names: Sequence[str], seeds: Sequence[int], runs: Runs, processes: int, cycles: int
+    names: Sequence[str],
+    seeds: Sequence[int],
+    runs: Runs,
+    processes: int,
+    cycles: int,
+    *,
+    reference: str = "muon",
 ) -> dict[str, Any]:
     """Train and time all contenders.
 
     Args:
-        names: Contenders; Muon is always one.
+        names: Contenders; the reference is always one.
         seeds: Of the reported runs.
         runs: Those that have ended.
         processes: How many runs at a time.
         cycles: See `seconds_of_steps`.
+        reference: Whose last loss is the target.
 
     Returns:
         The target, and by contender its learning rate, the losses by length, steps, the
-        milliseconds of a step, and ratios to Muon's.
+        milliseconds of a step, and ratios to the reference's.
     """
-    names = list(dict.fromkeys(("muon", *names)))
+    names = list(dict.fromkeys((reference, *names)))
     tuned = {name: CONTENDERS[name].rate_of or name for name in names}
     best = TUNED.best({name: CONTENDERS[name].lrs for name in tuned.values()}, f"{STEPS} steps")
     lrs = {name: best[of] for name, of in tuned.items()}
-    muon = [CONTENDERS["muon"].config(lrs["muon"], STEPS, seed) for seed in seeds]
-    losses = {"muon": {STEPS: runs.losses(muon, processes, "muon")}}
-    target = statistics.mean(losses["muon"][STEPS])
+    configs = [CONTENDERS[reference].config(lrs[reference], STEPS, seed) for seed in seeds]
+    losses = {reference: {STEPS: runs.losses(configs, processes, reference)}}
+    target = statistics.mean(losses[reference][STEPS])
     for name in names[1:]:
         losses[name] = last_losses(name, lrs[name], seeds, target, runs, processes)
     times = seconds_of_steps(names, lrs, cycles)
     rows = {}
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
-        steps = float(STEPS) if name == "muon" else steps_to(target, means)
-        ratios = [a / b for a, b in zip(times[name], times["muon"], strict=True)]
+        steps = float(STEPS) if name == reference else steps_to(target, means)
+        ratios = [a / b for a, b in zip(times[name], times[reference], strict=True)]
         ratio = statistics.median(ratios)
         rows[name] = {
             "lr": lrs[name],
@@ -347,22 +354,22 @@ def report(
             "steps_ratio": None if steps is None else steps / STEPS,
             "seconds_ratio": None if steps is None else ratio * steps / STEPS,
         }
-    return {"target": target, "seeds": list(seeds), "torch": torch.__version__, "rows": rows}
+    return {
+        "target": target,
+        "reference": reference,
+        "seeds": list(seeds),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
 
 
 def table(found: Mapping[str, Any]) -> Table:
     """Return the report as a table."""
-    result = Table(title=f"Byte-level GPT, to the held-out loss {found['target']:.3f}")
+    title = f"Byte-level GPT, to the held-out loss {found['target']:.3f} of {found['reference']}"
+    result = Table(title=title, caption="ratios are to the first row")
     result.add_column("method")
     lengths = [f"loss after\n{length}" for length in LENGTHS]
-    for header in (
-        "lr",
-        *lengths,
-        "steps",
-        "of\nMuon's",
-        "a step's seconds,\nof Muon's",
-        "seconds,\nof Muon's",
-    ):
+    for header in ("lr", *lengths, "steps", "ratio", "a step's seconds,\nratio", "seconds,\nratio"):
         result.add_column(header, justify="right")
     for name, row in found["rows"].items():
         cells = [
@@ -497,7 +504,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         right.plot(seconds, losses, **style)
     left.set_xlabel("steps of a run")
     left.set_ylabel("held-out loss at its end")
-    right.set_xlabel("seconds of a run, in steps of Muon")
+    right.set_xlabel(f"seconds of a run, in steps of {found['reference']}")
     for axes in (left, right):
         axes.axhline(found["target"], color="#888888", linewidth=0.8)
         axes.grid(alpha=0.3)
@@ -520,6 +527,7 @@ def main(
     steps_apart: Annotated[
         int | None, typer.Option("--apart", min=1, help="Compare weights after so many steps.")
     ] = None,
+    reference: Annotated[str, typer.Option(help="Whose last loss is the target.")] = "muon",
     cycles: Annotated[int, typer.Option(min=1, help="Of 20 steps that are timed.")] = 6,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
@@ -529,14 +537,14 @@ def main(
     figure: Annotated[Path | None, typer.Option("--plot", help="A figure to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
-    """Train until Muon's loss is reached, and say in how many steps and seconds."""
+    """Train until the reference's loss is reached, and say in how many steps and seconds."""
     screen = console()
     screen.width = max(screen.width, 120)
     if trials:
         screen.print(trials_table())
         return
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
-    if unknown := [name for name in names if name not in CONTENDERS]:
+    if unknown := [name for name in (*names, reference) if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
     if tune_first or tune_only:
         tune(names, Runs(ended), processes)
@@ -553,7 +561,7 @@ def main(
             seeds_said = ", ".join(f"{loss:.3f}" for loss in each)
             screen.print(f"{name}: {seeds_said}; mean {statistics.mean(each):.3f}")
         return
-    found = report(names, numbers, Runs(ended), processes, cycles)
+    found = report(names, numbers, Runs(ended), processes, cycles, reference=reference)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if figure is not None:

@@ -69,6 +69,11 @@ def test_a_report_of_few_steps(runs: methods.Runs, tmp_path: Path) -> None:
     assert row["seconds_ratio"] == row["step_ratio"] > 0
     assert json.loads(json.dumps(found))["rows"]["muon"]["steps"] == 4
     assert methods.table(found).row_count == 2
+    other = methods.report(["muon"], [0], runs, 1, 1, reference="soap-muon")
+    assert list(other["rows"]) == ["soap-muon", "muon"]
+    assert (
+        other["rows"]["soap-muon"]["steps_ratio"] == other["rows"]["soap-muon"]["step_ratio"] == 1
+    )
     methods.plot(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
