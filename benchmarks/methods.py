@@ -120,6 +120,11 @@ WITHIN = r"^layers\."
 """The modules within the model: for methods that would take embeddings and the head, too."""
 _SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
+_LIGHT: Mapping[str, Any] = {"statistics_every": 2, "solve_every": 20, **_APART}
+"""Half of the statistics and of the bases; three Newton-Schulz iterations go with it, of five."""
+_MOMENTA_OF_MUON = {0.9: (0.02, 0.03, 0.04), 0.85: (0.03, 0.04, 0.06), 0.8: (0.04, 0.06)}
+_MOMENTA = {0.9: (0.03, 0.04, 0.06), 0.85: (0.04, 0.06, 0.08), 0.8: (0.04, 0.06, 0.08)}
+"""Momenta besides the usual 0.95, and the learning rates that are tried with each."""
 _SOAP = (0.001, 0.002, 0.004, 0.008)
 _ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 _AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
@@ -143,6 +148,21 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
     ),
     "normuon": Contender("soframe:normuon"),
+    **{
+        f"muon, momentum {momentum:g}": Contender(
+            "soframe:muon", method={"momentum": momentum}, lrs=lrs
+        )
+        for momentum, lrs in _MOMENTA_OF_MUON.items()
+    },
+    **{
+        f"soap-normuon, light, momentum {momentum:g}": Contender(
+            "soframe:soap-normuon",
+            method={**_SHORT, "steps": 3, "momentum": momentum},
+            options=_LIGHT,
+            lrs=lrs,
+        )
+        for momentum, lrs in _MOMENTA.items()
+    },
     # Their auxiliary AdamW has the averages of soframe's.
     "muon, plain": Contender("muon", options={"adamw_betas": (0.9, 0.999)}, rate_of="muon"),
     "muon, pytorch_optimizer": Contender(
