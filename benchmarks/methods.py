@@ -163,6 +163,12 @@ CONTENDERS: Mapping[str, Contender] = {
         )
         for momentum, lrs in _MOMENTA.items()
     },
+    "soap-normuon, bases every 5, momentum 0.8": Contender(
+        "soframe:soap-normuon",
+        method={**_SHORT, "steps": 3, "momentum": 0.8},
+        options={**every(5), **_APART},
+        rate_of="soap-normuon, light, momentum 0.8",
+    ),
     # Their auxiliary AdamW has the averages of soframe's.
     "muon, plain": Contender("muon", options={"adamw_betas": (0.9, 0.999)}, rate_of="muon"),
     "muon, pytorch_optimizer": Contender(
