@@ -394,13 +394,14 @@ def table(found: Mapping[str, Any]) -> Table:
     title = f"Byte-level GPT, to the held-out loss {found['target']:.3f} of {found['reference']}"
     result = Table(title=title, caption="ratios are to the first row")
     result.add_column("method")
-    lengths = [f"loss after\n{length}" for length in LENGTHS]
+    trained = {int(length) for row in found["rows"].values() for length in row["losses"]}
+    lengths = [f"loss after\n{length}" for length in sorted(trained)]
     for header in ("lr", *lengths, "steps", "ratio", "a step's seconds,\nratio", "seconds,\nratio"):
         result.add_column(header, justify="right")
     for name, row in found["rows"].items():
         cells = [
             f"{statistics.mean(row['losses'][n]):.3f}" if n in row["losses"] else "-"
-            for n in LENGTHS
+            for n in sorted(trained)
         ]
         reached = row["steps"] is not None
         result.add_row(
