@@ -198,6 +198,17 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
     other.close()
 
 
+def after_a_step(model: nn.Module, method: Method) -> tuple[State, dict[str, Any]]:
+    """Return the state after a step with ``solver="eigen"``, and the other settings."""
+    settings: dict[str, Any] = {"method": method, "kl_clip": None, "statistics_every": 1}
+    own = Preconditioner(model, solver="eigen", **settings)
+    model(torch.ones(2, 3)).square().mean().backward()
+    own.step()
+    state = own.state_dict()
+    own.close()
+    return state, settings
+
+
 class Deriving(KFAC):
     """Has a solver of its own, made of the user's."""
 
@@ -207,13 +218,8 @@ class Deriving(KFAC):
 
 @pytest.mark.parametrize(("solver", "solved"), [("eigen", True), ("inverse", False)])
 def test_data_of_a_solver_that_a_method_has_made_of_the_users(solver: str, solved: bool) -> None:
-    settings: dict[str, Any] = {"method": Deriving(), "kl_clip": None, "statistics_every": 1}
     model = nn.Linear(3, 2)
-    own = Preconditioner(model, solver="eigen", **settings)
-    model(torch.ones(2, 3)).square().mean().backward()
-    own.step()
-    state = own.state_dict()
-    own.close()
+    state, settings = after_a_step(model, Deriving())
     other = Preconditioner(model, solver=solver, **settings)
     other.load_state_dict(state)
     assert [block.solved for block in other.blocks] == [solved]
@@ -222,14 +228,8 @@ def test_data_of_a_solver_that_a_method_has_made_of_the_users(solver: str, solve
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_what_methods_keep_is_checked_whatever_the_solver_is(solver: str) -> None:
-    method = Chain(("momentum", "kfac"))
-    settings: dict[str, Any] = {"method": method, "kl_clip": None, "statistics_every": 1}
     model = nn.Linear(3, 2)
-    own = Preconditioner(model, solver="eigen", **settings)
-    model(torch.ones(2, 3)).square().mean().backward()
-    own.step()
-    state = own.state_dict()
-    own.close()
+    state, settings = after_a_step(model, Chain(("momentum", "kfac")))
     for block in state["blocks"].values():
         block["state"].clear()
     other = Preconditioner(model, solver=solver, **settings)
