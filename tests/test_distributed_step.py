@@ -79,6 +79,24 @@ def test_every_row_is_there_and_all_compute_the_same():
     assert local["all"] == local["sent"] < averaged["all"]
 
 
+def test_what_a_thread_lets_go_of_later_is_not_held(monkeypatch):
+    """A thread of Gloo may still hold the buffer of a collective that has ended."""
+    kept, passing = torch.ones(11), [torch.ones(13)]
+    addresses = [t.untyped_storage().data_ptr() for t in (kept, passing[0])]
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        passing.clear()
+
+    monkeypatch.setattr(distributed_step.time, "sleep", pause)
+    assert set(addresses) <= set(distributed_step.storages())
+    found = distributed_step.lasting_storages()
+    assert found[addresses[0]] == 44
+    assert addresses[1] not in found
+    assert pauses == [distributed_step.PAUSE] * distributed_step.LOOKS
+
+
 def test_shares_are_those_of_turns():
     """The median of the quotients of each turn, not the quotient of medians."""
     once = dict.fromkeys(distributed_step.ONCE, 1.0)
