@@ -6,7 +6,7 @@
 
 Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
-Learning rates fall along a line to zero. Tuning gives each method as many learning rates to try, on
+Learning rates fall along a line to zero, but for the stochastic trust region, which has none. Tuning gives each method as many learning rates to try, on
 a seed of its own. The report trains Muon, or another ``--reference``, for `STEPS` steps; the target
 is the mean of its last held-out losses over the seeds. The others train for other numbers of steps,
 each time with a line of that length, as many of `LENGTHS` as it takes to have the target between
@@ -43,7 +43,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from soframe.experiments.compare import console
-from soframe.experiments.config import RunConfig
+from soframe.experiments.config import TRUST_REGIONS, RunConfig
 from soframe.experiments.launch import Worker
 from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.train import Run, numerics, train
@@ -102,7 +102,7 @@ class Contender:
             method=self.method,
             modules=self.modules,
             options=options,
-            schedule="linear",
+            schedule="constant" if self.optimizer in TRUST_REGIONS else "linear",
             steps=steps,
             seed=seed,
             stop_at_target=False,
@@ -203,6 +203,8 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
     ),
     "adamw, all parameters": Contender("adamw", lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
+    # All of its defaults: there is nothing to tune.
+    "stochastic trust region": Contender("stochastic-trust-region", lrs=(0.7,)),
 }
 
 

@@ -26,7 +26,7 @@ from soframe.experiments.compare import (
     console,
     jsonable,
 )
-from soframe.experiments.config import RunConfig, method_of
+from soframe.experiments.config import TRUST_REGIONS, RunConfig, method_of
 from soframe.experiments.inspection import build_model, inspect
 from soframe.experiments.launch import WorkerError
 from soframe.experiments.records import FIRST_ORDER, SECOND_ORDER, verdict
@@ -106,7 +106,10 @@ def train(
         str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")
     ] = "digits-autoencoder",
     optimizer: Annotated[
-        str, typer.Option(help="sgd, adamw, kfac, trust-region or soframe:METHOD.")
+        str,
+        typer.Option(
+            help="sgd, adamw, kfac, trust-region, stochastic-trust-region or soframe:METHOD."
+        ),
     ] = "kfac",
     lr: Annotated[
         float | None,
@@ -194,9 +197,13 @@ def _configure(
     (name,) = tuning.optimizers([optimizer])
     if options.get("kl_clip") == 0:
         options["kl_clip"] = None
-    field = "options" if name == "trust-region" or method_of(name) else "preconditioner"
+    field = "options" if name in TRUST_REGIONS or method_of(name) else "preconditioner"
     if name == "trust-region" and (refused := {"damping", "kl_clip"} & set(options)):
         raise ValueError(f"trust-region chooses its own {' and '.join(sorted(refused))}")
+    if name == "stochastic-trust-region" and options:
+        raise ValueError(
+            f"{name} has no preconditioner, and so no {' or '.join(sorted(options))}: leave it out"
+        )
     if lr is None:
         settings = dict(tuning.chosen(workload_name, name))
         settings |= {f"{field}.{option}": value for option, value in options.items()}
@@ -213,7 +220,8 @@ def compare_command(
     optimizers: Annotated[
         str,
         typer.Option(
-            help="Separated by commas, from: sgd, adamw, kfac, trust-region, soframe:METHOD."
+            help="Separated by commas, from: sgd, adamw, kfac, trust-region, "
+            "stochastic-trust-region, soframe:METHOD."
         ),
     ] = "sgd,adamw,kfac",
     strategies: Annotated[

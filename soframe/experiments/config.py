@@ -13,9 +13,12 @@ ScheduleName = Literal["constant", "cosine", "linear"]
 ClockName = Literal["wall", "cpu"]
 
 OPTIMIZERS: tuple[OptimizerName, ...] = (
-    *("sgd", "adamw", "kfac", "trust-region"),
+    *("sgd", "adamw", "kfac", "trust-region", "stochastic-trust-region"),
     *("soap", "muon", "shampoo"),
 )
+
+TRUST_REGIONS: tuple[OptimizerName, ...] = ("trust-region", "stochastic-trust-region")
+"""Need no learning rate: theirs multiplies the lengths that they find."""
 
 OWN = "soframe:"
 """What stands before the name of a method, as in ``"soframe:soap-muon"``."""
@@ -55,9 +58,10 @@ class RunConfig:
     Attributes:
         workload: The name of a workload.
         optimizer: "sgd" (Nesterov momentum); "adamw"; "kfac", the same SGD behind a
-            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`; "soframe:" and the
-            name of a method, `soframe.Optimizer`; or a peer: "muon", and "soap" and "shampoo",
-            which need the package pytorch_optimizer.
+            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`;
+            "stochastic-trust-region", `soframe.StochasticTrustRegion`; "soframe:" and the name of a
+            method, `soframe.Optimizer`; or a peer: "muon", and "soap" and "shampoo", which need the
+            package pytorch_optimizer.
         lr: The learning rate.
         momentum: Of "sgd", "kfac" and "muon".
         betas: Of "adamw", "soap" and "shampoo".
@@ -67,7 +71,7 @@ class RunConfig:
         strategy: Of the preconditioner.
         preconditioner: Further arguments of `soframe.Preconditioner`. Those left out keep the
             library's defaults.
-        options: Further arguments of the optimizer, where it is "trust-region", soframe's of a
+        options: Further arguments of the optimizer, where it is a trust region, soframe's of a
             method, or a peer.
         method: Arguments of the method, where the optimizer is soframe's of a method; of a chain
             those of each stage by its name.
@@ -136,7 +140,7 @@ class RunConfig:
         peer = self.optimizer in ("soap", "muon", "shampoo")
         for name, taken in (
             ("preconditioner", self.optimizer == "kfac"),
-            ("options", of_soframe or peer or self.optimizer == "trust-region"),
+            ("options", of_soframe or peer or self.optimizer in TRUST_REGIONS),
             ("method", of_soframe),
             ("modules", of_soframe or self.optimizer == "soap"),
         ):
@@ -156,6 +160,7 @@ class RunConfig:
             "adamw": "AdamW",
             "kfac": f"K-FAC, {self.strategy}",
             "trust-region": "K-FAC, trust region",
+            "stochastic-trust-region": "Stochastic trust region",
             "soap": "SOAP",
             "muon": "Muon",
             "shampoo": "Shampoo",

@@ -43,6 +43,10 @@ def build_optimizer(
         )
     if config.optimizer == "trust-region":
         return _trust_region(model, config, full_batch)
+    if config.optimizer == "stochastic-trust-region":
+        return soframe.StochasticTrustRegion(
+            model, lr=config.lr, weight_decay=config.weight_decay, **config.options
+        )
     return _BUILDERS.get(config.optimizer, _sgd)(model, config)
 
 

@@ -22,6 +22,7 @@ _FIXED: Mapping[str, _Style] = {
     "sgd": ("#000000", "-"),
     "adamw": ("#E69F00", "-"),
     "trust-region": ("#CC79A7", "-"),
+    "stochastic-trust-region": ("#CC79A7", (0, (5, 2))),
     "soap": ("#56B4E9", "-"),
     "muon": ("#009E73", "-"),
     "shampoo": ("#D55E00", "-"),

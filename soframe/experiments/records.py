@@ -12,7 +12,8 @@ from typing import Any
 from soframe.experiments.config import OptimizerName, RunConfig
 
 #: What a verdict is on, and what it compares with.
-SECOND_ORDER: tuple[OptimizerName, ...] = ("kfac", "trust-region")
+KFAC: tuple[OptimizerName, ...] = ("kfac", "trust-region")
+SECOND_ORDER: tuple[OptimizerName, ...] = (*KFAC, "stochastic-trust-region")
 FIRST_ORDER: tuple[OptimizerName, ...] = ("sgd", "adamw")
 
 
@@ -157,7 +158,7 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     Args:
         records: Runs of one workload.
         target: The training loss to reach.
-        optimizer: "kfac", "trust-region", or soframe's of a method.
+        optimizer: "kfac", one of the trust regions, or soframe's of a method.
 
     Returns:
         The sentence.
@@ -190,7 +191,7 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     if other is None:
         return f"{start}; no first-order run reached it within the budget."
     first_order, other_row = other
-    name = "K-FAC" if optimizer in SECOND_ORDER else record.config.label
+    name = "K-FAC" if optimizer in KFAC else record.config.label
     return (
         f"{start}; the fastest first-order run, {first_order.config.label}, took "
         f"{other_row.step} steps and {other_row.seconds:.1f} s: {name} needed "

@@ -31,6 +31,9 @@ from soframe.experiments.records import Row, RunRecord
 from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
 
+#: Their steps run the closure.
+TRUST_REGIONS = (soframe.TrustRegion, soframe.StochasticTrustRegion)
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -193,7 +196,7 @@ class Run:
 
     def close(self) -> None:
         """Removes hooks from the model."""
-        if isinstance(self.optimizer, soframe.TrustRegion | soframe.Optimizer):
+        if isinstance(self.optimizer, (*TRUST_REGIONS, soframe.Optimizer)):
             self.optimizer.close()
         elif self.preconditioner is not None:
             self.preconditioner.close()
@@ -223,7 +226,7 @@ class Run:
 
         start = self.clock()
         set_lr(self.optimizer, self.config, len(self.step_seconds))
-        if isinstance(self.optimizer, soframe.TrustRegion):
+        if isinstance(self.optimizer, TRUST_REGIONS):
             self.optimizer.step(closure)
             self.step_seconds.append(self.clock() - start)
             self._look_at_memory()
@@ -296,9 +299,10 @@ class Run:
         if self.problem.held_out:
             assert test is not None
             measured = test
-        totals[:2] = self._sums(measured)
-        if test is not None and self.problem.classifies and test is not measured:
-            totals[1] = self._sums(test)[1]
+        with self._averaged():
+            totals[:2] = self._sums(measured)
+            if test is not None and self.problem.classifies and test is not measured:
+                totals[1] = self._sums(test)[1]
         self.model.train(training)
         if self.worker.rank == 0:
             # All ranks read rank 0's clock, so that they stop at the same step.
@@ -308,6 +312,12 @@ class Run:
         loss, correct, seconds = totals.tolist()
         accuracy = correct / len(test) if test is not None and self.problem.classifies else None
         return Row(step, seconds, self.problem.scale * loss / len(measured), accuracy)
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the model has what is evaluated: averaged iterates, where there are any."""
+        if isinstance(self.optimizer, soframe.StochasticTrustRegion):
+            return self.optimizer.averaged()
+        return contextlib.nullcontext()
 
     def _sums(self, examples: Examples) -> Tensor:
         """The sum of this rank's losses, and how many of its classes are right."""
@@ -339,7 +349,7 @@ class Run:
         row = self.rows[-1]
         reached = self.config.stop_at_target and row.loss <= min(self.targets)
         # A run whose loss is no longer finite never comes back, unless its last step is undone.
-        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, soframe.TrustRegion)
+        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, TRUST_REGIONS)
         return self._fraction(row) >= 1.0 or lost or (reached and row.step > 0)
 
     def _gradient_workers(self) -> tuple[int, ...]:

@@ -30,7 +30,10 @@ WORKLOADS = ("digits-autoencoder", "digits-cnn")
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw", "kfac")
 
 #: What runs without any tuning, and with what.
-UNTUNED: Mapping[OptimizerName, Mapping[str, Any]] = {"trust-region": {"lr": 1.0}}
+UNTUNED: Mapping[OptimizerName, Mapping[str, Any]] = {
+    "trust-region": {"lr": 1.0},
+    "stochastic-trust-region": {"lr": 0.7},
+}
 
 
 @dataclass(frozen=True)

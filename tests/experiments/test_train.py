@@ -358,6 +358,45 @@ def test_targets_of_a_run_come_before_the_workload_s():
     assert [row.step for row in record.rows] == [0, 2]
 
 
+def test_the_stochastic_trust_region_is_evaluated_at_its_average():
+    config = SGD.but(
+        optimizer="stochastic-trust-region", lr=0.5, weight_decay=0.01, batch_size=64, steps=3
+    )
+    state = training.Run(SILENT, config.but(options={"model_every": 2}))
+    assert state.optimizer._every == 2
+    assert state.optimizer.param_groups[0]["lr"] == 0.5
+    assert state.optimizer.param_groups[0]["weight_decay"] == 0.01
+    state.take(3)
+    iterates = [p.detach().clone() for p in state.model.parameters()]
+    with state.optimizer.averaged():
+        expected = state._sums(state.data.train)[0].item() / len(state.data.train)
+    at_iterates = state._sums(state.data.train)[0].item() / len(state.data.train)
+    assert state._evaluate(3).loss == pytest.approx(state.problem.scale * expected, rel=1e-12)
+    assert expected != pytest.approx(at_iterates, rel=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(state.model.parameters(), iterates, strict=True))
+    record = state.record()
+    assert record.curvature_bytes == (0,)
+    assert record.config.label == "Stochastic trust region"
+    state.close()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_share_a_stochastic_trust_region():
+    config = RunConfig(
+        "digits-autoencoder",
+        "stochastic-trust-region",
+        lr=0.7,
+        steps=3,
+        evaluate_every=1,
+        batch_size=64,
+        dtype="float64",
+    )
+    alone, shared = train(SILENT, config), run(config, processes=2)
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-9)
+    assert losses(alone)[-1] < losses(alone)[0]
+
+
 @pytest.mark.slow
 def test_every_method_of_a_trust_region_is_counted():
     config = SGD.but(optimizer="trust-region", lr=1.0, batch_size=64, steps=4)

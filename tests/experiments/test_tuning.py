@@ -64,11 +64,12 @@ def test_the_demo_runs_tuned_settings_with_equal_budgets_on_another_seed():
 def test_names_of_optimizers_are_checked():
     assert tuning.optimizers([]) == OPTIMIZERS
     assert tuning.optimizers(["kfac"]) == ("kfac",)
-    known = "sgd, adamw, kfac, trust-region"
+    known = "sgd, adamw, kfac, trust-region, stochastic-trust-region"
     with pytest.raises(ValueError, match=f"no optimizer 'lion'; there are: {known}"):
         tuning.optimizers(["lion"])
 
 
-def test_the_trust_region_needs_no_tuning():
-    config = tuning.tuned("digits-cnn", "trust-region", steps=3)
-    assert (config.lr, config.options, config.schedule) == (1.0, {}, "constant")
+@pytest.mark.parametrize(("name", "lr"), [("trust-region", 1.0), ("stochastic-trust-region", 0.7)])
+def test_trust_regions_need_no_tuning(name, lr):
+    config = tuning.tuned("digits-cnn", name, steps=3)
+    assert (config.lr, config.options, config.schedule) == (lr, {}, "constant")
