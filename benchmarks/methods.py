@@ -6,13 +6,14 @@
 
 Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
-Learning rates fall along a line to zero, but for the stochastic trust region, which has none. Tuning gives each method as many learning rates to try, on
-a seed of its own. The report trains Muon, or another ``--reference``, for `STEPS` steps; the target
-is the mean of its last held-out losses over the seeds. The others train for other numbers of steps,
-each time with a line of that length, as many of `LENGTHS` as it takes to have the target between
-two; the steps to the target are read off between these, from means over the seeds. Seconds are
-these steps times those of a step; steps are timed in one process of one thread, where the
-contenders take turns, in seconds of the processor, which on an idle machine are those of the clock.
+Learning rates fall along a line to zero; the stochastic trust region has none. Tuning gives each
+method as many learning rates to try, on a seed of its own. The report trains Muon, or another
+``--reference``, for `STEPS` steps; the target is the mean of its last held-out losses over the
+seeds. The others train for other numbers of steps, each time with a line of that length, as many of
+`LENGTHS` as it takes to have the target between two; the steps to the target are read off between
+these, from means over the seeds. Seconds are these steps times those of a step; steps are timed in
+one process of one thread, where the contenders take turns, in seconds of the processor, which on an
+idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
 that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
@@ -204,7 +205,7 @@ CONTENDERS: Mapping[str, Contender] = {
     ),
     "adamw, all parameters": Contender("adamw", lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
     # All of its defaults: there is nothing to tune.
-    "stochastic trust region": Contender("stochastic-trust-region", lrs=(0.7,)),
+    "stochastic trust region, all parameters": Contender("stochastic-trust-region", lrs=(0.7,)),
 }
 
 
