@@ -154,6 +154,7 @@ def test_the_options_of_train_reach_the_run(tmp_path, invoke):
         (("--optimizer", "adamw", "--momentum", 0.5), "--momentum is of sgd and kfac"),
         (("--optimizer", "sgd", "--solver", "eigen"), "sgd takes no preconditioner"),
         (("--optimizer", "sgd", "--schedule-steps", 9), "--schedule-steps is of --schedule"),
+        (("--optimizer", "adamw", "--strategy", "mem-opt"), "adamw has no strategy"),
         (("--optimizer", "trust-region", "--kl-clip", 1), "trust-region chooses its own kl_clip"),
         (
             ("--optimizer", "stochastic-trust-region", "--solver", "eigen"),

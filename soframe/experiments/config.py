@@ -12,13 +12,14 @@ OptimizerName = str
 ScheduleName = Literal["constant", "cosine", "linear"]
 ClockName = Literal["wall", "cpu"]
 
-OPTIMIZERS: tuple[OptimizerName, ...] = (
-    *("sgd", "adamw", "kfac", "trust-region", "stochastic-trust-region"),
-    *("soap", "muon", "shampoo"),
-)
-
 TRUST_REGIONS: tuple[OptimizerName, ...] = ("trust-region", "stochastic-trust-region")
 """Need no learning rate: theirs multiplies the lengths that they find."""
+
+OPTIMIZERS: tuple[OptimizerName, ...] = (
+    *("sgd", "adamw", "kfac"),
+    *TRUST_REGIONS,
+    *("soap", "muon", "shampoo"),
+)
 
 OWN = "soframe:"
 """What stands before the name of a method, as in ``"soframe:soap-muon"``."""
@@ -68,7 +69,7 @@ class RunConfig:
         weight_decay: Of all optimizers.
         schedule: Of the learning rate: constant, half a cosine to zero, or a line to zero.
         schedule_steps: The length of the schedule in steps; the budget in steps if None.
-        strategy: Of the preconditioner.
+        strategy: Of the preconditioner, where there is one.
         preconditioner: Further arguments of `soframe.Preconditioner`. Those left out keep the
             library's defaults.
         options: Further arguments of the optimizer, where it is a trust region, soframe's of a
@@ -137,6 +138,11 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:  # a NaN is no budget
                 raise ValueError(f"{name} must be positive, not {value}")
+        if self.strategy != "comm-opt" and not self._has_strategy:
+            raise ValueError(
+                f"{self.optimizer} has no strategy, and {self.strategy!r} would have no effect: "
+                f"leave it out"
+            )
         peer = self.optimizer in ("soap", "muon", "shampoo")
         for name, taken in (
             ("preconditioner", self.optimizer == "kfac"),
@@ -149,6 +155,11 @@ class RunConfig:
                     f"{self.optimizer} takes no {name}, which would have no effect: "
                     f"{getattr(self, name)!r}"
                 )
+
+    @property
+    def _has_strategy(self) -> bool:
+        own = method_of(self.optimizer) is not None
+        return own or self.optimizer in ("kfac", "trust-region")
 
     @property
     def label(self) -> str:

@@ -43,10 +43,6 @@ def build_optimizer(
         )
     if config.optimizer == "trust-region":
         return _trust_region(model, config, full_batch)
-    if config.optimizer == "stochastic-trust-region":
-        return soframe.StochasticTrustRegion(
-            model, lr=config.lr, weight_decay=config.weight_decay, **config.options
-        )
     return _BUILDERS.get(config.optimizer, _sgd)(model, config)
 
 
@@ -96,6 +92,12 @@ def _trust_region(model: nn.Module, config: RunConfig, full_batch: bool) -> sofr
         weight_decay=config.weight_decay,
         strategy=config.strategy,
         **{"full_batch": full_batch, **config.options},
+    )
+
+
+def _stochastic_trust_region(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    return soframe.StochasticTrustRegion(
+        model, lr=config.lr, weight_decay=config.weight_decay, **config.options
     )
 
 
@@ -189,6 +191,7 @@ def _shampoo(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 _BUILDERS: Mapping[str, Callable[[nn.Module, RunConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
+    "stochastic-trust-region": _stochastic_trust_region,
     "muon": _muon,
     "soap": _soap,
     "shampoo": _shampoo,

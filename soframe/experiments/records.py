@@ -11,8 +11,8 @@ from typing import Any
 
 from soframe.experiments.config import OptimizerName, RunConfig
 
-#: What a verdict is on, and what it compares with.
 KFAC: tuple[OptimizerName, ...] = ("kfac", "trust-region")
+#: What a verdict is on, and what it compares with.
 SECOND_ORDER: tuple[OptimizerName, ...] = (*KFAC, "stochastic-trust-region")
 FIRST_ORDER: tuple[OptimizerName, ...] = ("sgd", "adamw")
 

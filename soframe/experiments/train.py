@@ -31,9 +31,6 @@ from soframe.experiments.records import Row, RunRecord
 from soframe.experiments.requirements import require
 from soframe.experiments.workloads import workload
 
-#: Their steps run the closure.
-TRUST_REGIONS = (soframe.TrustRegion, soframe.StochasticTrustRegion)
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -196,7 +193,10 @@ class Run:
 
     def close(self) -> None:
         """Removes hooks from the model."""
-        if isinstance(self.optimizer, (*TRUST_REGIONS, soframe.Optimizer)):
+        if isinstance(
+            self.optimizer,
+            soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer,
+        ):
             self.optimizer.close()
         elif self.preconditioner is not None:
             self.preconditioner.close()
@@ -226,7 +226,7 @@ class Run:
 
         start = self.clock()
         set_lr(self.optimizer, self.config, len(self.step_seconds))
-        if isinstance(self.optimizer, TRUST_REGIONS):
+        if isinstance(self.optimizer, soframe.TrustRegion | soframe.StochasticTrustRegion):
             self.optimizer.step(closure)
             self.step_seconds.append(self.clock() - start)
             self._look_at_memory()
@@ -349,7 +349,7 @@ class Run:
         row = self.rows[-1]
         reached = self.config.stop_at_target and row.loss <= min(self.targets)
         # A run whose loss is no longer finite never comes back, unless its last step is undone.
-        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, TRUST_REGIONS)
+        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, soframe.TrustRegion)
         return self._fraction(row) >= 1.0 or lost or (reached and row.step > 0)
 
     def _gradient_workers(self) -> tuple[int, ...]:

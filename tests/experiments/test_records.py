@@ -138,6 +138,14 @@ def test_a_verdict_on_the_trust_region_leaves_the_other_kfac_out():
     assert "the fastest first-order run, SGD, took 40 steps" in said
 
 
+def test_a_verdict_calls_a_trust_region_without_kfac_by_its_name():
+    records = [record("sgd", SLOW), record("stochastic-trust-region", FAST)]
+    said = verdict(records, 0.5, "stochastic-trust-region")
+    assert "Stochastic trust region took 10 steps" in said
+    assert ": Stochastic trust region needed 4.0 times fewer steps" in said
+    assert "K-FAC" not in said
+
+
 def test_a_comparison_is_of_one_workload():
     configs = [
         RunConfig(name, "sgd", lr=0.1, steps=1) for name in ("digits-autoencoder", "digits-cnn")
