@@ -49,7 +49,7 @@ def is_cut(tensor: Tensor) -> bool:
     """
     if not is_dtensor(tensor):
         return False
-    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor's
     return not all(placement.is_replicate() for placement in placements)
 
 
@@ -108,7 +108,7 @@ def _arrived(tensor: Tensor) -> Tensor:
     if wait is None:
         return tensor
     wait()
-    return tensor.elem  # type: ignore[attr-defined, no-any-return]
+    return tensor.elem  # type: ignore[attr-defined, no-any-return]  # a DTensor's
 
 
 def is_partial(gradient: Tensor | None, parameter: nn.Parameter) -> bool:
@@ -120,7 +120,9 @@ def is_partial(gradient: Tensor | None, parameter: nn.Parameter) -> bool:
     """
     if not is_dtensor(gradient) or not is_dtensor(parameter):
         return False
-    return tuple(gradient.placements) != tuple(parameter.placements)  # type: ignore[union-attr, attr-defined]
+    distributed: Any = gradient
+    of: Any = parameter
+    return tuple(distributed.placements) != tuple(of.placements)
 
 
 def settled(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -133,7 +135,8 @@ def settled(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     distributed: Any = gradient
     of: Any = parameter
     with torch.no_grad():
-        return distributed.redistribute(of.device_mesh, of.placements)  # type: ignore[no-any-return]
+        placed: Tensor = distributed.redistribute(of.device_mesh, of.placements)
+        return placed
 
 
 def like(values: Tensor, parameter: Tensor) -> Tensor:
@@ -391,7 +394,7 @@ def apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         for one in meshes(parameter, ranks):
             joined = set().union(*(together[rank] for rank in one.flatten().tolist()))
             together.update(dict.fromkeys(joined, joined))
-        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor's
         dims = plans.get(id(parameter), 0)
         own = mesh.mesh[(..., *mesh.get_coordinate()[mesh.ndim - dims :])]
         among, span = (frozenset(of.flatten().tolist()) for of in (own, mesh.mesh))
@@ -468,7 +471,7 @@ def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -
         return False
     if not is_dtensor(registered):
         return True
-    of, own = registered.placements, now.placements  # type: ignore[attr-defined]
+    of, own = registered.placements, now.placements  # type: ignore[attr-defined]  # a DTensor's
     if of[-1] != own[-1]:
         return False
     return len(of) > len(own) or (model is not None and bool(units(model)))

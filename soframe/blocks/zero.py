@@ -91,7 +91,7 @@ def _shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
     changed: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in parameters:
         if parameter is not None and is_shared(parameter) and parameter.numel() == 0:
-            shape = parameter.ds_shape  # type: ignore[attr-defined]
+            shape = parameter.ds_shape  # type: ignore[attr-defined]  # DeepSpeed's
             changed.append((parameter, parameter.data))
             parameter.data = parameter.data.new_full((), float("nan")).expand(shape)
     try:
@@ -406,7 +406,7 @@ class Shared(Partitions):
         """See `Partitions.local`."""
         place = self._places[parameter]
         start, stop = place.ranges[place.own]
-        part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+        part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
         return part.detach().view(-1)[: stop - start]
 
     @property

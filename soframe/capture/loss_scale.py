@@ -210,7 +210,7 @@ def _checked(name: str, value: object) -> float:
         raise ValueError(
             f"{name} must be a positive, finite number (from {LEAST:g} to {MOST:g}), not {value!r}"
         )
-    return float(value)  # type: ignore[arg-type]
+    return float(value)  # type: ignore[arg-type]  # it is real
 
 
 def _require_unscaled(
