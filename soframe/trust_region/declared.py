@@ -114,27 +114,26 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
     actual = [product * samples for product in forward.hessian_product_of_joined(first)]
     terms = declared.term_sums if len(outputs) == 1 else Loss.each_sample
     measured, theirs, unsure = (
-        [terms(a * b).double() for a, b in zip(first, products, strict=True)]
+        [_single(terms(a * b)) for a, b in zip(first, products, strict=True)]
         for products in (actual, expected, flat)
     )
-    total, wanted = (sum(float(one.sum()) for one in each) for each in (measured, theirs))
+    total, wanted = (sum(map(_sum, each)) for each in (measured, theirs))
     if not math.isfinite(total) or not math.isfinite(wanted):
         return nothing
     # Saturated outputs leave a curvature that is all rounding, which says nothing of a scale.
     rounding = 16 * torch.finfo(outputs[0].dtype).eps
-    noise = rounding * sum(float(one.nan_to_num(0.0, 0.0, 0.0).abs().sum()) for one in unsure)
+    noise = rounding * sum(_sum(_sizes(one)) for one in unsure)
     tolerance = max(1e-3, rounding)
     plain = math.isclose(total * closures, wanted, rel_tol=tolerance, abs_tol=noise)
     if plain and wanted < 1e3 * noise:
         return nothing
     times = total / wanted if wanted else math.inf
     scaled = Fit(samples, times, plain, tolerance=tolerance)
-    sizes = [float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) for one in (*theirs, *unsure)]
-    sure = rounding * max(sizes)
+    sure = rounding * max(float(_sizes(one).max()) for one in (*theirs, *unsure))
     if not 0 < times < math.inf:
         return scaled
     if all(
-        bool(((a - times * b).abs() <= times * (4 * tolerance * b.abs() + sure)).all())
+        _within(a, b, times, share=4 * tolerance, sure=sure)
         for a, b in zip(measured, theirs, strict=True)
     ):
         # A sum of means over the samples of each call is no mean over all of them.
@@ -168,6 +167,29 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
         return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
     clamped = tuple(weight.clamp(min=0) for weight in weights)
     return Fit(samples, times, plain, weights=clamped, tolerance=tolerance)
+
+
+def _single(terms: Tensor) -> Tensor:
+    return terms.to(torch.promote_types(terms.dtype, torch.float32))
+
+
+def _sum(terms: Tensor) -> float:
+    return float(terms.sum(dtype=torch.float64))
+
+
+def _sizes(terms: Tensor) -> Tensor:
+    return terms.nan_to_num(0.0, 0.0, 0.0).abs_()
+
+
+def _within(measured: Tensor, theirs: Tensor, times: float, *, share: float, sure: float) -> bool:
+    """Return whether terms differ from ``times`` the others by at most ``share``, or by rounding.
+
+    In place, and in the precision of the outputs: of large ones each further copy is fresh memory,
+    which takes more time than the arithmetic.
+    """
+    difference = measured.sub(theirs, alpha=times).abs_()
+    allowed = theirs.abs().mul_(share).add_(sure).mul_(times)
+    return bool((difference <= allowed).all())
 
 
 def _cannot_join(forward: Forward, alike: bool) -> str | None:
