@@ -33,15 +33,30 @@ def first_pass(
 
     Returns:
         The pass, and the loss.
+
+    Raises:
+        RuntimeError: If the closure has changed gradients; see also `Outputs.of`.
     """
     replay = Replay(model)
     tape = Tape(replay.devices, reuse=reuse)
+    before = _gradients(parameters)
     seen, loss = outputs.of(closure, tape)
+    if _gradients(parameters) != before:
+        raise RuntimeError(
+            "the closure has changed gradients, and the step makes them itself: call neither "
+            "backward() nor zero_grad() in the closure, and return the loss"
+        )
     require_graph(seen, loss)
     require_apart(seen, outputs.calls)
     gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
     require_only_through(seen, loss, parameters)
     return Forward(closure, replay, seen, gradients, tape, outputs.calls), loss
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
+    """Return which tensors are in ``.grad``, and how often each was changed."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [None if tensor is None else (id(tensor), tensor._version) for tensor in gradients]
 
 
 @contextmanager
