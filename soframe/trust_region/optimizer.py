@@ -595,7 +595,8 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             What a readout says of it.
         """
-        parameters, objective = batch.objective.parameters, batch.value
+        parameters, decays = batch.objective.parameters, batch.objective.decays
+        objective = batch.value
         start = self.damping.at(self._steps)
         coefficients, predicted, damping = self._believable(quadratic, batch.lr, objective)
         if self._rare:
@@ -618,7 +619,6 @@ class TrustRegion(torch.optim.Optimizer):
             again = [] if self._full_batch else [(f.closure, f.replay) for f in batch.forwards]
             after = self._evaluate(again) if again else None
             told = self._rare or self._reduction.told(self._steps)
-            decays = batch.objective.decays
             self._reduction.wait(states, update, before, decays, objective, predicted, told=told)
             if after is not None:
                 self._judge(after)
