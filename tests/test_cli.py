@@ -313,7 +313,7 @@ def test_a_missing_library_is_named_with_what_to_install(tmp_path, module):
         text=True,
         check=False,
     )
-    said = f"missing: {distribution}. Install what the experiments need with: pip install soframe"
+    said = f"missing: {distribution}. Install what the experiments need with: pip install 'soframe"
     assert said in result.stdout
     needed_at_once = module == "typer"
     assert result.returncode == int(needed_at_once)
