@@ -198,7 +198,7 @@ class TrustRegion(torch.optim.Optimizer):
             )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
             self._watch = LossWatch(max_increase)
-            self._steps, self._own_damping, self._loss = 0, blocks_damping, built
+            self._steps, self._damping_within, self._loss = 0, blocks_damping, built
             self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
@@ -208,7 +208,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._rare = model_every > 1
             self._lengths = Lengths(model_every)
             self._reduction = Reduction(self.damping, reject, full_batch or self._rare)
-            self._on_step, self._eps, self._silent, self._warned = on_step, 0.0, 0, False
+            self._on_step, self._eps, self._below_rounding, self._warned = on_step, 0.0, 0, False
             self._undone: str | None = None
             self._notes: list[str] = []
             of_preconditioner = settings.of_preconditioner(preconditioner, burn_in)
@@ -293,7 +293,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        damping, chosen = self._mean_damping(), self._own_damping
+        damping, chosen = self._mean_damping(), self._damping_within
         if isinstance(chosen, AdaptiveDamping):
             return max(chosen.at(damping))
         return chosen * damping
@@ -301,7 +301,7 @@ class TrustRegion(torch.optim.Optimizer):
     def _tied_damping(self, step: int) -> float:
         """Return the damping of further methods: nobody tries others for them."""
         del step
-        multiple = self._own_damping
+        multiple = self._damping_within
         return self._mean_damping() * (1.0 if isinstance(multiple, AdaptiveDamping) else multiple)
 
     @property
@@ -558,7 +558,7 @@ class TrustRegion(torch.optim.Optimizer):
             others: The directions beside the preconditioned gradient.
         """
         objective, forwards = batch.objective, batch.forwards
-        parameters, policy = objective.parameters, self._own_damping
+        parameters, policy = objective.parameters, self._damping_within
         decay = groups.mean_decay(self.param_groups)
 
         def proposal(damping: float) -> Proposal:
@@ -710,14 +710,14 @@ class TrustRegion(torch.optim.Optimizer):
             self._memory.recall()
             self._lengths.renew()
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
-        self._silent = self._silent + 1 if self._reduction.silent else 0
+        self._below_rounding = self._below_rounding + 1 if self._reduction.silent else 0
         if self._reduction.silent:
             self._notes.append("the change was below the loss's rounding")
         return accepted
 
     def _tell(self, seen: dict[str, Any]) -> None:
         """Make the readout of a step, and warn once of a run that stands still."""
-        policy = self._own_damping
+        policy = self._damping_within
         adaptive = isinstance(policy, AdaptiveDamping)
         dampings = policy.at(self._mean_damping()) if isinstance(policy, AdaptiveDamping) else []
         if self.damping.at_cap() and self._undone == ROSE:
@@ -727,7 +727,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "does not fall along what is its gradient. Does the closure return the same loss "
                 "each time that it runs (no data drawn within; no full_batch=True with dropout)?"
             )
-        if self._silent == SILENCE:
+        if self._below_rounding == SILENCE:
             self._warn_once(
                 f"the last {SILENCE} steps of TrustRegion that were judged changed the loss by "
                 f"less than its rounding: training has converged in this floating type, or stands "
@@ -825,7 +825,7 @@ class TrustRegion(torch.optim.Optimizer):
             RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks.
         """
         refuse_saver_of_parameters(self)
-        policy = self._own_damping
+        policy = self._damping_within
         if not curvature and (self._memory.any or self._candidates.others):
             raise ValueError(
                 "curvature=False leaves the state of one preconditioner to soframe.checkpoint, and "
@@ -882,7 +882,7 @@ class TrustRegion(torch.optim.Optimizer):
         checks = [one._check for one in self.candidates]
 
         def check() -> None:
-            damping = self._own_damping
+            damping = self._damping_within
             adaptive = damping if isinstance(damping, AdaptiveDamping) else None
             settings.check_state(state_dict, self.damping, adaptive, self.param_groups)
             settings.check_methods(
@@ -907,8 +907,8 @@ class TrustRegion(torch.optim.Optimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
         self._steps, self._burn_in = saved_region["steps"], saved_region["burn_in"]
         self.damping.load(saved_region["damping"])
-        if isinstance(self._own_damping, AdaptiveDamping):
-            self._own_damping.load(saved_region["preconditioner_damping"])
+        if isinstance(self._damping_within, AdaptiveDamping):
+            self._damping_within.load(saved_region["preconditioner_damping"])
         self.counters = dict(saved_region["counters"])
         self._watch.load(saved_region.get("losses", []))
         self._reduction.load(saved_region.get("reduction", {}))
