@@ -257,7 +257,8 @@ def test_inspect_says_what_is_wrong(models, arguments, message):
     [
         (["train", "--workload", "mnist"], "no workload 'mnist'; there are: digits-autoencoder"),
         (["train", "--optimizer", "lion"], "no optimizer 'lion'; there are: sgd"),
-        (["compare", "--optimizers", "sgd,lion"], "no optimizer 'lion'; there are: sgd"),
+        (["compare", "--optimizers", "sgd,soap"], "soframe:METHOD; did you mean soframe:soap?"),
+        (["train", "--optimizer", "sgd", "--workload", "byte-gpt"], "byte-gpt sgd; or pass --lr"),
         (["demo", "--seed", "1000"], "seed 1000 is the one that settings were tuned on"),
         (["train", "--strategy", "best-opt"], "no strategy 'best-opt'; there are: comm-opt"),
         (

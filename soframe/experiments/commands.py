@@ -233,7 +233,10 @@ def _configure(
             f"{name} has no preconditioner, and so no {' or '.join(sorted(options))}: leave it out"
         )
     if lr is None:
-        settings = dict(tuning.chosen(workload_name, name))
+        try:
+            settings = dict(tuning.chosen(workload_name, name))
+        except FileNotFoundError as error:
+            raise ValueError(f"{error}; or pass --lr") from error
         settings |= {f"{field}.{option}": value for option, value in options.items()}
         return tuning.configure(workload_name, name, settings, **changes)
     arguments: dict[str, Any] = {field: options}
