@@ -82,9 +82,9 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     header = state.header(
         blocks,
         preconditioner.counters,
-        preconditioner._steps,
-        preconditioner._refresh.owed,
-        preconditioner._scaling,
+        step=preconditioner._steps,
+        owed_statistics=preconditioner._refresh.owed,
+        scaling=preconditioner._scaling,
     )
     header.update(preconditioner.whose())
     header["initial_lrs"] = [float(rate) for rate in preconditioner._lrs.state()]

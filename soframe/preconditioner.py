@@ -513,7 +513,7 @@ class Preconditioner(Joinable):
                 factors: Mapping[str, Tensor] = {}
                 if gradient is not None and self.backend.rank in place.gradient_workers:
                     factors = block.method.observe(gradient, block.data)
-                observe(block, factors, place, self.backend.rank, now.decay)
+                observe(block, factors, places=place, rank=self.backend.rank, decay=now.decay)
             names = (factor.name for factor in block.factors if not factor.captured)
             self._placed.history.took_statistics(block.name, names)
 

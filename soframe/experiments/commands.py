@@ -186,7 +186,9 @@ def train(
     }
     with _user_errors():
         workload(workload_name)
-        config = _configure(workload_name, optimizer, lr, _given(changes), _given(options))
+        config = _configure(
+            workload_name, optimizer, lr=lr, changes=_given(changes), options=_given(options)
+        )
         config = config.but(strategy=strategy, seed=seed)
         _require_effect(config, changes)
         screen = console(to_stderr=as_json)

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -152,7 +152,7 @@ def launch(
                 for rank in range(world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_main, args=(_at(task, rank), sender), daemon=True
+                        target=_main, args=(replace(task, rank=rank), sender), daemon=True
                     )
                     group.pipes.append(receiver)
                     group.processes.append(process)
@@ -178,10 +178,6 @@ def _start_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _at(task: _Task, rank: int) -> _Task:
-    return _Task(rank, task.world_size, task.threads, task.rendezvous, task.timeout, task.call)
 
 
 def _listen(

@@ -46,7 +46,9 @@ def first_pass(
     require_apart(seen, outputs.calls)
     gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
     require_only_through(seen, loss, parameters)
-    return Forward(closure, replay, seen, gradients, tape, outputs.calls), loss
+    return Forward(
+        closure, replay, outputs=seen, gradients=gradients, tape=tape, calls=outputs.calls
+    ), loss
 
 
 @contextmanager

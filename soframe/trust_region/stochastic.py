@@ -341,7 +341,13 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         made["predicted"] = _change(batch, damping, length)
         states = [self.state[p] for p in parameters]
         self._reduction.wait(
-            states, update, before, objective.decays, start, made["predicted"], told=True
+            states,
+            update,
+            before=before,
+            decays=objective.decays,
+            objective=start,
+            predicted=made["predicted"],
+            told=True,
         )
         if not self._reduction.judge(self.state, self._evaluate(objective, forwards), eps):
             self.counters["rejected_steps"] += 1
