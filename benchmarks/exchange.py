@@ -70,7 +70,14 @@ def prepare(widths: Sequence[int], fused: bool) -> dict[str, Callable[[], None]]
     own = soframe.Preconditioner(model, backend=backend, kl_clip=None, **options, **never)
     model(torch.randn(8, widths[0])).square().mean().backward()
     own.step()  # takes statistics and solves, the only one that does
-    return {"exchange": exchange(own), "step": own.step}
+
+    def step() -> None:
+        for parameter in model.parameters():  # else it would be a second step on one gradient
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.detach()
+        own.step()
+
+    return {"exchange": exchange(own), "step": step}
 
 
 def work(rank: int, ranks: int, folder: str, repeats: int) -> None:

@@ -9,6 +9,10 @@ Two lines precondition the gradients of a model for any optimizer::
     optimizer.step()
 """
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from soframe import (
     _moved,
     comm,
@@ -39,6 +43,18 @@ from soframe.trust_region.stochastic import StochasticTrustRegion
 __version__ = "0.1.0"
 
 _moved.install()
+
+if TYPE_CHECKING:
+    from soframe import checkpoint as checkpoint
+    from soframe import testing as testing
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import what few scripts need once it is asked for: DCP, and the checks of parts."""
+        if name in ("checkpoint", "testing"):
+            return importlib.import_module(f"soframe.{name}")
+        raise AttributeError(f"module 'soframe' has no attribute {name!r}")
+
 
 __all__ = [
     "Backend",

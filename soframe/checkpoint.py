@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from soframe.blocks.block import Block
 from soframe.comm.agreement import gather_texts
+from soframe.comm.base import Backend
 from soframe.preconditioner import Preconditioner
 from soframe.setup.pipelines import STAGES
 from soframe.state import checksums
@@ -81,36 +82,42 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     header = state.header(
         blocks,
         preconditioner.counters,
-        preconditioner._steps,
-        preconditioner._refresh.owed,
-        preconditioner._scaling,
+        step=preconditioner._steps,
+        owed_statistics=preconditioner._refresh.owed,
+        scaling=preconditioner._scaling,
     )
     header.update(preconditioner.whose())
     header["initial_lrs"] = [float(rate) for rate in preconditioner._lrs.state()]
     header["history"] = preconditioner._placed.history.state()
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     for block, place in zip(blocks, preconditioner.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.
         header["blocks"][block.name]["solved"] = block.solved
-        pending = block.running.pending > 0
-        sums = settled(backend, block, place, "state") if pending else block.running
-        for index, factor in enumerate(block.factors):
-            if backend.rank == place.owners[index] and factor.name in sums:
-                tensors[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
-        if block.state.updates and backend.rank == place.gradient_workers[0]:
-            for name in block.states:
-                tensors[_state(block, name)] = block.state[name]
-        if block.solved:
-            for index, factor, _ in block.solved_here:
-                if backend.rank == _writer(place, index):
-                    for name, tensor in block.second_order[factor.name].items():
-                        tensors[_second_order(block, factor.name, name)] = tensor
+        tensors.update(_written(block, place, backend))
     # All ranks have the same header; DCP keeps one. So it needs the checksums of all.
     mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
     for said in gather_texts(backend, json.dumps(mine)):
         header[TENSORS].update(json.loads(said))
     return _put_under(preconditioner, {HEADER: json.dumps(seal(header)), **tensors})
+
+
+def _written(block: Block, place: BlockPlacement, backend: Backend) -> dict[str, Tensor]:
+    """Return the tensors of a block that this rank writes, by name."""
+    tensors: dict[str, Tensor] = {}
+    pending = block.running.pending > 0
+    sums = settled(backend, block, place, "state") if pending else block.running
+    for index, factor in enumerate(block.factors):
+        if backend.rank == place.owners[index] and factor.name in sums:
+            tensors[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
+    if block.state.updates and backend.rank == place.gradient_workers[0]:
+        for name in block.states:
+            tensors[_state(block, name)] = block.state[name]
+    for index, factor, _ in block.solved_here if block.solved else ():
+        if backend.rank == _writer(place, index):
+            for name, tensor in block.second_order[factor.name].items():
+                tensors[_second_order(block, factor.name, name)] = tensor
+    return tensors
 
 
 def load(
@@ -176,21 +183,9 @@ def load(
         saved, preconditioner._blocks, preconditioner.placement, preconditioner.backend.rank
     )
     read_into({**first, **wanted})
-
-    def check() -> None:
-        for name, tensor in wanted.items():
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"the checkpoint is damaged: {name} is not finite")
-            if name in saved.get(TENSORS, {}):
-                _, checksum = saved[TENSORS][name]
-                if checksums.of_tensor(tensor) != checksum:
-                    raise ValueError(
-                        f"the checkpoint is damaged: {name} is not what was saved, its checksum "
-                        f"differs"
-                    )
-
+    entries = saved.get(TENSORS, {})
     _arrange(saved, preconditioner._blocks, wanted)
-    preconditioner._load(saved, check)
+    preconditioner._load(saved, lambda: _check_tensors(wanted, entries))
 
 
 def _put_under(preconditioner: Preconditioner, found: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +271,27 @@ def _check_tensors_named(saved: dict[str, Any], blocks: list[Block]) -> None:
         entry = entries.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _DTYPES:
             raise ValueError(f"the checkpoint is damaged: of {name} its header says {entry!r}")
+
+
+def _check_tensors(wanted: dict[str, Tensor], entries: dict[str, Any]) -> None:
+    """Check the tensors that were read.
+
+    Args:
+        wanted: Name -> tensor.
+        entries: Name -> dtype and checksum, where the checkpoint has them.
+
+    Raises:
+        ValueError: If one is not finite, or not what was saved.
+    """
+    for name, tensor in wanted.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"the checkpoint is damaged: {name} is not finite")
+        if name in entries:
+            _, checksum = entries[name]
+            if checksums.of_tensor(tensor) != checksum:
+                raise ValueError(
+                    f"the checkpoint is damaged: {name} is not what was saved, its checksum differs"
+                )
 
 
 def _names(saved: dict[str, Any], blocks: list[Block]) -> list[str]:

@@ -17,8 +17,9 @@ and Hutter, 2019), or one that `soframe.gradients.moving` defines: cautious deca
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class Optimizer(torch.optim.Optimizer):
         for name in ("optimizer", "lr"):
             if name in preconditioner:
                 raise TypeError(f"{name}= is this optimizer's own; leave it out")
+        _require_known(preconditioner)
         if auxiliary is None:
             raise TypeError(
                 "auxiliary= names the method of parameters that method= leaves out; freeze those "
@@ -418,6 +420,19 @@ class Optimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""
         self.preconditioner.close()
+
+
+def _require_known(names: Iterable[str]) -> None:
+    """Raise if a setting is neither this optimizer's nor a preconditioner's."""
+    parameters = inspect.signature(Preconditioner.__init__).parameters
+    known = sorted(set(parameters) - {"self", "model", "method", "auxiliary", "optimizer", "lr"})
+    for name in names:
+        if name not in known:
+            raise TypeError(
+                f"soframe.Optimizer has no setting {name!r}. What a method takes is given to the "
+                f"method: method=soframe.methods.SOAP(betas=(0.9, 0.95)), for example. There are "
+                f"the optimizer's own settings, and {', '.join(known)}"
+            )
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -34,7 +34,6 @@ from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.checks import arguments
-from soframe.checks.numbers import require_flag
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
@@ -46,8 +45,8 @@ from soframe.comm.agreement import (
 from soframe.comm.base import Backend
 from soframe.comm.stages import PHASE, Seen
 from soframe.damping.policies import DampingChoice
-from soframe.diagnostics import metrics
-from soframe.diagnostics.metrics import Spectra, Taken, Timing
+from soframe.diagnostics.measuring import Measuring
+from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
@@ -104,6 +103,38 @@ class Now:
     damping: float
     decay: float
     limits: Limits
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a rank sees before a step, and tells the others.
+
+    Attributes:
+        seen: What the stages of a pipeline put together first.
+        present: Which gradients there are, see `soframe.gradients.averaging`.
+        reached: Which blocks the backward passes have reached, see `soframe.gradients.effect`.
+        error: What this rank is about to raise.
+    """
+
+    seen: Seen
+    present: list[float]
+    reached: list[float]
+    error: Exception | None
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks have agreed on before a step.
+
+    Attributes:
+        finite: Whether the gradients of all ranks are finite.
+        weights: What the statistics of all ranks weigh together; None where they are not used.
+        now: The settings of this step.
+    """
+
+    finite: bool
+    weights: list[float] | None
+    now: Now
 
 
 class Preconditioner(Joinable):
@@ -298,8 +329,7 @@ class Preconditioner(Joinable):
             )
             self._capture = Capture(probing=self._fisher.probed, model=self._model)
             self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
-            self._taken: Taken | None = None
-            self._measures, self._timed_from = False, 0
+            self._measuring = Measuring(self.backend.phases)
             self._blocks: list[Block] = []
             self._built, self._closed = False, False
             self.updated = False
@@ -396,9 +426,9 @@ class Preconditioner(Joinable):
         phase = self.backend.phases
         self._statistics.arrive()
         with phase("agree"):
-            finite, weights, now = self._agree()
+            agreed = self._agree()
         with self.not_unnoticed():
-            self._take_agreed_step(now, weights, finite=finite)
+            self._take_agreed_step(agreed)
 
     def not_unnoticed(self) -> AbstractContextManager[None]:
         """Return a context: the other ranks, which may wait, learn of what this one raises in it.
@@ -407,7 +437,8 @@ class Preconditioner(Joinable):
         """
         return not_unnoticed(self.backend, self._stages.backend)
 
-    def _take_agreed_step(self, now: Now, weights: list[float] | None, *, finite: bool) -> None:
+    def _take_agreed_step(self, agreed: Agreed) -> None:
+        finite, weights, now = agreed.finite, agreed.weights, agreed.now
         phase = self.backend.phases
         self._placed.history.begin(self._steps)
         if weights is not None:
@@ -439,7 +470,7 @@ class Preconditioner(Joinable):
                 stages=self._stages,
             )
         self.updated = clipped.finite
-        self._taken = self._note(incoming, directions, now, clipped)
+        self._measuring.note(self._taken(incoming, directions, now, clipped))
         if self.updated:
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
@@ -450,12 +481,12 @@ class Preconditioner(Joinable):
             self.counters["skipped_updates"] += finite
             gradients.discard(self._model, self.home)
 
-    def _note(
+    def _taken(
         self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped
     ) -> Taken:
         """Return what `metrics` has to know of this step, before gradients are overwritten."""
         norms = None
-        if self._measures and clipped.finite:
+        if self._measuring.norms and clipped.finite:
             norms = measure(self._blocks, incoming.gradients, directions.whole)
         return Taken(
             step=self._steps,
@@ -482,7 +513,7 @@ class Preconditioner(Joinable):
                 factors: Mapping[str, Tensor] = {}
                 if gradient is not None and self.backend.rank in place.gradient_workers:
                     factors = block.method.observe(gradient, block.data)
-                observe(block, factors, place, self.backend.rank, now.decay)
+                observe(block, factors, places=place, rank=self.backend.rank, decay=now.decay)
             names = (factor.name for factor in block.factors if not factor.captured)
             self._placed.history.took_statistics(block.name, names)
 
@@ -538,8 +569,7 @@ class Preconditioner(Joinable):
                 gradients=raw,
             )
             directions.write()
-        if self._taken is not None:
-            self._taken = replace(self._taken, damping=damping, norms=None)
+        self._measuring.redamped(damping)
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -549,14 +579,44 @@ class Preconditioner(Joinable):
         """
         return tuple(self._blocks)
 
-    def _agree(self) -> tuple[bool, list[float] | None, Now]:
-        """Agree with all ranks on what is finite and what the statistics weigh.
-
-        Returns:
-            Whether the gradients of all ranks are finite; the added-up weights of the statistics if
-            they are to be used; and the settings of this step.
-        """
+    def _agree(self) -> Agreed:
+        """Agree with all ranks on what is finite and what the statistics weigh."""
         now, common, error = self._settings_now()
+        look = self._look(error)
+        of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
+        seen, error = self._stages.put_together(look.seen, of_stages, look.error)
+        error = error or self._pipeline.miscounted(seen.passes)
+        self._statistics.complete(int(seen.passes), int(seen.samples))
+        said = Poll(
+            failed=float(error is not None or seen.failed > 0),
+            changed=look.seen.changed,
+            rebuilt=[] if self._stages.backend is None else [seen.changed],
+            bad_gradient=seen.bad_gradient,
+            large=seen.large,
+            bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
+            common=fingerprint(common),
+            weights=self._statistics.weights(),
+            present=look.present,
+            waits=self._background.waits(),
+            reached=look.reached,
+        ).over_ranks(self.backend)
+        if said.failed > 0:
+            error = self._stages.spread(error)
+        require_no_failure(self.backend, error, said.failed)
+        self._stages.require_none(self._problem(said, common))
+        self._raw.agree(said.present)
+        self._background.agree(said.waits)
+        if said.changed or any(said.rebuilt):
+            self._rebuild(changed=said.changed > 0)
+            return self._agree()
+        return self._conclude(said, seen, now)
+
+    def _look(self, error: Exception | None) -> Look:
+        """Return what this rank sees of its gradients and statistics, and what looking raised.
+
+        Args:
+            error: What evaluating the settings of this step has raised.
+        """
         with_statistics, due = self.takes_statistics, self._statistics.due
         size, bad_statistics = math.nan, False
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
@@ -568,55 +628,39 @@ class Preconditioner(Joinable):
             error = error or raised
         bad_gradient = not math.isfinite(size)
         bad_statistics = bad_statistics or (with_statistics and bad_gradient)
-        changed = float(self._watch.changed())
         passes, samples = self._statistics.seen()
-        seen, error = self._stages.put_together(
-            Seen(
-                failed=float(error is not None),
-                changed=changed,
-                bad_gradient=float(bad_gradient),
-                large=float(size > 0),
-                bad_statistics=float(bad_statistics),
-                due=float(with_statistics),
-                curved=float(any(block.mass > 0 for block in self._blocks)),
-                passes=float(passes),
-                samples=float(samples) if self._scaling == "fisher" else 0.0,
-            ),
-            {name: common[name] for name in OF_ALL_STAGES if name in common},
-            error,
+        seen = Seen(
+            failed=float(error is not None),
+            changed=float(self._watch.changed()),
+            bad_gradient=float(bad_gradient),
+            large=float(size > 0),
+            bad_statistics=float(bad_statistics),
+            due=float(with_statistics),
+            curved=float(any(block.mass > 0 for block in self._blocks)),
+            passes=float(passes),
+            samples=float(samples) if self._scaling == "fisher" else 0.0,
         )
-        error = error or self._pipeline.miscounted(seen.passes)
-        self._statistics.complete(int(seen.passes), int(seen.samples))
-        said = Poll(
-            failed=float(error is not None or seen.failed > 0),
-            changed=changed,
-            rebuilt=[] if self._stages.backend is None else [seen.changed],
-            bad_gradient=seen.bad_gradient,
-            large=seen.large,
-            bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
-            common=fingerprint(common),
-            weights=self._statistics.weights(),
-            present=present,
-            waits=self._background.waits(),
-            reached=reached,
-        ).over_ranks(self.backend)
-        if said.failed > 0:
-            error = self._stages.spread(error)
-        require_no_failure(self.backend, error, said.failed)
-        self._stages.require_none(self._problem(said, common))
-        self._raw.agree(said.present)
-        self._background.agree(said.waits)
-        if said.changed or any(said.rebuilt):
-            self._rebuild(changed=said.changed > 0)
-            return self._agree()
+        return Look(seen=seen, present=present, reached=reached, error=error)
+
+    def _conclude(self, said: Poll, seen: Seen, now: Now) -> Agreed:
+        """Return how the step is taken, from what all ranks said; count what is skipped.
+
+        Args:
+            said: What all ranks said.
+            seen: What all stages have seen.
+            now: The settings of this step.
+        """
         self.counters["skipped_updates"] += said.bad_gradient > 0
         self.counters["skipped_statistics"] += said.bad_statistics > 0
         if said.bad_statistics and seen.curved == 0:
             self._refresh.owe(2)  # this step's went, and without any there is no curvature
-        used = with_statistics and not said.bad_statistics
+        used = self.takes_statistics and not said.bad_statistics
         careful = said.large > 0 or now.damping < UNDAMPED
-        now = replace(now, limits=replace(now.limits, careful=careful))
-        return not said.bad_gradient, list(said.weights) if used else None, now
+        return Agreed(
+            finite=not said.bad_gradient,
+            weights=list(said.weights) if used else None,
+            now=replace(now, limits=replace(now.limits, careful=careful)),
+        )
 
     def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
         """Return why the copies of this stage cannot go on, the same on all of them."""
@@ -750,6 +794,16 @@ class Preconditioner(Joinable):
         self._report, self._registration = registration.report, registration
         self._watch = Watch(self._model)
         self._weights = Weights(registration.blocks, self.backend)
+        self._listen(again=again)
+        if not again:
+            self._begin()
+
+    def _listen(self, *, again: bool) -> None:
+        """Hook the blocks: their gradients, and the calls of their layers.
+
+        Args:
+            again: Whether other blocks were hooked before, whose window goes on.
+        """
         if again:
             self._accumulation.close()
         self._accumulation = Accumulation(self._blocks)
@@ -768,7 +822,7 @@ class Preconditioner(Joinable):
             own_gradients=self._fisher.probed,
         )
         statistics = Statistics(
-            placed,
+            self._placed,
             scale=scale,
             samples=self._samples,
             grad_scale=self._pipeline.scaled(self._loss_scale.now),
@@ -779,10 +833,8 @@ class Preconditioner(Joinable):
         if again:
             statistics.resume(self._statistics)
         self._statistics = statistics
-        self._raw = averaging.source_of(self._gradients, self._model, placed, self.home)
+        self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
         statistics.listen()
-        if not again:
-            self._begin()
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
@@ -842,7 +894,7 @@ class Preconditioner(Joinable):
     @property
     def measures_norms(self) -> bool:
         """Whether the coming step takes norms, see `measure`."""
-        return self._measures
+        return self._measuring.norms
 
     def __repr__(self) -> str:
         names = (
@@ -913,17 +965,7 @@ class Preconditioner(Joinable):
             times: Whether phases are timed, on the host's clock and, where blocks are on a CUDA
                 device, between events of its stream. True begins at zero. None to leave it so.
         """
-        if norms is not None:
-            require_flag("norms", norms)
-            self._measures = norms
-        if times is not None:
-            require_flag("times", times)
-            self._timed_from = self._steps
-            if times:
-                devices = {block.device.type for block in self._blocks}
-                self.backend.phases.start_clock(device="cuda" in devices)
-            else:
-                self.backend.phases.stop_clock()
+        self._measuring.choose(norms=norms, times=times, placed=self._placed, steps=self._steps)
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return what is in force and what became of the last step, by block and overall.
@@ -947,14 +989,10 @@ class Preconditioner(Joinable):
             ValueError: If ``spectra`` is nothing that is known, or ranks ask for different ones.
             RuntimeError: If ``all_ranks``, and a rank does not come, or fails.
         """
-        phases = self.backend.phases
-        steps = self._steps - self._timed_from if phases.timed else None
-        return metrics.collect(
+        return self._measuring.collect(
             self._placed,
             steps=self._steps,
-            taken=self._taken,
             counters=self.counters,
-            timing=Timing(steps, phases.seconds()),
             spectra=spectra,
             all_ranks=all_ranks,
         )
@@ -1102,7 +1140,7 @@ class Preconditioner(Joinable):
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
         self._placed.history.load(saved.get("history", {}), self._steps)
-        self._taken = None
+        self._measuring.note(None)
         self._begin()
 
     def _begin(self) -> None:

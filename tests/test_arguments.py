@@ -34,6 +34,11 @@ def build(**options: Any) -> soframe.Preconditioner:
         ({"model": 5}, TypeError, "model must be a torch.nn.Module, not 5"),
         ({"model": nn.Linear}, TypeError, "not <class .*>; pass an instance of the class"),
         ({"optimizer": 5}, TypeError, "optimizer must be a torch.optim.Optimizer, .* not 5"),
+        (
+            {"method": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            TypeError,
+            "by name, optimizer=",
+        ),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be"),
         ({"dtype": "float32"}, TypeError, "dtype must be torch.float32 or torch.float64, or None"),
         ({"dtype": torch.int64}, ValueError, "dtype .* must be torch.float32 or .* torch.int64"),

@@ -146,6 +146,7 @@ def test_the_options_of_train_reach_the_run(tmp_path, invoke):
     }
     assert [row["step"] for row in run["rows"]] == [0, 3]
     assert list((tmp_path / "events").iterdir())
+    failed(invoke("train", "--json", *flat), "events has the events of another run")
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,15 @@ def test_inspect_says_what_is_wrong(models, arguments, message):
     [
         (["train", "--workload", "mnist"], "no workload 'mnist'; there are: digits-autoencoder"),
         (["train", "--optimizer", "lion"], "no optimizer 'lion'; there are: sgd"),
-        (["compare", "--optimizers", "sgd,lion"], "no optimizer 'lion'; there are: sgd"),
+        (["compare", "--optimizers", "sgd,soap"], "soframe:METHOD; did you mean soframe:soap?"),
+        (["train", "--optimizer", "sgd", "--workload", "byte-gpt"], "byte-gpt sgd; or pass --lr"),
         (["demo", "--seed", "1000"], "seed 1000 is the one that settings were tuned on"),
+        (["train", "--strategy", "best-opt"], "no strategy 'best-opt'; there are: comm-opt"),
+        (
+            ["compare", "--optimizers", "sgd", "--strategies", "mem-opt"],
+            "--strategies mem-opt is of kfac, which is not among --optimizers sgd",
+        ),
+        (["metrics", "."], "Is a directory: '.'"),
         (
             ["train", "--optimizer", "sgd", "--lr", "1", "--batch-size", "5", "--processes", "2"],
             "a batch of 5 cannot be split evenly over 2 processes",
@@ -266,6 +274,15 @@ def test_inspect_says_what_is_wrong(models, arguments, message):
 )
 def test_what_a_user_can_put_right_is_one_line(invoke, arguments, message):
     failed(invoke(*arguments), message)
+
+
+@pytest.mark.slow
+def test_what_a_process_of_the_run_refuses_is_one_line(invoke):
+    failed(invoke("train", "--solver", "best"), "error: no solver 'best'; registered: ")
+
+
+def test_the_version(invoke):
+    assert succeeded(invoke("--version")) == f"soframe {soframe.__version__}\n"
 
 
 @pytest.mark.slow
@@ -297,7 +314,7 @@ def test_a_missing_library_is_named_with_what_to_install(tmp_path, module):
         text=True,
         check=False,
     )
-    said = f"missing: {distribution}. Install what the experiments need with: pip install soframe"
+    said = f"missing: {distribution}. Install what the experiments need with: pip install 'soframe"
     assert said in result.stdout
     needed_at_once = module == "typer"
     assert result.returncode == int(needed_at_once)

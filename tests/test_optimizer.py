@@ -226,6 +226,7 @@ def test_a_bad_batch_moves_nothing() -> None:
         ({"weight_decay": float("nan")}, "weight_decay must be finite"),
         ({"auxiliary": None}, "auxiliary= names the method"),
         ({"optimizer": None}, "optimizer= is this optimizer's own"),
+        ({"betas": (0.9, 0.95)}, "no setting 'betas'.*given to the method: method="),
         (
             {"fisher": "type-2", "loss": "cross-entropy", "method": "muon"},
             "no block's method reads",

@@ -99,6 +99,14 @@ def test_public_names_exist_once_and_are_documented() -> None:
     assert not undocumented
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "testing"])
+def test_modules_that_are_imported_once_they_are_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(soframe, name, raising=False)  # as if nobody had imported it
+    assert getattr(soframe, name) is sys.modules[f"soframe.{name}"]
+
+
 def rooms() -> dict[str, set[str]]:
     """Which folders, and files of the root, each of them imports."""
     package = ROOT / "soframe"

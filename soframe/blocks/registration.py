@@ -411,9 +411,10 @@ class Registration:
         # Methods that read gradients alone choose their solvers themselves, as a rule.
         asked = method.captures or self._solvers.find(name) is not None
         solver = self._solvers.choose(name) if asked else _eigen()
-        one = helpers[0] if layout is None else layout
-        cut = first_match(self._choices.cut, *self._names[id(one.module)])
-        if layout is None and cut is not None:
+        of_calls = layout is None
+        layout = helpers[0] if layout is None else layout
+        cut = first_match(self._choices.cut, *self._names[id(layout.module)])
+        if of_calls and cut is not None:
             raise ValueError(
                 f"{name}: cut[{cut!r}] is for methods that read gradients alone, and {method!r} "
                 f"reads calls: choose another method for this module by a pattern of method=, or "
@@ -421,6 +422,28 @@ class Registration:
             )
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
+        self._require_defined(name, method)
+        block = Block(
+            name=name or class_name(layout.module),
+            helpers=helpers,
+            method=method,
+            solver=solver if damping is None else damping.solver(solver),
+            dtype=factor_dtype(list(layout.parameters.values()), self._choices.dtype),
+            layout=layout,
+            home=self._choices.home,
+            ranks=self._choices.ranks,
+            auxiliary=auxiliary,
+        )
+        self._require_solvable(block)
+        diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
+        if diagonal and helpers:
+            notes = (self._notes.get(block.name, ""), f"{', '.join(diagonal)} diagonal")
+            self._notes[block.name] = "; ".join(filter(None, notes))
+        self.blocks.append(block)
+        self._in_block.update({id(p): block for p in block.parameters.values()})
+
+    def _require_defined(self, name: str, method: Method) -> None:
+        """Raise if a method is not defined under the scaling, or for the Fisher."""
         if self._choices.scaling not in method.scalings:
             raise ValueError(
                 f"{name}: {method!r} is not defined under scaling={self._choices.scaling!r}: pass "
@@ -431,17 +454,10 @@ class Registration:
                 f"{name}: {method!r} takes means of output gradients, which are those of the loss "
                 f"alone: pass fisher='empirical', or skip the module"
             )
-        block = Block(
-            name=name or class_name(one.module),
-            helpers=helpers,
-            method=method,
-            solver=solver if damping is None else damping.solver(solver),
-            dtype=factor_dtype(list(one.parameters.values()), self._choices.dtype),
-            layout=one,
-            home=self._choices.home,
-            ranks=self._choices.ranks,
-            auxiliary=auxiliary,
-        )
+
+    def _require_solvable(self, block: Block) -> None:
+        """Raise if a solver, the damping or the scaling does not serve the factors of a block."""
+        damping = self._choices.damping
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
             if (why := chosen.unsupported(mine)) is not None:
@@ -460,12 +476,6 @@ class Registration:
                 f"means over the rows of each group ({', '.join(f.name for f in odd)}): pass "
                 f"scaling='fisher', or skip the module"
             )
-        diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
-        if diagonal and helpers:
-            notes = (self._notes.get(block.name, ""), f"{', '.join(diagonal)} diagonal")
-            self._notes[block.name] = "; ".join(filter(None, notes))
-        self.blocks.append(block)
-        self._in_block.update({id(p): block for p in block.parameters.values()})
 
     # -- parameters whose gradients alone are read --------------------------------------------
 

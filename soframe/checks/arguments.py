@@ -42,6 +42,11 @@ def check(
     check_grad_scaler(grad_scaler)
     check_dtype(dtype)
     check_skip(skip)
+    if isinstance(mappings["method"], torch.optim.Optimizer):
+        raise TypeError(
+            f"method is a curvature method, not {type(mappings['method']).__name__}: pass an "
+            f"optimizer by name, optimizer=..."
+        )
     if not isinstance(mappings["layers"], Mapping):
         raise TypeError(
             f"layers is a mapping from patterns on module names to LayerHelper classes, or 'all', "
@@ -66,8 +71,8 @@ def check_model(model: object) -> None:
     hint = "; pass an instance of the class" if isinstance(model, type) else ""
     if not hint and isinstance(model, Iterable):
         raise TypeError(
-            f"model must be a torch.nn.Module, whose parameters are found by themselves, not a "
-            f"{type(model).__name__} such as model.parameters() is: pass the model"
+            f"model must be a torch.nn.Module, not a {type(model).__name__}, such as "
+            f"model.parameters() is: pass the model, whose parameters are found by themselves"
         )
     raise TypeError(f"model must be a torch.nn.Module, not {model!r}{hint}")
 

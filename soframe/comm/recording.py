@@ -154,5 +154,7 @@ class Recording(Backend):
         group: tuple[int, ...] | None = None,
     ) -> None:
         everyone = tuple(range(self.world_size))
-        event = Event(operation, tensor.numel(), tensor.dtype, source, group or everyone)
+        event = Event(
+            operation, tensor.numel(), dtype=tensor.dtype, source=source, group=group or everyone
+        )
         self.events.append(event)

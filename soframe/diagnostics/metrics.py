@@ -129,7 +129,14 @@ def collect(
     failure: Exception | None = None
     try:
         for block, place in placed:
-            spectrums = _spectra(block, place, sums.get(block, {}), spectra, placed, all_ranks)
+            spectrums = _spectra(
+                block,
+                place,
+                sums=sums.get(block, {}),
+                spectra=spectra,
+                placed=placed,
+                all_ranks=all_ranks,
+            )
             blocks[block.name] = _of_block(placed, block, taken, spectrums)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         if not all_ranks:

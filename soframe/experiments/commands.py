@@ -35,18 +35,42 @@ from soframe.experiments.workloads import names, workload
 from soframe.registry import KINDS
 
 app = typer.Typer(
-    help="soframe: second-order optimisation in PyTorch, distributed, every part pluggable.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"soframe {soframe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """soframe: second-order optimisation in PyTorch, distributed, every part pluggable."""
+
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print machine-readable results, and nothing else.")
 ]
 Seed = Annotated[int, typer.Option(help="Of weights, data order and data split.")]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that share each batch, over Gloo.")]
-Strategy = Annotated[str, typer.Option(help="The distribution strategy of K-FAC.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        help="Which rank solves, keeps and sends what; `soframe components` lists all. "
+        "Not of sgd, adamw and stochastic-trust-region."
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -54,7 +78,7 @@ def _user_errors() -> Iterator[None]:
     """Turns what a user can put right into one line; everything else keeps its traceback."""
     try:
         yield
-    except (ValueError, FileNotFoundError, WorkerError, TimeoutError) as error:
+    except (ValueError, OSError, WorkerError) as error:  # a TimeoutError is an OSError
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 
@@ -120,18 +144,22 @@ def train(
     schedule: Annotated[str | None, typer.Option(help="constant, cosine or linear.")] = None,
     schedule_steps: Annotated[int | None, typer.Option(help="Its length.")] = None,
     strategy: Strategy = "comm-opt",
-    solver: Annotated[str | None, typer.Option(help="Of the preconditioner.")] = None,
-    damping: Annotated[float | None, typer.Option(help="Of the preconditioner.")] = None,
+    solver: Annotated[str | None, typer.Option(help="Of the factors, by name.")] = None,
+    damping: Annotated[float | None, typer.Option(help="Added to the curvature.")] = None,
     decay: Annotated[float | None, typer.Option(help="Of the running factors.")] = None,
     kl_clip: Annotated[float | None, typer.Option(help="Bound on a step; 0 for none.")] = None,
-    statistics_every: Annotated[int | None, typer.Option(help="In steps.")] = None,
-    solve_every: Annotated[int | None, typer.Option(help="In steps.")] = None,
+    statistics_every: Annotated[
+        int | None, typer.Option(help="Steps from one statistics step to the next.")
+    ] = None,
+    solve_every: Annotated[
+        int | None, typer.Option(help="Steps from one solve to the next.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Budget of training seconds.")] = None,
     steps: Annotated[int | None, typer.Option(help="Budget in steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all processes.")] = None,
     processes: Processes = 1,
     seed: Seed = 0,
-    tensorboard: Annotated[Path | None, typer.Option(help="Write events to a folder.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="A new folder for events.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train once.
@@ -158,7 +186,9 @@ def train(
     }
     with _user_errors():
         workload(workload_name)
-        config = _configure(workload_name, optimizer, lr, _given(changes), _given(options))
+        config = _configure(
+            workload_name, optimizer, lr=lr, changes=_given(changes), options=_given(options)
+        )
         config = config.but(strategy=strategy, seed=seed)
         _require_effect(config, changes)
         screen = console(to_stderr=as_json)
@@ -205,7 +235,10 @@ def _configure(
             f"{name} has no preconditioner, and so no {' or '.join(sorted(options))}: leave it out"
         )
     if lr is None:
-        settings = dict(tuning.chosen(workload_name, name))
+        try:
+            settings = dict(tuning.chosen(workload_name, name))
+        except FileNotFoundError as error:
+            raise ValueError(f"{error}; or pass --lr") from error
         settings |= {f"{field}.{option}": value for option, value in options.items()}
         return tuning.configure(workload_name, name, settings, **changes)
     arguments: dict[str, Any] = {field: options}
@@ -236,9 +269,15 @@ def compare_command(
     """Compare tuned optimizers on one workload: a table and a plot."""
     with _user_errors():
         problem = workload(workload_name)
+        chosen = tuning.optimizers(optimizers.split(","))
+        if strategies != STRATEGIES[0] and "kfac" not in chosen:
+            raise ValueError(
+                f"--strategies {strategies} is of kfac, which is not among --optimizers "
+                f"{optimizers}: leave it out, or add kfac"
+            )
         configs = [
             tuning.tuned(workload_name, name, seconds=seconds, seed=seed, strategy=strategy)
-            for name in tuning.optimizers(optimizers.split(","))
+            for name in chosen
             for strategy in (strategies.split(",") if name == "kfac" else STRATEGIES[:1])
         ]
         screen = console(to_stderr=as_json)

@@ -123,6 +123,7 @@ class RunConfig:
             ("schedule", get_args(ScheduleName)),
             ("clock", get_args(ClockName)),
             ("dtype", ("float32", "float64")),
+            ("strategy", sorted(soframe.available("strategy"))),
         ):
             value = getattr(self, name)
             if value not in known:

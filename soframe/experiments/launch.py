@@ -17,8 +17,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,6 +50,14 @@ class WorkerError(RuntimeError):
     """A process failed. The message holds its rank and its traceback."""
 
 
+class RefusedError(ValueError):
+    """What a process is asked to do cannot be done: its message is for the user, in one line.
+
+    A function that `launch` runs raises it for a wrong setting, and the parent raises it again as
+    it is. Whatever else a process raises is a `WorkerError` in the parent, with the traceback.
+    """
+
+
 @dataclass(frozen=True)
 class Worker:
     """What a process knows of its place.
@@ -67,7 +76,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Message:
-    kind: str  # "message", "result" or "error"
+    kind: str  # "message", "result", "refusal" or "error"
     content: Any
 
 
@@ -114,7 +123,8 @@ def launch(
 
     Returns:
         A function of the remaining arguments that returns the results of all ranks, in order. It
-        raises `WorkerError` if a rank raises or dies, and `TimeoutError` after `timeout`.
+        raises `RefusedError` if a rank does, `WorkerError` if a rank raises anything else or dies,
+        and `TimeoutError` after `timeout`.
 
     Raises:
         ValueError: If `world_size` or `threads` is less than 1.
@@ -127,6 +137,7 @@ def launch(
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> list[Result]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
+        _start_fork_server()
         group = _Group()
         with tempfile.TemporaryDirectory(prefix="soframe-") as folder:
             task = _Task(
@@ -141,7 +152,7 @@ def launch(
                 for rank in range(world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_main, args=(_at(task, rank), sender), daemon=True
+                        target=_main, args=(replace(task, rank=rank), sender), daemon=True
                     )
                     group.pipes.append(receiver)
                     group.processes.append(process)
@@ -156,8 +167,17 @@ def launch(
     return call
 
 
-def _at(task: _Task, rank: int) -> _Task:
-    return _Task(rank, task.world_size, task.threads, task.rendezvous, task.timeout, task.call)
+def _start_fork_server() -> None:
+    """Starts the fork server, if it is not there yet, so that no interrupt reaches it.
+
+    It ignores interrupts itself only once it has imported what it preloads. A mask of signals is
+    inherited, in any thread, and an interrupt in between is delivered here afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(
@@ -166,7 +186,8 @@ def _listen(
     """Receives until every rank has given its result.
 
     Raises:
-        WorkerError: If a rank raised, or died without a word.
+        RefusedError: If a rank did.
+        WorkerError: If a rank raised anything else, or died without a word.
         TimeoutError: If the deadline passed.
     """
     rank_of = {pipe: rank for rank, pipe in enumerate(group.pipes)}
@@ -186,6 +207,8 @@ def _listen(
                 raise WorkerError(
                     f"rank {rank} died without a result, exit code {process.exitcode}"
                 ) from error
+            if message.kind == "refusal":
+                raise RefusedError(message.content)
             if message.kind == "error":
                 raise WorkerError(f"rank {rank} failed:\n{message.content}")
             if message.kind == "result":
@@ -234,6 +257,10 @@ def _main(task: _Task, pipe: Connection) -> None:
             dist.barrier()
             dist.destroy_process_group()
         pipe.send(_Message("result", result))
+    except BrokenPipeError:
+        pass  # the parent was interrupted as this process started: nobody waits for a result
+    except RefusedError as error:
+        pipe.send(_Message("refusal", str(error)))
     except Exception:  # raised again in the parent, with its traceback
         pipe.send(_Message("error", traceback.format_exc()))
     finally:

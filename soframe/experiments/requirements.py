@@ -45,6 +45,7 @@ def require(*modules: str) -> list[ModuleType]:
         extras = ",".join(sorted({_EXTRAS.get(name, "demo") for name in missing}))
         raise MissingLibraryError(
             f"missing: {', '.join(dict.fromkeys(missing))}. "
-            f"Install what the experiments need with: pip install soframe[{extras}]"
+            f"Install what the experiments need with: pip install 'soframe[{extras}]', or in the "
+            f"root of the repository pip install '.[{extras}]'"
         )
     return imported

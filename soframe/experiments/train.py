@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 import soframe
 from soframe.experiments.config import RunConfig
 from soframe.experiments.data import Examples
-from soframe.experiments.launch import Worker, launch
+from soframe.experiments.launch import RefusedError, Worker, launch
 from soframe.experiments.optimizers import build_optimizer, build_preconditioner, set_lr
 from soframe.experiments.records import Row, RunRecord
-from soframe.experiments.requirements import require
+from soframe.experiments.requirements import MissingLibraryError, require
 from soframe.experiments.workloads import workload
 
 
@@ -66,9 +66,13 @@ def run(
         The record, with the memory of every rank.
 
     Raises:
-        ValueError: If the batch cannot be split evenly over the processes.
+        ValueError: If the batch cannot be split evenly over the processes, if the folder has the
+            events of another run, or if soframe refuses a setting.
+        OSError: If the folder cannot be made.
     """
     _batch_size(config, processes)
+    if tensorboard is not None:
+        _require_new(tensorboard)
     start = launch(
         train, processes, on_message=on_progress, timeout=timeout, threads=config.threads
     )
@@ -94,10 +98,14 @@ def train(worker: Worker, config: RunConfig, tensorboard: Path | None = None) ->
         The record as this rank saw it.
 
     Raises:
-        ValueError: If the batch cannot be split evenly, or exceeds the training set.
+        RefusedError: If the batch cannot be split evenly, or exceeds the training set; if an
+            optimizer refuses a setting, or a library that it needs is missing.
     """
     with numerics(config.threads), _events(worker, tensorboard) as write:
-        training = Run(worker, config)
+        try:
+            training = Run(worker, config)
+        except (ValueError, MissingLibraryError) as error:
+            raise RefusedError(str(error)) from error
         training.advance(write=write)
         record = training.record()
         training.close()
@@ -420,6 +428,23 @@ def numerics(threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         torch.set_flush_denormal(flushed)
+
+
+def _require_new(folder: Path) -> None:
+    """Makes a folder for TensorBoard, which draws all events of one folder as a single run.
+
+    Raises:
+        MissingLibraryError: If there is no TensorBoard.
+        OSError: If the folder cannot be made.
+        ValueError: If it has events.
+    """
+    require("tensorboard")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("events.out.tfevents.*")):
+        raise ValueError(
+            f"{folder} has the events of another run, which TensorBoard would mix with those of "
+            f"this one: name a new folder"
+        )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import soframe
 from soframe.experiments import outcomes
 from soframe.experiments.config import OWN, OptimizerName, RunConfig, method_of
 
@@ -238,7 +239,10 @@ def optimizers(names: Sequence[str]) -> tuple[OptimizerName, ...]:
     for name in names:
         known = (*OPTIMIZERS, *UNTUNED)
         if name not in known and not name.startswith(OWN):
-            raise ValueError(f"no optimizer {name!r}; there are: {', '.join(known)}, {OWN}METHOD")
+            hint = f"; did you mean {OWN}{name}?" if name in soframe.available("method") else ""
+            raise ValueError(
+                f"no optimizer {name!r}; there are: {', '.join(known)}, {OWN}METHOD{hint}"
+            )
         if name.startswith(OWN):
             method_of(name)
     return tuple(names) or OPTIMIZERS

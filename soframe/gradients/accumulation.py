@@ -4,7 +4,8 @@ Where gradients are accumulated over several backward passes, a step belongs aft
 A step after each (a loop without Accelerate's ``sync_gradients``, for example) preconditions the
 first gradient once more with every further one. It shows in the order of things: a backward pass
 adds to the very tensor that the step wrote, which nobody has changed in between, and then comes a
-step. Zeroing in place is a change, zeroing to None another tensor; so neither is taken for it.
+step. Or no backward pass comes in between at all, and the step finds the tensors of the last one as
+they were. Zeroing in place is a change, zeroing to None another tensor; so neither is taken for it.
 
 A tensor counts the changes made to it, and a hook runs once autograd has added to one, of two
 parameters: nothing is read of their values, so the host does not wait for the device (unless there
@@ -48,7 +49,7 @@ class _Watched:
             parameter: The parameter, whose gradient has just been accumulated.
         """
         self.used = True
-        gradient, written = self._home.read(parameter), self._written
+        gradient, written = self.gradient, self._written
         self._added = (
             self._home.filled_by_autograd  # else what is added later looks like a change
             and written is not None
@@ -63,9 +64,14 @@ class _Watched:
         # A copy of a parameter has no step that writes to it.
         return (_nothing, ())
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient as it is."""
+        return self._home.read(self.parameter)
+
     def wrote(self) -> None:
         """Note the gradient as it is."""
-        gradient, self._added = self._home.read(self.parameter), False
+        gradient, self._added = self.gradient, False
         self._written = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def forget(self) -> None:
@@ -77,7 +83,7 @@ class _Watched:
         """Whether the gradient is one that a step wrote, plus later ones."""
         if not self._added or self._written is None:
             return False
-        gradient = self._home.read(self.parameter)
+        gradient = self.gradient
         if gradient is None:
             return False
         reference, version = self._written
@@ -85,6 +91,15 @@ class _Watched:
             return False
         # DistributedDataParallel writes the average; zeroing in place leaves nothing but zeros.
         return gradient._version == version or bool(gradient.any())
+
+    @property
+    def stands(self) -> bool:
+        """Whether the gradient is the one that a step wrote, and nobody has touched it since."""
+        if self.used or self._written is None or not self._home.filled_by_autograd:
+            return False
+        reference, version = self._written
+        gradient = self.gradient
+        return gradient is not None and reference() is gradient and gradient._version == version
 
 
 def _nothing() -> None:
@@ -108,8 +123,16 @@ class Accumulation:
         """Check that a step is given gradients that were zeroed since the last one.
 
         Raises:
-            RuntimeError: If a backward pass has added to preconditioned gradients.
+            RuntimeError: If a backward pass has added to preconditioned gradients, or none has come
+                since they were preconditioned.
         """
+        with_gradient = [watched for watched in self._watched if watched.gradient is not None]
+        if with_gradient and all(watched.stands for watched in with_gradient):
+            raise RuntimeError(
+                f"{with_gradient[0].block.name}: no backward pass has come since the last step() "
+                f"preconditioned the gradient, and this one would precondition it again. Call "
+                f"step() once for each optimizer.step(), after the last backward pass"
+            )
         for watched in self._watched:
             if watched.added:
                 raise RuntimeError(

@@ -73,7 +73,7 @@ def precondition(
         joined = batches.join(block, place, mine(block, place))
         for worker in place.gradient_workers:
             group = exchange_group(worker, place.sources)
-            parcel = Parcel(worker, group, spec, block.dtype, block.device)
+            parcel = Parcel(worker, group, specs=spec, dtype=block.dtype, device=block.device)
             if worker == backend.rank and joined is not None:
                 parcel.made_by(functools.partial(joined.result, block))
             parcels.append((block, parcel))

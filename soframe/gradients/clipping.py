@@ -142,20 +142,20 @@ def clip(
         kl_factor = kl_clip_factor(
             [known[block] for block in told],
             [gradient for block in told if (gradient := raw[block]) is not None],
-            rates.of(told, step),
-            limits.kl,
-            stages.of(gradients.total),
-            like,
+            lrs=rates.of(told, step),
+            kappa=limits.kl,
+            add=stages.of(gradients.total),
+            like=like,
         )
     if limits.norm is not None:
         counted = set(gradients.counted(blocks))
         norm_factor = norm_clip_factor(
             [known[block] if block in counted else None for block in blocks],
             rates.of(blocks, step),
-            limits.norm,
-            gradients.total_of_directions,
-            like,
-            None if stages.backend is None else stages.total,
+            bound=limits.norm,
+            add=gradients.total_of_directions,
+            like=like,
+            over_stages=None if stages.backend is None else stages.total,
         )
     factors = [factor for factor in (kl_factor, norm_factor) if factor is not None]
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)

@@ -161,6 +161,20 @@ class Candidate:
     last: bool = False
 
 
+DECLARED = (
+    "reduces",
+    "joint",
+    "clipped",
+    "damped",
+    "starts_at_once",
+    "refreshes_after",
+    "observes_with_data",
+    "empirical_only",
+    "scalings",
+)
+"""What a method says of itself by attributes, see `Method`."""
+
+
 class Method(ABC):
     """What becomes of the gradient of a block.
 
@@ -193,6 +207,11 @@ class Method(ABC):
     observes_with_data: bool = False
     empirical_only: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
+
+    def _declare_as(self, inner: Method) -> None:
+        """Declare what another method declares, for a frozen method that is made around it."""
+        for name in DECLARED:
+            object.__setattr__(self, name, getattr(inner, name))
 
     @abstractmethod
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:

@@ -139,18 +139,8 @@ class Blocked(Method):
                 f"Blocked: {method!r} reads calls, whose rows belong to whole matrices: choose a "
                 f"method of gradients alone, such as 'shampoo' or 'soap'"
             )
-        derived = {
-            "method": method,
-            "joint": method.joint,
-            "clipped": method.clipped,
-            "damped": method.damped,
-            "starts_at_once": method.starts_at_once,
-            "refreshes_after": method.refreshes_after,
-            "observes_with_data": method.observes_with_data,
-            "scalings": method.scalings,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "method", method)
+        self._declare_as(method)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of each shape of parts."""

@@ -98,6 +98,9 @@ class Chain(Method):
     _state_names: _Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        choices: object = self.stages
+        if isinstance(choices, str):
+            raise TypeError(f"Chain: stages is a sequence of methods: pass ({choices!r},)")
         stages: list[Method] = []
         for choice in self.stages:
             stage = KINDS["method"].build(choice, Method)

@@ -41,20 +41,8 @@ class Graft(Method):
 
     def __post_init__(self) -> None:
         method: Method = KINDS["method"].build(self.length, Method)
-        derived = {
-            "length": method,
-            "joint": method.joint,
-            "clipped": method.clipped,
-            "damped": method.damped,
-            "starts_at_once": method.starts_at_once,
-            "refreshes_after": method.refreshes_after,
-            "observes_with_data": method.observes_with_data,
-            "empirical_only": method.empirical_only,
-            "reduces": method.reduces,
-            "scalings": method.scalings,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "length", method)
+        self._declare_as(method)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of the other method."""

@@ -109,7 +109,14 @@ class Solution:
         self._since = placed.history.step
         self._jobs: dict[Block, list[_Job]] = {
             block: [
-                _Job(block, number, index, factor, solver, placed.place(block))
+                _Job(
+                    block,
+                    number,
+                    index=index,
+                    factor=factor,
+                    solver=solver,
+                    place=placed.place(block),
+                )
                 for number, (index, factor, solver) in enumerate(block.solved_here)
             ]
             for block in due
@@ -248,7 +255,12 @@ class _Job:
         group = place.sharing(index)
         specs = tuple(self.specs.values())
         self.parcel = Parcel(
-            self.owner, group, specs, block.dtype, block.device, otherwise=math.nan
+            self.owner,
+            group,
+            specs=specs,
+            dtype=block.dtype,
+            device=block.device,
+            otherwise=math.nan,
         )
 
     def begin(self, worker: Worker, shares: Shares, traces: list[torch.Tensor]) -> None:

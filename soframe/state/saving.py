@@ -66,7 +66,7 @@ def save(
     blocks = placed.blocks
     if any(map(_is_spread, placed.placement.blocks)):
         placed.backend.meet("Preconditioner.state_dict()")
-    state = header(blocks, counters, step, owed_statistics, scaling)
+    state = header(blocks, counters, step=step, owed_statistics=owed_statistics, scaling=scaling)
     factors = _gather_factors(placed)
     data = _gather_second_order(placed)
     states = _gather_states(placed)
@@ -150,7 +150,9 @@ def _gather_factors(
                 spec = TensorSpec(factor.packed_shape)
                 tensors = None if tensor is None else [tensor]
                 source = place.owners[index]
-                (tensor,) = to_everyone(backend, block, source, (spec,), tensors, "state")
+                (tensor,) = to_everyone(
+                    backend, block, source=source, specs=(spec,), tensors=tensors, phase="state"
+                )
             assert tensor is not None
             # What is packed already is the running factor itself, which will change.
             packed = place.packed or factor.kind != "psd"
@@ -174,7 +176,9 @@ def _gather_second_order(
             [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
         )
         specs = tuple(spec for _, _, spec in names)
-        parcel = Parcel(source, everyone, specs, block.dtype, block.device, tensors)
+        parcel = Parcel(
+            source, everyone, specs=specs, dtype=block.dtype, device=block.device, tensors=tensors
+        )
         parcels.append((block, parcel))
     if parcels:
         deliver(backend, [parcel for _, parcel in parcels], "state")
@@ -205,7 +209,9 @@ def _gather_states(
         source = place.gradient_workers[0]
         held = [block.state[name] for name in block.states] if backend.rank == source else None
         specs = tuple(block.states.values())
-        tensors = to_everyone(backend, block, source, specs, held, "state")
+        tensors = to_everyone(
+            backend, block, source=source, specs=specs, tensors=held, phase="state"
+        )
         states[block] = dict(zip(block.states, tensors, strict=True))
     return states
 

@@ -124,10 +124,10 @@ def redistribute(before: Mapping[str, BlockPlacement], after: PlacedBlocks) -> b
             dropped = True
         for index, factor in enumerate(block.factors):
             if factor.name in block.running.masses:
-                _move_factor(backend, block, index, factor, was, place)
+                _move_factor(backend, block, index=index, factor=factor, was=was, place=place)
         for index, factor in enumerate(block.factors):
             if factor.name in block.second_order.solved:
-                _move_second_order(backend, block, index, was, place)
+                _move_second_order(backend, block, index=index, was=was, place=place)
         if block.state.updates and block.states:
             _move_state(backend, block, was, place)
     return dropped
@@ -145,7 +145,9 @@ def _move_factor(
     if not set(place.holding(index)) <= set(was.holding(index)):
         packed = None if stored is None else [pack(stored, factor)]
         spec = TensorSpec(factor.packed_shape)
-        (stored,) = to_everyone(backend, block, was.owners[index], (spec,), packed, "move")
+        (stored,) = to_everyone(
+            backend, block, source=was.owners[index], specs=(spec,), tensors=packed, phase="move"
+        )
     if place.holds(backend.rank, index):
         assert stored is not None
         block.running.put(factor.name, store(stored, factor, place))
@@ -160,7 +162,9 @@ def _move_second_order(
         specs = block.tensors[name]
         held = None if data is None else [data[key] for key in specs]
         source = was.gradient_workers[0]
-        tensors = to_everyone(backend, block, source, tuple(specs.values()), held, "move")
+        tensors = to_everyone(
+            backend, block, source=source, specs=tuple(specs.values()), tensors=held, phase="move"
+        )
         data = dict(zip(specs, map(own_memory, tensors), strict=True))
     if backend.rank in place.needing(index):
         assert data is not None
@@ -173,7 +177,9 @@ def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: Bloc
         source = was.gradient_workers[0]
         held = [state[name] for name in block.states] if backend.rank == source else None
         specs = tuple(block.states.values())
-        tensors = to_everyone(backend, block, source, specs, held, "move")
+        tensors = to_everyone(
+            backend, block, source=source, specs=specs, tensors=held, phase="move"
+        )
         state = dict(zip(block.states, map(own_memory, tensors), strict=True))
     if backend.rank in place.gradient_workers:
         block.state.put(state)
@@ -202,7 +208,9 @@ def to_everyone(
     """
     everyone = tuple(range(backend.world_size))
     tensors = tensors if backend.rank == source else None
-    parcel = Parcel(source, everyone, specs, block.dtype, block.device, tensors)
+    parcel = Parcel(
+        source, everyone, specs=specs, dtype=block.dtype, device=block.device, tensors=tensors
+    )
     deliver(backend, [parcel], phase)
     assert parcel.tensors is not None
     return parcel.tensors

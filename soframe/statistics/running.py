@@ -256,7 +256,9 @@ def _jobs(
                 tensor=mine,
                 symmetric=factor.kind == "psd",
             )
-            jobs.append(_Job(block, place, factor, one, place.holds(backend.rank, index)))
+            jobs.append(
+                _Job(block, place, factor=factor, sum=one, held=place.holds(backend.rank, index))
+            )
     return jobs
 
 

@@ -60,7 +60,7 @@ class _Grid(Strategy):
             )
             for i, block in enumerate(work)
         )
-        return Placement(name, ranks, tuple(work), blocks, notes)
+        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=notes)
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:

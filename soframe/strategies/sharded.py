@@ -86,7 +86,7 @@ class _Sharded(Strategy):
             )
             for index, block in enumerate(work)
         )
-        return Placement(name, ranks, tuple(work), blocks, tuple(notes))
+        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=tuple(notes))
 
 
 def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:

@@ -71,7 +71,7 @@ def check_layer_helper(
     doubles = tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
     names = chosen.names(module)
     assert names, f"{name}: names() gives no parameter"
-    call = _Case(chosen, module, doubles, batch_dim, dict(settings or {}))
+    call = _Case(chosen, module, inputs=doubles, batch_dim=batch_dim, settings=dict(settings or {}))
     for trained in dict.fromkeys([tuple(names), *((key,) for key in names)]):
         call.check(trained, f"{name} ({', '.join(trained)})", every=trained == tuple(names))
     call.check(tuple(names), f"{name} (each alone)", every=False, joint=False)
@@ -347,12 +347,19 @@ def check_solver(
             for damping in dampings:
                 left, right = (_psd(2, n, condition) for n in (out, into))
                 name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
-                _check_solution(solver, left, right, damping, name, rtol)
+                _check_solution(solver, left, right, damping=damping, name=name, rtol=rtol)
     if solver.diagonals:
         for damping in dampings:
             _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
-    _check_solution(solver, zero, _psd(2, 4, 10.0), 0.1, f"{solver!r}, zero factor", rtol)
+    _check_solution(
+        solver,
+        zero,
+        _psd(2, 4, 10.0),
+        damping=0.1,
+        name=f"{solver!r}, zero factor",
+        rtol=rtol,
+    )
     bad = torch.full((1, 3, 3), float("nan"))
     try:
         data = solver.solve(bad, torch.ones(1))
@@ -392,7 +399,15 @@ def _check_solution(
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
     expected = torch.stack(
         [
-            _dense_solution(solver, left[g], right[g], gradient[g], damping, shares, g)
+            _dense_solution(
+                solver,
+                left=left[g],
+                right=right[g],
+                gradient=gradient[g],
+                damping=damping,
+                shares=shares,
+                group=g,
+            )
             for g in range(shape[0])
         ]
     )
@@ -436,7 +451,17 @@ def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
         expected = []
         for g in range(2):
             left, right = dense["left"][g], dense["right"][g]
-            expected.append(_dense_solution(solver, left, right, gradient[g], damping, shares, g))
+            expected.append(
+                _dense_solution(
+                    solver,
+                    left=left,
+                    right=right,
+                    gradient=gradient[g],
+                    damping=damping,
+                    shares=shares,
+                    group=g,
+                )
+            )
         compare(result, torch.stack(expected), f"{name}: {which}", rtol=1e-6)
     diagonal = torch.rand(2, 5, dtype=torch.float64, generator=_generator())
     alone = solver.solve(diagonal, solver.shares([mean_trace(diagonal)], damping)[0])

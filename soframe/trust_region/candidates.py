@@ -20,13 +20,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
-from soframe.derivatives.twice import Direction
 from soframe.layers.layout import BlockShape
+from soframe.losses.base import Loss
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS, describe
 from soframe.settings import Curvature
 from soframe.setup import unread
+from soframe.trust_region.directions import NamedDirections
 from soframe.trust_region.groups import scaled
 from soframe.trust_region.parts import split
 
@@ -59,6 +60,22 @@ class Methods:
         methods = _built((self.first, *self.others)[which])
         methods += _built(self.auxiliary) if which == 0 else []
         return any(method.captures for method in methods)
+
+    def fishers(self, fisher: str, loss: Loss, *, usual: str) -> list[dict[str, Any]]:
+        """Return the settings of each method's preconditioner that say what Fisher it reads.
+
+        A method that reads no calls has none. Where no method reads calls the first is given the
+        Fisher that the user asked for, and refuses it.
+
+        Args:
+            fisher: What methods that read calls read.
+            loss: What it is of.
+            usual: The Fisher of those who ask for none.
+        """
+        reads = [self.captures(which) for which in range(len(self.others) + 1)]
+        reads[0] = reads[0] or (not any(reads) and fisher != usual)
+        plain: dict[str, Any] = {"fisher": "empirical"}
+        return [{"fisher": fisher, "loss": loss} if captures else plain for captures in reads]
 
     @property
     def damped(self) -> bool:
@@ -190,13 +207,11 @@ class Candidates:
 
     Attributes:
         others: Those beside it.
-        names: Of the directions of the last step, the methods that made them.
         lost: Methods that made one which was not finite in that step, and was left out.
     """
 
     def __init__(self, first: Preconditioner, others: Sequence[Beside] = ()) -> None:
         self._first, self.others = first, tuple(others)
-        self.names: list[str] = []
         self.lost: list[str] = []
 
     @property
@@ -214,7 +229,7 @@ class Candidates:
         gradients: Sequence[Tensor],
         shares: Sequence[float],
         numbers: Mapping[nn.Parameter, int],
-    ) -> list[Direction]:
+    ) -> NamedDirections:
         """Let every preconditioner but the first take its step, and return their directions.
 
         Args:
@@ -225,9 +240,10 @@ class Candidates:
             numbers: The part of each parameter.
 
         Returns:
-            For each method its negative direction, in parts; that of an auxiliary method whole.
+            For each method its negative direction, in parts, by the method's name; that of an
+            auxiliary method whole.
         """
-        self.names, self.lost = [], []
+        self.lost = []
         directions = self._read(self._first, parameters, gradients, shares, numbers)
         if not self.others:
             return directions
@@ -245,17 +261,17 @@ class Candidates:
 
     def _read(
         self,
-        one: Preconditioner,
+        preconditioner: Preconditioner,
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
         shares: Sequence[float],
         numbers: Mapping[nn.Parameter, int],
-    ) -> list[Direction]:
-        raw, read = dict(zip(parameters, gradients, strict=True)), one.home.read
-        made: dict[tuple[bool, str], dict[nn.Parameter, Tensor]] = {}
+    ) -> NamedDirections:
+        raw, read = dict(zip(parameters, gradients, strict=True)), preconditioner.home.read
+        by_method: dict[tuple[bool, str], dict[nn.Parameter, Tensor]] = {}
         names: dict[tuple[bool, str], str] = {}
-        for block in one.blocks:
-            if one is self._first and not block.remembers:
+        for block in preconditioner.blocks:
+            if preconditioner is self._first and not block.remembers:
                 continue
             of_block = {p: g for p in block.parameters.values() if (g := read(p)) is not None}
             # The first update of some methods is none: it only begins their averages.
@@ -264,10 +280,10 @@ class Candidates:
             ):
                 of_block = {p: raw[p] for p in of_block}
             key = (block.auxiliary, describe(block.method))
-            made.setdefault(key, {}).update(of_block)
+            by_method.setdefault(key, {}).update(of_block)
             names[key] = type(block.method).__name__
-        directions: list[Direction] = []
-        for key, tensors in made.items():
+        directions = NamedDirections()
+        for key, tensors in by_method.items():
             rows = [-tensors[p] if p in tensors else None for p in parameters]
             whole = scaled(rows, shares)
             auxiliary, _ = key
@@ -275,6 +291,6 @@ class Candidates:
                 self.lost.append(names[key])
                 continue
             parts = [whole] if auxiliary else split(whole, [numbers[p] for p in parameters])
-            directions += parts
-            self.names += [f"auxiliary {names[key]}" if auxiliary else names[key]] * len(parts)
+            name = f"auxiliary {names[key]}" if auxiliary else names[key]
+            directions += NamedDirections(parts, [name] * len(parts))
         return directions

@@ -16,11 +16,10 @@ there is no learning rate to tune::
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -35,7 +34,6 @@ from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
-from soframe.derivatives.twice import Direction
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.setup import building
@@ -50,13 +48,14 @@ from soframe.trust_region.declared import (
     numbers,
     require_agreement,
 )
+from soframe.trust_region.directions import NamedDirections
 from soframe.trust_region.exact import ExactModel, Objective
 from soframe.trust_region.initial import best_damping
 from soframe.trust_region.lengths import Lengths
 from soframe.trust_region.memory import Memory
 from soframe.trust_region.parts import Parts
 from soframe.trust_region.passes import closures_of, first_pass, moved
-from soframe.trust_region.proposals import LAST, Proposal, Proposer
+from soframe.trust_region.proposals import Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -70,6 +69,33 @@ ROSE = "the objective rose"
 
 SILENCE = 20
 """Steps below the loss's rounding, one after the other, that are worth a warning."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step knows of its batch once the backward passes have run.
+
+    Attributes:
+        objective: The parameters, and the gradients of loss and weight decay before any method.
+        forwards: The forward passes, one for each closure, where the step has a model.
+        loss: The loss before the update, over all ranks.
+        shares: What the direction of each parameter is scaled by; see `groups.shares`.
+        lr: Multiplies the update.
+        with_model: Whether the step has a quadratic model.
+    """
+
+    objective: Objective
+    forwards: Sequence[Forward]
+    loss: float
+    shares: Sequence[float]
+    lr: float
+    with_model: bool
+
+    @property
+    def value(self) -> float:
+        """The objective at the parameters of now: the loss and the penalty on weights."""
+        parameters, decays = self.objective.parameters, self.objective.decays
+        return self.loss + groups.penalty(zip(parameters, decays, strict=True))
 
 
 class TrustRegion(torch.optim.Optimizer):
@@ -146,26 +172,17 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         backend = preconditioner.get("backend")
         with building.starting(lambda: building.choose_backend(backend)):
-            blocks_damping = preconditioner_damping
-            if blocks_damping is None:
-                blocks_damping = AdaptiveDamping()
-            if isinstance(blocks_damping, AdaptiveDamping):
-                blocks_damping = copy.copy(blocks_damping)  # an instance may serve many optimizers
-                blocks_damping.restart()
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
-            given = {"fisher": fisher, **preconditioner}
-            built = settings.check(model, loss, params, given)
+            built = settings.check(model, loss, params, {"fisher": fisher, **preconditioner})
             methods = candidates.methods_of(preconditioner)
-            if preconditioner_damping is None and not methods.damped:
-                blocks_damping = 1.0  # no trial finds a damping for what is not damped
-            settings.require_damped(blocks_damping, methods.damped)
+            blocks_damping = settings.damping_within(preconditioner_damping, methods.damped)
             self._model = registration.unwrap(model)
             every = self._model.parameters() if params is None else params
             super().__init__(every, {"lr": lr, "weight_decay": weight_decay})
             groups.check_all(self._model, self.param_groups)
             self.damping = adopted(settings.whole_model_damping(damping))
-            chosen = settings.Own(
+            chosen = settings.OwnSettings(
                 damping=self.damping,
                 momentum=momentum,
                 parts=parts,
@@ -181,7 +198,7 @@ class TrustRegion(torch.optim.Optimizer):
             )
             self._parts = Parts(self._model, parts, groups.trainable(self.param_groups))
             self._watch = LossWatch(max_increase)
-            self._steps, self._own_damping, self._loss = 0, blocks_damping, built
+            self._steps, self._damping_within, self._loss = 0, blocks_damping, built
             self._mean_damping()  # what it raises it raises here
             self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
             self._flush, self._reuse = flush_denormals, reuse_activations
@@ -191,28 +208,56 @@ class TrustRegion(torch.optim.Optimizer):
             self._rare = model_every > 1
             self._lengths = Lengths(model_every)
             self._reduction = Reduction(self.damping, reject, full_batch or self._rare)
-            self._on_step, self._eps, self._silent, self._said = on_step, 0.0, 0, False
+            self._on_step, self._eps, self._below_rounding, self._warned = on_step, 0.0, 0, False
             self._undone: str | None = None
             self._notes: list[str] = []
-            told = settings.PreconditionersDamping(
-                self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
-            )
-            further = settings.of_preconditioner(preconditioner, burn_in)
-        # A method that reads no calls has no Fisher; one that nobody has, and was asked for, is
-        # refused.
-        reads = [methods.captures(which) for which in range(len(methods.others) + 1)]
-        reads[0] = reads[0] or (not any(reads) and fisher != settings.FISHER)
-        plain: dict[str, Any] = {"fisher": "empirical"}
-        fishers = [{"fisher": fisher, "loss": built} if captures else plain for captures in reads]
+            of_preconditioner = settings.of_preconditioner(preconditioner, burn_in)
+        self._candidates = self._build_preconditioners(
+            chosen, fisher=fisher, backend=backend, given=preconditioner, merged=of_preconditioner
+        )
+        self._memory = Memory(self._candidates.every)
+        adaptive = blocks_damping if isinstance(blocks_damping, AdaptiveDamping) else None
+        self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
+        self._outputs = Outputs(self._model)
+        self._exact = ExactModel(self.preconditioner.backend, isotropic=built.isotropic)
+        self.counters = dict.fromkeys(settings.COUNTERS, 0)
+        self.last: dict[str, float] = {}
+        self.readout: Readout | None = None
+
+    def _build_preconditioners(
+        self,
+        chosen: settings.OwnSettings,
+        *,
+        fisher: str,
+        backend: Any,
+        given: Mapping[str, Any],
+        merged: Mapping[str, Any],
+    ) -> Candidates:
+        """Build the preconditioner of each method, each on the same model.
+
+        Args:
+            chosen: The settings of this trust region.
+            fisher: Of methods that read calls.
+            backend: How tensors travel.
+            given: The settings of preconditioners that the user gave.
+            merged: These, and defaults.
+
+        Returns:
+            All of them; none has a hook left if one cannot be built.
+        """
+        methods = chosen.methods
+        fishers = methods.fishers(fisher, self._loss, usual=settings.FISHER)
         self.preconditioner = candidates.OneOfSeveral(
             self._model,
             method=methods.first,
             auxiliary=methods.auxiliary,
             backend=backend,
-            damping=told,
+            damping=settings.PreconditionersDamping(
+                self._preconditioner_damping, chosen, groups.numbers(self.param_groups)
+            ),
             kl_clip=None,
             **fishers[0],
-            **further,
+            **merged,
         )
         others: list[Beside] = []
         try:
@@ -225,25 +270,17 @@ class TrustRegion(torch.optim.Optimizer):
                         damping=damping,
                         kl_clip=None,
                         **fishers[number],
-                        **further,
+                        **merged,
                     )
                 )
-            for one in (self.preconditioner, *others):
-                candidates.require_recallable(one.blocks)
-            candidates.require_read((self.preconditioner, *others), preconditioner)
+            for preconditioner in (self.preconditioner, *others):
+                candidates.require_recallable(preconditioner.blocks)
+            candidates.require_read((self.preconditioner, *others), given)
         except Exception:
-            for one in (*others, self.preconditioner):
-                one.close()
+            for preconditioner in (*others, self.preconditioner):
+                preconditioner.close()
             raise
-        self._candidates = Candidates(self.preconditioner, others)
-        self._memory = Memory(self._candidates.every)
-        adaptive = blocks_damping if isinstance(blocks_damping, AdaptiveDamping) else None
-        self._proposer = Proposer(adaptive, self.preconditioner, self._parts)
-        self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self.preconditioner.backend, isotropic=built.isotropic)
-        self.counters = dict.fromkeys(settings.COUNTERS, 0)
-        self.last: dict[str, float] = {}
-        self.readout: Readout | None = None
+        return Candidates(self.preconditioner, others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model: ``params``, and ``lr`` and ``weight_decay`` if they differ.
@@ -256,7 +293,7 @@ class TrustRegion(torch.optim.Optimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        damping, chosen = self._mean_damping(), self._own_damping
+        damping, chosen = self._mean_damping(), self._damping_within
         if isinstance(chosen, AdaptiveDamping):
             return max(chosen.at(damping))
         return chosen * damping
@@ -264,7 +301,7 @@ class TrustRegion(torch.optim.Optimizer):
     def _tied_damping(self, step: int) -> float:
         """Return the damping of further methods: nobody tries others for them."""
         del step
-        multiple = self._own_damping
+        multiple = self._damping_within
         return self._mean_damping() * (1.0 if isinstance(multiple, AdaptiveDamping) else multiple)
 
     @property
@@ -297,16 +334,16 @@ class TrustRegion(torch.optim.Optimizer):
         groups.check_all(self._model, self.param_groups)
         closures = closures_of(closure)
         parameters = groups.trainable(self.param_groups)
-        self._undone, self._notes, seen = None, [], {"step": self._steps}
+        self._undone, self._notes, before = None, [], self._steps
         if self._parts.follow(parameters):
             self._lengths.forget()
         due = self._lengths.due(self._steps)
         forwards, loss = self._first_passes(closures, due)
         with self.preconditioner.not_unnoticed():
-            made = self._propose_and_move(parameters, forwards, loss, due=due)
+            moved_by = self._propose_and_move(parameters, forwards, loss, due=due)
         if not self._reduction.waits:
             self._memory.forget()
-        self._tell({**seen, **made, "loss": loss})
+        self._tell({"step": before, **moved_by, "loss": loss})
         return torch.tensor(loss, dtype=torch.float64)
 
     def _propose_and_move(
@@ -328,11 +365,8 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             What a readout says of it.
         """
-        gradients = groups.add_decay(
-            parameters,
-            groups.setting(self.param_groups, "weight_decay"),
-            self.preconditioner.home,
-        )
+        decays = groups.setting(self.param_groups, "weight_decay")
+        gradients = groups.add_decay(parameters, decays, self.preconditioner.home)
         skipped = self.preconditioner.counters["skipped_updates"]
         shares, lr = groups.shares(self.param_groups)
         self._proposer.begin(self._mean_damping())
@@ -341,7 +375,7 @@ class TrustRegion(torch.optim.Optimizer):
             self.preconditioner.step()
             further = self._candidates.propose(parameters, gradients, shares, self._parts.numbers)
         if self.preconditioner.updated:
-            self._notes += [f"{one} made no finite direction" for one in self._candidates.lost]
+            self._notes += [f"{name} made no finite direction" for name in self._candidates.lost]
         undoable = any("update" in state for state in self.state.values())
         if self._burn_in > 0:
             self._burn_in -= 1
@@ -353,63 +387,48 @@ class TrustRegion(torch.optim.Optimizer):
         elif self._watch.rises(loss, undoable=undoable):
             self._step_back("the loss is far above the last ones")
         else:
-            objective = Objective(
-                parameters, gradients, groups.setting(self.param_groups, "weight_decay")
-            )
-            return self._along(objective, forwards, further, (shares, lr), loss=loss, due=due)
+            objective = Objective(parameters, gradients, decays)
+            batch = Batch(objective, forwards, loss, shares=shares, lr=lr, with_model=due)
+            return self._along(batch, further)
         return {}
 
-    def _along(
-        self,
-        objective: Objective,
-        forwards: Sequence[Forward],
-        further: Sequence[Direction],
-        scale: tuple[Sequence[float], float],
-        *,
-        loss: float,
-        due: bool,
-    ) -> dict[str, Any]:
+    def _along(self, batch: Batch, further: NamedDirections) -> dict[str, Any]:
         """Move along all directions: to the minimum of the model, or without one.
 
         Args:
-            objective: The objective.
-            forwards: The passes, where there is a model.
+            batch: The batch of this step.
             further: What `Candidates.propose` returned.
-            scale: See `groups.shares`.
-            loss: The loss.
-            due: Whether the step has a model.
 
         Returns:
             What a readout says of it.
         """
-        parameters, gradients = objective.parameters, objective.gradients
-        shares, lr = scale
+        parameters, gradients = batch.objective.parameters, batch.objective.gradients
+        shares, proposer = batch.shares, self._proposer
         with flushed_denormals(self._flush):
             covered = self._candidates.covered()
             if self._steps == 0 and self.damping.to_be_measured():
-                also, _ = self._proposer.rest(parameters, gradients, [], shares, covered)
-                also = [*further, *also]
-                self._measure_damping(objective, forwards, shares, also, loss=loss, lr=lr)
-            proposals = self._proposer.propose(
-                parameters, gradients, shares, self._steps, trials=due
+                descent = proposer.rest(parameters, gradients, [], shares, covered)
+                self._measure_damping(batch, further + descent)
+            proposals = proposer.propose(
+                parameters, gradients, shares, self._steps, trials=batch.with_model
             )
-            of_first = ["preconditioned"] * len(proposals[0].parts)
             last = [self.state[p].get("update") for p in parameters] if self._momentum else []
-            others, names = self._proposer.rest(parameters, gradients, last, shares, covered)
-            others, names = [*further, *others], [*of_first, *self._candidates.names, *names]
-            if due:
-                directions = [*chain(*(each.parts for each in proposals)), *others]
-                damping = self.damping.at(self._steps)
-                quadratic = self._exact.along(objective, forwards, directions, damping=damping)
-        if not due:
-            directions = [*proposals[0].parts, *others]
-            return self._go_on(parameters, loss, lr, directions, names=without_last(names))
-        chosen, quadratic = self._proposer.choose(proposals, quadratic, self._steps)
+            others = further + proposer.rest(parameters, gradients, last, shares, covered)
+            usual = proposals[0].directions
+            if batch.with_model:
+                quadratic = self._exact.along(
+                    batch.objective,
+                    batch.forwards,
+                    [*chain(*(proposal.parts for proposal in proposals)), *others.tensors],
+                    damping=self.damping.at(self._steps),
+                )
+        if not batch.with_model:
+            return self._go_on(batch, (usual + others).without_last())
+        chosen, quadratic = proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
             return {}
-        directions = [*chosen, *others]
-        return self._move(forwards, parameters, loss, lr, directions, quadratic, names=names)
+        return self._move(batch, NamedDirections(chosen, usual.names) + others, quadratic)
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
         """Judge the last step where it still waits for the next, as with ``full_batch`` it may.
@@ -528,76 +547,67 @@ class TrustRegion(torch.optim.Optimizer):
             set_to_none=set_to_none,
         )
 
-    def _measure_damping(
-        self,
-        objective: Objective,
-        forwards: Sequence[Forward],
-        shares: Sequence[float],
-        also: Sequence[Direction],
-        *,
-        loss: float,
-        lr: float,
-    ) -> None:
+    def _measure_damping(self, batch: Batch, others: NamedDirections) -> None:
         """Begin with the damping, of the model and of the preconditioner, whose step brings most.
 
         Downwards as long as steps bring more; upwards where the first is already too low. What a
         step brings is measured, since with too little damping any model promises much.
+
+        Args:
+            batch: The batch of the first step.
+            others: The directions beside the preconditioned gradient.
         """
-        parameters, gradients = objective.parameters, objective.gradients
-        policy = self._own_damping
+        objective, forwards = batch.objective, batch.forwards
+        parameters, policy = objective.parameters, self._damping_within
         decay = groups.mean_decay(self.param_groups)
 
         def proposal(damping: float) -> Proposal:
             multiple = 1.0 if isinstance(policy, AdaptiveDamping) else policy
             return self._proposer.restart(
-                parameters, gradients, shares, multiple * (damping + decay)
+                parameters, objective.gradients, batch.shares, multiple * (damping + decay)
             )
 
         def after(damping: float) -> float:
-            directions = [*proposal(damping).parts, *also]
+            directions = [*proposal(damping).parts, *others.tensors]
             model = self._exact.along(objective, forwards, directions, damping=damping)
             if not model.finite():
                 return math.inf
-            update = combine(parameters, directions, model.minimise() * lr)
+            update = combine(parameters, directions, model.minimise() * batch.lr)
             with moved(parameters, update):
-                loss_after = self._evaluate((one.closure, one.replay) for one in forwards)
-                penalty = groups.penalty(zip(parameters, objective.decays, strict=True))
-            return loss_after + penalty if math.isfinite(loss_after) else math.inf
+                loss = self._evaluate((forward.closure, forward.replay) for forward in forwards)
+                objective_after = replace(batch, loss=loss).value
+            return objective_after if math.isfinite(loss) else math.inf
 
-        start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
-        best = best_damping(self.damping.at(0), start, after)
+        best = best_damping(self.damping.at(0), batch.value, after)
         self.damping.begin(best)
         proposal(self.damping.at(0))
 
     def _move(
-        self,
-        forwards: Sequence[Forward],
-        parameters: Sequence[nn.Parameter],
-        loss: float,
-        lr: float,
-        directions: Sequence[Direction],
-        quadratic: Quadratic,
-        *,
-        names: Sequence[str],
+        self, batch: Batch, directions: NamedDirections, quadratic: Quadratic
     ) -> dict[str, Any]:
         """Take the step that minimises the model, and measure what it brought if that is due.
+
+        Args:
+            batch: The batch of this step.
+            directions: The directions.
+            quadratic: The model along them.
 
         Returns:
             What a readout says of it.
         """
-        decays = groups.setting(self.param_groups, "weight_decay")
-        objective = loss + groups.penalty(zip(parameters, decays, strict=True))
+        parameters, decays = batch.objective.parameters, batch.objective.decays
+        objective = batch.value
         start = self.damping.at(self._steps)
-        coefficients, predicted, damping = self._believable(quadratic, lr, objective)
+        coefficients, predicted, damping = self._believable(quadratic, batch.lr, objective)
         if self._rare:
             model = quadratic.damped(damping - start)
-            kept_names = without_last(names)
+            kept_names = directions.without_last().names
             self._lengths.learn(kept_names, model.along([*range(len(kept_names))]).minimise())
         measure = self._reduction.due(self._steps)
         if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
             self._step_back("the step is not finite")  # nobody would reject it
             return {}
-        update = combine(parameters, directions, coefficients)
+        update = combine(parameters, directions.tensors, coefficients)
         states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
         self._forget_frozen(parameters)
@@ -606,44 +616,39 @@ class TrustRegion(torch.optim.Optimizer):
         if not measure:
             self._reduction.keep(states, update)
         else:
-            again = [] if self._full_batch else [(one.closure, one.replay) for one in forwards]
+            again = [] if self._full_batch else [(f.closure, f.replay) for f in batch.forwards]
             after = self._evaluate(again) if again else None
             told = self._rare or self._reduction.told(self._steps)
             self._reduction.wait(states, update, before, decays, objective, predicted, told=told)
             if after is not None:
                 self._judge(after)
-        told_last = self._reduction.tell()
-        self.last = {"loss": loss, "damping": damping, "predicted": predicted, **told_last}
+        numbers_of_step = {"damping": damping, "predicted": predicted, **self._reduction.tell()}
+        self.last = {"loss": batch.loss, **numbers_of_step}
         self._steps += 1
-        seen = {"damping": damping, "predicted": predicted, **told_last}
-        told_of = {"coefficients": tuple(coefficients.tolist()), "directions": tuple(names)}
-        return {**seen, **told_of}
+        return {
+            **numbers_of_step,
+            "coefficients": tuple(coefficients.tolist()),
+            "directions": tuple(directions.names),
+        }
 
     def _forget_frozen(self, parameters: Sequence[nn.Parameter]) -> None:
         for frozen in set(self.state) - set(parameters):
             self.state[frozen].pop("update", None)  # of long ago, once it is thawed
 
-    def _go_on(
-        self,
-        parameters: Sequence[nn.Parameter],
-        loss: float,
-        lr: float,
-        directions: Sequence[Direction],
-        *,
-        names: Sequence[str],
-    ) -> dict[str, Any]:
-        """Take a step without a model.
+    def _go_on(self, batch: Batch, directions: NamedDirections) -> dict[str, Any]:
+        """Take a step without a model, along all directions but the last update.
 
         Returns:
             What a readout says of it.
         """
-        coefficients = self._lengths.take(names)
+        parameters = batch.objective.parameters
+        coefficients = self._lengths.take(directions.names)
         if coefficients is None:
             self._lengths.renew()
             self._notes.append("directions are others than the last model's: none was taken")
             return {}
-        coefficients = coefficients * lr
-        update = combine(parameters, directions[: len(names)], coefficients)
+        coefficients = coefficients * batch.lr
+        update = combine(parameters, directions.tensors, coefficients)
         if not all(bool(tensor.isfinite().all()) for tensor in update):
             self._step_back("the step is not finite")
             return {}
@@ -651,12 +656,15 @@ class TrustRegion(torch.optim.Optimizer):
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._reduction.keep([self.state[p] for p in parameters], update)
-        now = self.damping.at(self._steps)
-        self.last = {"loss": loss, "damping": now, **self._reduction.tell()}
+        damping = self.damping.at(self._steps)
+        self.last = {"loss": batch.loss, "damping": damping, **self._reduction.tell()}
         self._steps += 1
         self._notes.append("without a model")
-        seen = {"damping": now, "directions": tuple(names)}
-        return {**seen, "coefficients": tuple(coefficients.tolist())}
+        return {
+            "damping": damping,
+            "coefficients": tuple(coefficients.tolist()),
+            "directions": tuple(directions.names),
+        }
 
     def _believable(
         self, quadratic: Quadratic, lr: float, objective: float
@@ -702,14 +710,14 @@ class TrustRegion(torch.optim.Optimizer):
             self._memory.recall()
             self._lengths.renew()
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
-        self._silent = self._silent + 1 if self._reduction.silent else 0
+        self._below_rounding = self._below_rounding + 1 if self._reduction.silent else 0
         if self._reduction.silent:
             self._notes.append("the change was below the loss's rounding")
         return accepted
 
     def _tell(self, seen: dict[str, Any]) -> None:
         """Make the readout of a step, and warn once of a run that stands still."""
-        policy = self._own_damping
+        policy = self._damping_within
         adaptive = isinstance(policy, AdaptiveDamping)
         dampings = policy.at(self._mean_damping()) if isinstance(policy, AdaptiveDamping) else []
         if self.damping.at_cap() and self._undone == ROSE:
@@ -719,7 +727,7 @@ class TrustRegion(torch.optim.Optimizer):
                 "does not fall along what is its gradient. Does the closure return the same loss "
                 "each time that it runs (no data drawn within; no full_batch=True with dropout)?"
             )
-        if self._silent == SILENCE:
+        if self._below_rounding == SILENCE:
             self._warn_once(
                 f"the last {SILENCE} steps of TrustRegion that were judged changed the loss by "
                 f"less than its rounding: training has converged in this floating type, or stands "
@@ -735,9 +743,9 @@ class TrustRegion(torch.optim.Optimizer):
             self._on_step(self.readout)
 
     def _warn_once(self, text: str) -> None:
-        if not self._said:
+        if not self._warned:
             warnings.warn(text, stacklevel=4)
-        self._said = True
+        self._warned = True
 
     def _step_back(self, why: str) -> None:
         """Undo the last update: it, or this batch, made something that is large or not finite."""
@@ -817,7 +825,7 @@ class TrustRegion(torch.optim.Optimizer):
             RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks.
         """
         refuse_saver_of_parameters(self)
-        policy = self._own_damping
+        policy = self._damping_within
         if not curvature and (self._memory.any or self._candidates.others):
             raise ValueError(
                 "curvature=False leaves the state of one preconditioner to soframe.checkpoint, and "
@@ -874,7 +882,7 @@ class TrustRegion(torch.optim.Optimizer):
         checks = [one._check for one in self.candidates]
 
         def check() -> None:
-            damping = self._own_damping
+            damping = self._damping_within
             adaptive = damping if isinstance(damping, AdaptiveDamping) else None
             settings.check_state(state_dict, self.damping, adaptive, self.param_groups)
             settings.check_methods(
@@ -899,8 +907,8 @@ class TrustRegion(torch.optim.Optimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
         self._steps, self._burn_in = saved_region["steps"], saved_region["burn_in"]
         self.damping.load(saved_region["damping"])
-        if isinstance(self._own_damping, AdaptiveDamping):
-            self._own_damping.load(saved_region["preconditioner_damping"])
+        if isinstance(self._damping_within, AdaptiveDamping):
+            self._damping_within.load(saved_region["preconditioner_damping"])
         self.counters = dict(saved_region["counters"])
         self._watch.load(saved_region.get("losses", []))
         self._reduction.load(saved_region.get("reduction", {}))
@@ -912,8 +920,3 @@ class TrustRegion(torch.optim.Optimizer):
         for one in self.candidates:
             one.close()
         self._outputs.close()
-
-
-def without_last(names: Sequence[str]) -> list[str]:
-    """Return the names of directions before the last update's, which come at the end."""
-    return [name for name in names if name != LAST]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks.home import PlainGrad
 from soframe.derivatives.forward import Closure, Forward, Outputs
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
@@ -33,15 +34,44 @@ def first_pass(
 
     Returns:
         The pass, and the loss.
+
+    Raises:
+        RuntimeError: If the closure has changed gradients; see also `Outputs.of`.
     """
     replay = Replay(model)
     tape = Tape(replay.devices, reuse=reuse)
-    seen, loss = outputs.of(closure, tape)
+    with _no_gradient_changes(parameters):
+        seen, loss = outputs.of(closure, tape)
     require_graph(seen, loss)
     require_apart(seen, outputs.calls)
     gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
     require_only_through(seen, loss, parameters)
-    return Forward(closure, replay, seen, gradients, tape, outputs.calls), loss
+    return Forward(
+        closure, replay, outputs=seen, gradients=gradients, tape=tape, calls=outputs.calls
+    ), loss
+
+
+@contextmanager
+def _no_gradient_changes(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Look for gradients that change within, where autograd puts them, whatever their home.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        RuntimeError: If one has changed: a closure has called ``backward`` or ``zero_grad``.
+    """
+    home = PlainGrad()
+    # The tensors themselves are kept, so that no other one can have their place in memory.
+    before = [(g, 0 if g is None else g._version) for g in map(home.read, parameters)]
+    yield
+    for parameter, (gradient, version) in zip(parameters, before, strict=True):
+        same = home.read(parameter) is gradient
+        if not same or (gradient is not None and gradient._version != version):
+            raise RuntimeError(
+                "the closure has changed gradients, and the step makes them itself: call neither "
+                "backward() nor zero_grad() in the closure, and return the loss"
+            )
 
 
 @contextmanager

@@ -16,14 +16,12 @@ from soframe.blocks.block import Block
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.derivatives.twice import Direction
 from soframe.preconditioner import Preconditioner
+from soframe.trust_region.directions import LAST, PRECONDITIONED, STEEPEST, NamedDirections
 from soframe.trust_region.groups import scaled
 from soframe.trust_region.parts import Parts, split, uncovered
 from soframe.trust_region.quadratic import Quadratic
 
 T = TypeVar("T")
-
-LAST = "last update"
-"""What a readout calls the parts of the last update."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,11 @@ class Proposal:
     parts: list[Direction]
     second_order: list[dict[str, Any]]
     unsolved: list[bool]
+
+    @property
+    def directions(self) -> NamedDirections:
+        """Its parts by name."""
+        return NamedDirections(self.parts, [PRECONDITIONED] * len(self.parts))
 
 
 class Proposer:
@@ -145,8 +148,8 @@ class Proposer:
         last: Sequence[Tensor | None],
         shares: Sequence[float],
         covered: Collection[nn.Parameter],
-    ) -> tuple[list[Direction], list[str]]:
-        """Return the directions that belong to every step, whatever the methods, and what they are.
+    ) -> NamedDirections:
+        """Return the directions that belong to every step, whatever the methods.
 
         Args:
             parameters: The parameters.
@@ -158,11 +161,12 @@ class Proposer:
         """
         directions = uncovered(parameters, gradients, covered)
         directions = [scaled(direction, shares) for direction in directions]
-        names = ["steepest descent"] * len(directions)
+        names = [STEEPEST] * len(directions)
         if last:
             moving = scaled(last, [float(share != 0) for share in shares])
             directions += split(moving, [self._parts.numbers[p] for p in parameters])
-        return directions, names + [LAST] * (len(directions) - len(names))
+        names += [LAST] * (len(directions) - len(names))
+        return NamedDirections(directions, names)
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int

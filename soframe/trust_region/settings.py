@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from soframe.checks.arguments import check_model
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
@@ -70,7 +72,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnSettings:
     """A trust region's own settings, besides its param groups; all ranks must have the same.
 
     Attributes:
@@ -158,8 +160,7 @@ def check(model: object, loss: object, params: object, preconditioner: Mapping[s
         TypeError: If one has the wrong type, or there is no such setting.
         ValueError: If one is out of range, or has no meaning here.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+    check_model(model)
     if params is not None and not isinstance(params, Iterable):
         raise TypeError(f"params must be parameters or param groups, not {params!r}")
     known = set(inspect.signature(Preconditioner.__init__).parameters) - {"self", "model"}
@@ -207,22 +208,34 @@ def whole_model_damping(choice: DampingChoice) -> DampingPolicy:
     return policy
 
 
-def require_damped(damping: AdaptiveDamping | float, damped: bool) -> None:
-    """Check that dampings which are tried serve a method.
+def damping_within(choice: AdaptiveDamping | float | None, damped: bool) -> AdaptiveDamping | float:
+    """Return the damping within the preconditioner.
 
     Args:
-        damping: The damping within the preconditioner.
+        choice: What was chosen: dampings that are tried, or a multiple of the policy's damping.
         damped: Whether there is a method whose directions are made of one gradient alone.
+
+    Returns:
+        Dampings of this trust region's own, at their beginning; or the multiple. Of no choice
+        dampings where they serve a method, and else the policy's itself.
 
     Raises:
         ValueError: If there are dampings to try and nothing to damp.
     """
-    if isinstance(damping, AdaptiveDamping) and not damped:
+    if choice is None and not damped:
+        return 1.0
+    damping = AdaptiveDamping() if choice is None else choice
+    if not isinstance(damping, AdaptiveDamping):
+        return damping
+    damping = copy.copy(damping)  # an instance may serve many optimizers
+    damping.restart()
+    if not damped:
         raise ValueError(
             f"preconditioner_damping={damping!r} tries dampings on one gradient, and every method "
             f"here remembers earlier ones: pass a multiple of the policy's damping, "
             f"preconditioner_damping=1.0, or add a method such as 'kfac'"
         )
+    return damping
 
 
 def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:

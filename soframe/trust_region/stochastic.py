@@ -31,6 +31,7 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
+from soframe.checks.arguments import check_model
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
@@ -131,8 +132,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         on_step: OnStep | None = None,
         backend: str | type[Backend] | Backend | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+        check_model(model)
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
         require_integer("model_every", model_every, 1)
@@ -341,7 +341,13 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         made["predicted"] = _change(batch, damping, length)
         states = [self.state[p] for p in parameters]
         self._reduction.wait(
-            states, update, before, objective.decays, start, made["predicted"], told=True
+            states,
+            update,
+            before=before,
+            decays=objective.decays,
+            objective=start,
+            predicted=made["predicted"],
+            told=True,
         )
         if not self._reduction.judge(self.state, self._evaluate(objective, forwards), eps):
             self.counters["rejected_steps"] += 1

@@ -137,6 +137,7 @@ def come_late(rank: int, ranks: int) -> str:
     run.step(0)
     if rank == 1:
         time.sleep(1)
+    run.model.zero_grad()  # else it would be a second step on one gradient
     run.preconditioner.step()
     if rank == 0:
         time.sleep(1)

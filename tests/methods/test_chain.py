@@ -167,6 +167,8 @@ class Fisher(Kaisa):
 def test_stages_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Chain(())
+    with pytest.raises(TypeError, match=r"sequence of methods: pass \('kfac',\)"):
+        Chain("kfac")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="after the direction"):
         Chain((After(), Counted()))
     assert Chain((After(), "momentum")).refreshes_after

@@ -376,7 +376,9 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     model(torch.tensor([0])).sum().backward()
     engine.reduce()
     assert said(own.step) == "nothing"
-    found["3 norms"] = f"{own._taken.norms.weight}, {own.metrics()['norms']['weight_norm']}"
+    found["3 norms"] = (
+        f"{own._measuring.last.norms.weight}, {own.metrics()['norms']['weight_norm']}"
+    )
     engine = Stage3(base(net(), Case()), model)
     for p in model.parameters():
         p._z3_optimizer = engine

@@ -97,13 +97,13 @@ def test_dampings_stay_where_factors_can_be_solved() -> None:
 
     def step() -> list[float]:
         optimizer.step(lambda: half_square(model(x), x))
-        return optimizer._own_damping.at(0.0)
+        return optimizer._damping_within.at(0.0)
 
     first, last = zip(*(step() for _ in range(12)), strict=True)
     assert optimizer.preconditioner.counters["failed_solves"] > 0
     assert min(first) < 0.99e-4 < min(last) < 1.01e-4
     assert max(last[-6:]) < 1e-1  # a trial that failed sends nobody back
-    optimizer._own_damping._now = [1e-7, 1e-7]  # as if the statistics had grown
+    optimizer._damping_within._now = [1e-7, 1e-7]  # as if the statistics had grown
     assert step() == pytest.approx([1e-6, 1e-6])
     assert [step() for _ in range(3)][-1][1] > 0.99e-4
     optimizer.close()
@@ -129,7 +129,7 @@ def test_what_was_not_solved_is_not_taken(monkeypatch: pytest.MonkeyPatch, solve
     dampings = []
     for _ in range(4):
         optimizer.step(lambda: half_square(model(x), x))
-        dampings += optimizer._own_damping.at(0.0)
+        dampings += optimizer._damping_within.at(0.0)
     optimizer.close()
     assert (len(set(dampings)) > 1) == solved
 
@@ -221,7 +221,7 @@ def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
             predicted, weights, fixed = promised[taken]
             assert own.last["predicted"] == pytest.approx(predicted, rel=1e-9)
             compare(vector(model), weights, f"parameters after step {step}")
-        assert own._own_damping.at(0.0) == pytest.approx(kept)
+        assert own._damping_within.at(0.0) == pytest.approx(kept)
         # What the layers are preconditioned with until the next solve is of the dampings kept.
         for mine, theirs in zip(
             own.preconditioner.blocks, fixed.preconditioner.blocks, strict=True
@@ -233,7 +233,7 @@ def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_a_block_s_own_damping_is_as_if_all_had_it(solver: str) -> None:
+def test_a_block_s_damping_within_is_as_if_all_had_it(solver: str) -> None:
     """Whether it counts where factors are solved or where they are applied, and in no batch."""
     x, y = classes_of(0)
     found: dict[tuple[float | None, ...], list[Tensor]] = {}
@@ -272,7 +272,7 @@ def test_a_trial_that_overflows_is_not_taken_and_not_repeated_at_once(
         return made
 
     monkeypatch.setattr(own._proposer, "propose", overflowing)
-    damping = own._own_damping
+    damping = own._damping_within
     before = damping.state()["now"]
     steps = 1
     while not data:

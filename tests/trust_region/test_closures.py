@@ -438,6 +438,23 @@ class Halves(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_closure_that_makes_gradients_is_refused(kind: str, retain: bool) -> None:
+    """As one for `torch.optim.LBFGS` does."""
+    model, x = nn.Linear(3, 2), randn(8, 3).float()
+    own = BOTH[kind](model)
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(model(x), x[:, :2])
+        loss.backward(retain_graph=retain)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"call neither backward\(\) nor zero_grad\(\)"):
+        own.step(closure)
+    own.step(lambda: F.mse_loss(model(x), x[:, :2]))
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_term_beside_the_output_of_one_function_with_it_is_refused(kind: str) -> None:
     """Autograd has one node for both halves, and the gradient of one of them is lost."""

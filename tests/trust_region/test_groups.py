@@ -279,7 +279,7 @@ def test_dampings_of_parts_follow_what_is_frozen(first: bool) -> None:
         before = model[0].weight.detach().clone()
         losses.append(float(own.step(lambda: F.cross_entropy(model(x), y))))
         assert torch.equal(before, model[0].weight) != model[0].weight.requires_grad
-        counts.append(len(own._own_damping.state()["now"]))
+        counts.append(len(own._damping_within.state()["now"]))
     few, many = [2] * 4, [3] * 4
     assert counts == ([*few, *many, *few] if first else [*many, *few, *many])
     assert losses[-1] < 0.5 * losses[0]

@@ -168,7 +168,7 @@ class Clipped:
 
 def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some are on another one: here without values, which cannot be scaled together."""
-    monkeypatch.setattr(clipping, "kl_clip_factor", lambda *_: torch.tensor(0.5))
+    monkeypatch.setattr(clipping, "kl_clip_factor", lambda *_, **__: torch.tensor(0.5))
     here, there = torch.ones(1, 2, 3), torch.ones(1, 2, 2, device="meta")
     results: Any = {Clipped(): here, Clipped(): there}
     known: Any = SimpleNamespace(spoken_for=list, total=None)

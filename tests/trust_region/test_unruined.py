@@ -223,7 +223,7 @@ def scaled(factor: float, damping: LevenbergMarquardt, **settings: Any) -> Any:
 def fall(factor: float, damping: float) -> float:
     """What a first step with a damping brings, without a trial of others."""
     _, own, closure = scaled(factor, LevenbergMarquardt(damping, interval=1), reject=False)
-    own._own_damping._due = 1
+    own._damping_within._due = 1
     own.step(closure)
     return -own.last["change"]
 
@@ -275,7 +275,7 @@ def test_a_policy_that_is_reused_begins_anew() -> None:
             model, "cross-entropy", policy, preconditioner_damping=adaptive, solver="inverse"
         )
         losses = [float(own.step(lambda m=model: F.cross_entropy(m(x), y))) for _ in range(4)]
-        firsts.append((losses, own.damping.at(0), own._own_damping.at(0.0)))
+        firsts.append((losses, own.damping.at(0), own._damping_within.at(0.0)))
         own.close()
     assert firsts[0] == firsts[1]
     assert firsts[0][1] != 1.0
