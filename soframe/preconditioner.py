@@ -60,6 +60,7 @@ from soframe.gradients.moving import AgreedSettings
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
+from soframe.methods.returned import observed_by
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
@@ -481,7 +482,7 @@ class Preconditioner(Joinable):
             with self.backend.phases("observe"):
                 factors: Mapping[str, Tensor] = {}
                 if gradient is not None and self.backend.rank in place.gradient_workers:
-                    factors = block.method.observe(gradient, block.data)
+                    factors = observed_by(block.method, block.factors, gradient, block.data)
                 observe(block, factors, place, self.backend.rank, now.decay)
             names = (factor.name for factor in block.factors if not factor.captured)
             self._placed.history.took_statistics(block.name, names)

@@ -22,6 +22,7 @@ from soframe.layers.experts import are_experts
 from soframe.layers.layout import CutLayout, GroupedLayout, Layout, PlainLayout, parameter_of
 from soframe.layers.recurrent import without_helper
 from soframe.methods.base import Candidate, Method
+from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
@@ -442,6 +443,7 @@ class Registration:
             ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
+        require_declared(method, block.factors, block.shape)
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
             if (why := chosen.unsupported(mine)) is not None:
