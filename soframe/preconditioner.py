@@ -34,6 +34,7 @@ from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.checks import arguments
+from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import require_flag
 from soframe.comm.agreement import (
     Poll,
@@ -107,7 +108,7 @@ class Now:
     limits: Limits
 
 
-class Preconditioner(Joinable):
+class Preconditioner(Uncopied, Joinable):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under

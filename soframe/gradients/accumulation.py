@@ -63,6 +63,14 @@ class _Watched:
         # A copy of a parameter has no step that writes to it.
         return (_nothing, ())
 
+    @property
+    def untouched(self) -> bool:
+        """Whether the gradient is what the last step wrote, and autograd has not added to it."""
+        if self.used or self._written is None or not self._home.filled_by_autograd:
+            return False
+        gradient, (reference, version) = self._home.read(self.parameter), self._written
+        return gradient is not None and reference() is gradient and gradient._version == version
+
     def wrote(self) -> None:
         """Note the gradient as it is."""
         gradient, self._added = self._home.read(self.parameter), False
@@ -119,6 +127,14 @@ class Accumulation:
                     f"(with Accelerate: if accelerator.sync_gradients), and zero the gradients "
                     f"before the next"
                 )
+
+        if self._watched and all(watched.untouched for watched in self._watched):
+            raise RuntimeError(
+                "step() was called again, and no backward pass has run since the last one, whose "
+                "result is still in .grad and would be preconditioned again. Call it once for each "
+                "optimizer.step() (a callback of a trainer may do so already), and zero the "
+                "gradients before the next backward pass"
+            )
 
     def begin(self) -> None:
         """Begin a window."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
+from soframe.checks.copies import Uncopied
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
@@ -72,7 +73,7 @@ SILENCE = 20
 """Steps below the loss's rounding, one after the other, that are worth a warning."""
 
 
-class TrustRegion(torch.optim.Optimizer):
+class TrustRegion(Uncopied, torch.optim.Optimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
 
     Args:
