@@ -443,6 +443,8 @@ class Registration:
             ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
+        for helper in helpers:
+            _require_matrix(block.name, helper)
         require_declared(method, block.factors, block.shape)
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
@@ -713,6 +715,24 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
                 f"what the module has under that name ({', '.join(helper.module._parameters)}): "
                 f"use the module's names, or skip the module (skip=[{name!r}])"
             )
+
+
+def _require_matrix(name: str, helper: LayerHelper) -> None:
+    """Check that a helper makes the matrix that it says, and parameters of it; without values."""
+    given = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
+    matrix = helper.pack(given)
+    if matrix.shape != torch.Size(helper.shape):
+        raise ValueError(
+            f"{name}: {type(helper).__name__}.pack() gives a matrix {tuple(matrix.shape)}, and "
+            f"its shape says {tuple(helper.shape)}, [groups, out, in]"
+        )
+    shapes = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
+    wanted = {key: tuple(tensor.shape) for key, tensor in given.items()}
+    if shapes != wanted:
+        raise ValueError(
+            f"{name}: {type(helper).__name__}.unpack() gives {shapes}, and the parameters are "
+            f"{wanted}"
+        )
 
 
 def _require_direction(method: Method) -> None:

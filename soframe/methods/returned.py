@@ -83,6 +83,28 @@ def observed_by(
     return {n: t.clone() if _memory(t) == _memory(gradient) else t for n, t in own.items()}
 
 
+def rebased_by(
+    method: Method, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+) -> Mapping[str, Tensor]:
+    """Return what a method makes of its state in new second-order data.
+
+    Args:
+        method: The method.
+        state: The state.
+        old: The data that it was kept with.
+        new: The data that take their place.
+
+    Raises:
+        ValueError: If it has another name, shape or dtype than it had.
+    """
+    rebased = method.rebase(state, old, new)
+    for name, tensor in rebased.items():
+        if name not in state:
+            raise ValueError(f"{method!r}: rebase() returned {name!r}, of {sorted(state)}")
+        _require_like(f"{method!r}: rebase() returned a state {name!r}", tensor, state[name])
+    return rebased
+
+
 def require_told(method: Method, name: str, told: frozenset[str], where: str) -> None:
     """Check that a method within another one has told a name, by which that one finds its tensors.
 

@@ -200,7 +200,13 @@ class Statistics:
             ValueError: If the helper's rows are none.
         """
         block = self._block_of[helper]
+        version = gradient._version
         rows = helper.output_rows(gradient)
+        if gradient._version != version:
+            raise ValueError(
+                f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
+                f"place, with which the backward pass goes on: return a new tensor"
+            )
         if rows.dim() != 4:
             raise ValueError(
                 f"{type(helper).__name__}: output_rows gives {tuple(rows.shape)}, and it must give "

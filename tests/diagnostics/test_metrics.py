@@ -204,6 +204,8 @@ def test_how_far_weights_move_is_measured_where_soframe_moves_them() -> None:
     assert sorted(rates.values()) == [0.01, 0.1]
     json.dumps(found, allow_nan=False)
     optimizer.preconditioner.measure(norms=False)
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
     assert optimizer.metrics()["blocks"]["0.weight"]["update_norm"] is None
 

@@ -179,6 +179,13 @@ def test_names_that_only_some_shapes_have(
         trained(within(method))
 
 
+@pytest.mark.parametrize("rebased", [{"n": torch.zeros(1)}, {"m": torch.zeros(1)}])
+def test_a_state_in_new_data_is_as_it_was(rebased: dict[str, Tensor]) -> None:
+    soap = type("Rebased", (soframe.methods.SOAP,), {"rebase": lambda *_: rebased})
+    with pytest.raises(ValueError, match=r"rebase\(\) returned"):
+        trained(soap(), solve_every=1)
+
+
 @dataclass(frozen=True)
 class OfAllGroups(Method):
     """It takes the norm of all groups together, which is that of blocks beside each other too."""
