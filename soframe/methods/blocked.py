@@ -155,10 +155,9 @@ class Blocked(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of each shape of parts."""
-        factors = []
+        factors, known = [], self._method.factor_names()
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
-                known = self._method.factor_names()
                 require_told(self._method, factor.name, known, "factor_names")
                 needs = tuple(_outer(number, need) for need in factor.needs)
                 factors.append(replace(factor, name=_outer(number, factor.name), needs=needs))

@@ -7,7 +7,7 @@ and what lies in the memory of something else is copied. Nobody waits for the de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -31,34 +31,33 @@ def direction_of(method: Method, given: Given) -> Direction:
         ValueError: If what it returns has another shape, dtype or name than it is to have.
         RuntimeError: If it has changed in place what it was given.
     """
-    before = _versions(given)
+    tensors = _tensors(given)
+    before = [_version(tensor) for tensor in tensors]
     made = method.direct(given)
     if not isinstance(made, Direction):
         raise TypeError(
             f"{method!r}: direct() must return soframe.methods.Direction(matrix, state), not "
             f"{type(made).__name__}"
         )
-    for (what, tensor), version in zip(_tensors(given), before, strict=True):
-        if _version(tensor) != version:
-            raise RuntimeError(
-                f"{method!r}: direct(), or a solver within it, has changed {what} in place, while "
-                f"the update may still be given up: return a new tensor instead (x = x * y, not "
-                f"x.mul_(y))"
-            )
-    _require_like(f"{method!r}: direct() returned a matrix", made.matrix, given.incoming)
+    if before != [_version(tensor) for tensor in tensors]:
+        raise RuntimeError(
+            f"{method!r}: direct(), or a solver within it, has changed "
+            f"{_changed(given, before)} in place, while the update may still be given up: return "
+            f"a new tensor instead (x = x * y, not x.mul_(y))"
+        )
+    _require_like(method, "direct() returned a matrix", made.matrix, given.incoming)
     for name, tensor in made.state.items():
         if name not in given.state:
             raise ValueError(
                 f"{method!r}: direct() returned a state {name!r}, and state() names "
                 f"{sorted(given.state)}: add it there, with its shape, or leave it out"
             )
-        _require_like(f"{method!r}: direct() returned a state {name!r}", tensor, given.state[name])
+        _require_like(method, "direct() returned a state", tensor, given.state[name], name)
     read = {_memory(given.gradient), _memory(given.incoming)}
     state = {n: t.clone() if _memory(t) in read else t for n, t in made.state.items()}
-    taken = {_memory(tensor) for _, tensor in _tensors(given)}
-    taken.update(map(_memory, state.values()))
-    matrix = made.matrix.clone() if _memory(made.matrix) in taken else made.matrix
-    return Direction(matrix, state)
+    mine = _memory(made.matrix)
+    shared = mine in read or any(mine == _memory(t) for t in (*state.values(), *tensors[2:]))
+    return Direction(made.matrix.clone() if shared else made.matrix, state)
 
 
 def observed_by(
@@ -101,7 +100,7 @@ def rebased_by(
     for name, tensor in rebased.items():
         if name not in state:
             raise ValueError(f"{method!r}: rebase() returned {name!r}, of {sorted(state)}")
-        _require_like(f"{method!r}: rebase() returned a state {name!r}", tensor, state[name])
+        _require_like(method, "rebase() returned a state", tensor, state[name], name)
     return rebased
 
 
@@ -170,27 +169,27 @@ def require_statistics(method: Method, factor: FactorSpec, statistics: object, s
         )
 
 
-def _require_like(what: str, tensor: Tensor, like: Tensor) -> None:
-    if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+def _require_like(method: Method, what: str, tensor: Tensor, like: Tensor, name: str = "") -> None:
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise ValueError(
-            f"{what} of shape {tuple(tensor.shape)} and {tensor.dtype}, and it must have "
-            f"{tuple(like.shape)} and {like.dtype}"
+            f"{method!r}: {what}{f' {name!r}' * bool(name)} of shape {tuple(tensor.shape)} and "
+            f"{tensor.dtype}, and it must have {tuple(like.shape)} and {like.dtype}"
         )
 
 
-def _tensors(given: Given) -> Iterator[tuple[str, Tensor]]:
-    """Yield all that a method is given, and what it is."""
-    yield "the gradient", given.gradient
-    yield "what it was given", given.incoming
-    for name, tensor in given.state.items():
-        yield f"the state {name!r}", tensor
-    for factor, data in given.data.items():
-        for tensor in data.values():
-            yield f"the data of the factor {factor!r}", tensor
+def _tensors(given: Given) -> list[Tensor]:
+    """Return all that a method is given."""
+    data = [tensor for tensors in given.data.values() for tensor in tensors.values()]
+    return [given.gradient, given.incoming, *given.state.values(), *data]
 
 
-def _versions(given: Given) -> list[int]:
-    return [_version(tensor) for _, tensor in _tensors(given)]
+def _changed(given: Given, before: Sequence[int]) -> str:
+    """Return what of it has changed since it had these versions."""
+    names = ["the gradient", "what it was given", *(f"the state {name!r}" for name in given.state)]
+    for factor, tensors in given.data.items():
+        names += [f"the data of the factor {factor!r}"] * len(tensors)
+    each = zip(names, _tensors(given), before, strict=True)
+    return next(name for name, tensor, version in each if _version(tensor) != version)
 
 
 def _version(tensor: Tensor) -> int:
