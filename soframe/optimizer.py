@@ -30,6 +30,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.checks.arguments import check_model
+from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import require_numbers
 from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
@@ -48,7 +49,7 @@ RADII = "radii"
 """Where it has the norms that a constraint keeps."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Uncopied, torch.optim.Optimizer):
     """Updates the parameters of a model by directions of any method.
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in

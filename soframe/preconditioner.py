@@ -34,6 +34,7 @@ from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.checks import arguments
+from soframe.checks.copies import Uncopied
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
@@ -59,6 +60,7 @@ from soframe.gradients.moving import AgreedSettings
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
+from soframe.methods.returned import observed_by
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
@@ -137,7 +139,7 @@ class Agreed:
     now: Now
 
 
-class Preconditioner(Joinable):
+class Preconditioner(Uncopied, Joinable):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -512,7 +514,7 @@ class Preconditioner(Joinable):
             with self.backend.phases("observe"):
                 factors: Mapping[str, Tensor] = {}
                 if gradient is not None and self.backend.rank in place.gradient_workers:
-                    factors = block.method.observe(gradient, block.data)
+                    factors = observed_by(block.method, block.factors, gradient, block.data)
                 observe(block, factors, places=place, rank=self.backend.rank, decay=now.decay)
             names = (factor.name for factor in block.factors if not factor.captured)
             self._placed.history.took_statistics(block.name, names)

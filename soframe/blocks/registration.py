@@ -22,6 +22,7 @@ from soframe.layers.experts import are_experts
 from soframe.layers.layout import CutLayout, GroupedLayout, Layout, PlainLayout, parameter_of
 from soframe.layers.recurrent import without_helper
 from soframe.methods.base import Candidate, Method
+from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
@@ -434,6 +435,9 @@ class Registration:
             ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
+        for one in helpers:
+            _require_matrix(block.name, one)
+        require_declared(method, block.factors, block.shape)
         self._require_solvable(block)
         diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
         if diagonal and helpers:
@@ -721,6 +725,24 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
                 f"what the module has under that name ({', '.join(helper.module._parameters)}): "
                 f"use the module's names, or skip the module (skip=[{name!r}])"
             )
+
+
+def _require_matrix(name: str, helper: LayerHelper) -> None:
+    """Check that a helper makes the matrix that it says, and parameters of it; without values."""
+    given = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
+    matrix = helper.pack(given)
+    if matrix.shape != torch.Size(helper.shape):
+        raise ValueError(
+            f"{name}: {type(helper).__name__}.pack() gives a matrix {tuple(matrix.shape)}, and "
+            f"its shape says {tuple(helper.shape)}, [groups, out, in]"
+        )
+    shapes = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
+    wanted = {key: tuple(tensor.shape) for key, tensor in given.items()}
+    if shapes != wanted:
+        raise ValueError(
+            f"{name}: {type(helper).__name__}.unpack() gives {shapes}, and the parameters are "
+            f"{wanted}"
+        )
 
 
 def _require_direction(method: Method) -> None:

@@ -20,6 +20,7 @@ from soframe.comm.fusion import Parcel, deliver
 from soframe.comm.shards import Split, scatter
 from soframe.kernels import products
 from soframe.methods.base import Given
+from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
 from soframe.strategies.placement import BlockPlacement, exchange_group
 
@@ -267,7 +268,7 @@ class Batch:
             solver=one.solver,
             damping=one.damped_with(self.damping),
         )
-        direction = one.method.direct(given)
+        direction = direction_of(one.method, given)
         groups = one.shape.groups
         self.results.update(zip(blocks, direction.matrix.split(groups), strict=True))
         if one.states:

@@ -353,6 +353,12 @@ class LayerHelper(ABC):
                 f"{tuple(rows.shape[:3])} and output_rows {tuple(output_rows.shape[:3])}; "
                 f"they must be equal"
             )
+        features = self.shape.in_features - (self.bias is not None)
+        if rows.dim() != 4 or rows.shape[3] != features:
+            raise ValueError(
+                f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
+                f"the weight has {features} entries"
+            )
         return rows
 
     def take_inputs(

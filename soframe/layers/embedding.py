@@ -77,7 +77,7 @@ class EmbeddingHelper(LayerHelper):
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """See `LayerHelper.input_rows`: one-hot rows, and zeros for padding; the plain way."""
         indices = _rows(inputs[0])
-        rows = F.one_hot(indices, self.module.num_embeddings)
+        rows = F.one_hot(indices.long(), self.module.num_embeddings)
         if self.module.padding_idx is not None:
             rows = rows * (indices != self.module.padding_idx).unsqueeze(2)
         return rows.unsqueeze(0)

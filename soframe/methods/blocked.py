@@ -20,6 +20,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.returned import direction_of, require_told
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -144,9 +145,10 @@ class Blocked(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """See `Method.factors`: those of each shape of parts."""
-        factors = []
+        factors, known = [], self._method.factor_names()
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
+                require_told(self._method, factor.name, known, "factor_names")
                 needs = tuple(_outer(number, need) for need in factor.needs)
                 factors.append(replace(factor, name=_outer(number, factor.name), needs=needs))
         return tuple(factors)
@@ -161,11 +163,12 @@ class Blocked(Method):
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: that of each shape of parts."""
-        return {
-            _outer(number, name): spec
-            for number, region in enumerate(self._regions(shape))
-            for name, spec in self._method.state(region.shape(shape.groups)).items()
-        }
+        specs = {}
+        for number, region in enumerate(self._regions(shape)):
+            for name, spec in self._method.state(region.shape(shape.groups)).items():
+                require_told(self._method, name, self._method.state_names(), "state_names")
+                specs[_outer(number, name)] = spec
+        return specs
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         """See `Method.solver`: the method's choice."""
@@ -184,7 +187,7 @@ class Blocked(Method):
                 data=self._data(number, given.data),
                 state=_own(number, self._method.state_names(), given.state),
             )
-            made = self._method.direct(of_region)
+            made = direction_of(self._method, of_region)
             region.put(matrix, made.matrix)
             state |= {_outer(number, name): value for name, value in made.state.items()}
         return Direction(matrix, state)

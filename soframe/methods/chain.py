@@ -16,6 +16,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
+from soframe.methods.returned import direction_of, require_told
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -144,6 +145,7 @@ class Chain(Method):
         factors = []
         for number, stage in enumerate(self.stages):
             for factor in stage.factors(shape):
+                require_told(stage, factor.name, stage.factor_names(), "factor_names")
                 name = self._factor_names.outer(number, factor.name)
                 needs = tuple(self._factor_names.outer(number, need) for need in factor.needs)
                 factors.append(replace(factor, name=name, needs=needs))
@@ -176,11 +178,12 @@ class Chain(Method):
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """See `Method.state`: those of the stages."""
-        return {
-            self._state_names.outer(number, name): spec
-            for number, stage in enumerate(self.stages)
-            for name, spec in stage.state(shape).items()
-        }
+        specs = {}
+        for number, stage in enumerate(self.stages):
+            for name, spec in stage.state(shape).items():
+                require_told(stage, name, stage.state_names(), "state_names")
+                specs[self._state_names.outer(number, name)] = spec
+        return specs
 
     def direct(self, given: Given) -> Direction:
         """See `Method.direct`."""
@@ -195,7 +198,7 @@ class Chain(Method):
             )
             if not _is_ready(stage, of_stage):
                 continue
-            made = stage.direct(of_stage)
+            made = direction_of(stage, of_stage)
             matrix = made.matrix
             state |= {self._state_names.outer(number, k): v for k, v in made.state.items()}
         return Direction(matrix.clone() if matrix is given.incoming else matrix, state)

@@ -218,9 +218,11 @@ def solve_safely(
 
     Raises:
         SolveFailedError: If it fails in float64 too, or gives something that is not finite.
+        RuntimeError: If it changes the factor in place.
     """
     reason = "the result is not finite"
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        version = matrix._version
         try:
             if last and dtype == matrix.dtype:
                 data = solver.solve_again(matrix, damping, last)
@@ -229,13 +231,25 @@ def solve_safely(
         except LinAlgError as error:
             reason = str(error)
             continue
+        finally:
+            if matrix._version != version:
+                raise RuntimeError(
+                    f"{solver!r}: solve() has changed the factor in place, and it is a running "
+                    f"average that goes on: return new tensors, such as of matrix + damping * eye"
+                )
         # One layout on every rank, whoever solved: products of other strides have other bits.
         data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
+        # The factor changes in place at the next statistics, and its data do not.
+        data = {n: t.clone() if _same_memory(t, matrix) else t for n, t in data.items()}
         if all(map(_finite, data.values())):
             if solver.usable(data):
                 return data, dtype != matrix.dtype
             reason = f"{matrix.dtype} cannot hold the result: its scale is out of range"
     raise SolveFailedError(reason)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -21,9 +21,10 @@ from soframe.comm.agreement import told_all
 from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
 from soframe.gradients.applying import Directions, precondition
+from soframe.methods.returned import rebased_by
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solving.worker import Work, Worker
-from soframe.specs import FactorSpec
+from soframe.specs import FactorSpec, TensorSpec
 from soframe.statistics.running import settle, unpack
 from soframe.strategies.placement import BlockPlacement
 
@@ -198,7 +199,8 @@ class Solution:
             for name in new:
                 block.renew(name)
             if old and block.state:
-                block.state.put(block.method.rebase(block.state, old, block.second_order))
+                state = rebased_by(block.method, block.state, old, block.second_order)
+                block.state.put(state)
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for everything, once.
@@ -228,6 +230,22 @@ class Solution:
                 block.second_order.succeed(name)
                 self._history.solved(block.name, name, self._since)
                 block.renew(name)  # on every rank, also where no data have arrived
+
+
+def _require_specs(
+    solver: Solver,
+    factor: FactorSpec,
+    specs: Mapping[str, TensorSpec],
+    data: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that a solver has made what it says, by which it travels and is saved."""
+    made = {name: tuple(tensor.shape) for name, tensor in data.items()}
+    said = {name: tuple(spec.shape) for name, spec in specs.items()}
+    if any(made.get(name) != shape for name, shape in said.items()):
+        raise ValueError(
+            f"{solver!r}: solve() returned {made} of the factor {factor.name!r}, and tensors() "
+            f"says {said}"
+        )
 
 
 class _Job:
@@ -291,6 +309,7 @@ class _Job:
                 matrix = block.running.matrix(factor)
                 last = block.second_order.get(factor.name)
             data, retried = solve_safely(self.solver, matrix, share, last)
+            _require_specs(self.solver, factor, self.specs, data)
         except SolveFailedError as error:
             self.failed = 1
             if not block.second_order.failures[factor.name]:

@@ -34,9 +34,15 @@ class Watch:
         self._sharded = dtensors.units(model)
         self._seen = self._look()
 
-    def _look(self) -> tuple[list[tuple[int, bool]], list[int], int]:
+    def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
         parameters = self.parameters()
-        trained = [(id(p), p.requires_grad) for p in parameters]
+        # By name, too: pruning renames a parameter, of which the weight is computed from then on.
+        trained: list[tuple[object, ...]] = [
+            (name, id(p), p.requires_grad, p.dtype, p.device)
+            for slots in self._slots
+            for name, p in slots.items()
+            if p is not None
+        ]
         children = [id(child) for slots in self._children for child in slots.values()]
         return trained, children, zero.count(parameters)
 
@@ -48,8 +54,9 @@ class Watch:
     def changed(self) -> bool:
         """Return whether the model, or who has its gradients, has changed since it was registered.
 
-        A parameter may have been frozen, thawed, replaced or added, a module exchanged or added,
-        and DeepSpeed's ZeRO may have taken the gradients over.
+        A parameter may have been frozen, thawed, renamed, cast, moved to another device, replaced
+        or added, a module exchanged or added, and DeepSpeed's ZeRO may have taken the gradients
+        over.
         """
         return self._look() != self._seen
 
@@ -59,6 +66,7 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
 
     A block that lost its bias or its weight keeps the factors of what remains, which are exactly
     the remaining rows and columns; it is solved again. A block that gained a parameter starts anew.
+    One that was cast, or moved to another device, takes along what it has.
 
     Args:
         old: The blocks so far, with nothing deferred; they are left empty.
@@ -78,12 +86,15 @@ def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
             anew.append(block)
             continue
         same = before.shape == block.shape
-        keep = functools.partial(_left, before, None if same else columns)
+        keep = functools.partial(_left, before, block, None if same else columns)
         block.window.continue_from(before.window, keep)
         block.running.continue_from(before.running, keep)
         block.second_order.continue_from(before.second_order, same=same)
+        for name, data in list(block.second_order.items()):
+            block.second_order.change(name, {key: _like(block, t) for key, t in data.items()})
         if same:
-            block.state.load(before.state, before.state.updates)
+            state = {name: _like(block, tensor) for name, tensor in before.state.items()}
+            block.state.load(state, before.state.updates)
     return anew
 
 
@@ -259,15 +270,22 @@ def _remaining_columns(before: Layout, after: Layout) -> slice | None:
     return slice(-1) if has[0] else slice(-1, None)
 
 
-def _left(before: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
+def _like(block: Block, tensor: Tensor) -> Tensor:
+    """Return a tensor of a former block where the block is now, in its dtype."""
+    return tensor.to(device=block.device, dtype=block.dtype)
+
+
+def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
     """Return what is left of a factor, or of its sum, in a block that has lost inputs.
 
     Args:
         before: The block as it was.
+        after: The block as it is.
         columns: The inputs that remain; None for all.
         name: The factor.
         stored: The factor, or its sum.
     """
+    stored = _like(after, stored)
     factor = next(factor for factor in before.factors if factor.name == name)
     if columns is None or factor.side == "left":
         return stored

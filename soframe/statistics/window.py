@@ -27,6 +27,7 @@ from soframe.capture.sampling import Sampler
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
+from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
 from soframe.statistics.running import enter
@@ -194,9 +195,23 @@ class Statistics:
             number: The number of the backward pass within the window.
             probe: The probe that the gradient comes from, if it is not the loss's.
             said: What is known of the forward pass.
+
+        Raises:
+            ValueError: If the helper's rows are none.
         """
         block = self._block_of[helper]
+        version = gradient._version
         rows = helper.output_rows(gradient)
+        if gradient._version != version:
+            raise ValueError(
+                f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
+                f"place, with which the backward pass goes on: return a new tensor"
+            )
+        if rows.dim() != 4:
+            raise ValueError(
+                f"{type(helper).__name__}: output_rows gives {tuple(rows.shape)}, and it must give "
+                f"[groups, batch, shared, features]"
+            )
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             return
@@ -270,12 +285,26 @@ class Statistics:
             )
         )
         for factor in factors:
-            if factor.name not in added or (again and factor.reads == "inputs"):
+            if (again and factor.reads == "inputs") or (not reads and factor.reads_inputs):
                 continue
             multiplier = scale.of(factor) * part * self.share
             if factor.reads != "inputs":
                 multiplier *= weight
-            block.window.add(factor.name, added[factor.name], multiplier)
+            new = added.get(factor.name)
+            if not callable(new) and not self._holds(block, factor, new, "statistics()"):
+                continue
+            block.window.add(factor.name, new, multiplier)  # type: ignore[arg-type]  # not None
+            total = block.window.sums[factor.name]
+            self._holds(block, factor, total, f"statistics() of rows of {type(helper).__name__}")
+
+    def _holds(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> bool:
+        """Return whether statistics are what the method says; if not, the step raises."""
+        try:
+            require_statistics(block.method, factor, statistics, source)
+        except ValueError as error:
+            self._passes.fail(error)
+            return False
+        return True
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None

@@ -180,7 +180,7 @@ def check_method(
     with the whole batch, and then
 
     - in micro-batches, and with a copy of the method for every layer in place of one instance,
-      which shows what a method keeps in itself;
+      which shows what a method keeps in itself, and what it makes of all groups together;
     - saved in the middle and resumed by a fresh optimizer, to the bit;
     - on ranks, each with its part of the batch, under every strategy;
     - saved on the most ranks and resumed on half of them or fewer, under another strategy: from a
@@ -212,9 +212,9 @@ def check_method(
         whole = train(0, 1, one)
         _check_moves(name, whole)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
-        patterns = {name: copy.deepcopy(chosen) for name in ("first", "second", "twice", "head")}
+        patterns = {name: _unequal(chosen) for name in ("first", "second", "twice", "head")}
         apart = train(0, 1, replace(one, method=patterns))
-        _same(apart, whole, f"{name}, an instance for each layer", rtol)
+        _same(apart, whole, f"{name}, an instance for each layer, with groups of its own", rtol)
         first = train(0, 1, replace(one, end=MIDDLE))
         resumed = train(0, 1, replace(one, begin=MIDDLE, state=first.state))
         _same(resumed, whole, f"{name}, resumed", 0.0)
@@ -283,6 +283,14 @@ def _damped(method: Method | Mapping[str, Method]) -> bool:
     """Whether a damping makes a difference."""
     methods = method.values() if isinstance(method, Mapping) else (method,)
     return any(one.damped for one in methods)
+
+
+def _unequal(method: Method) -> Method:
+    """Return a copy that equals no other, so that each block is directed alone."""
+    kind = type(method)
+    copied = copy.deepcopy(method)
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__slots__": ()}))
+    return copied
 
 
 def _average(gradients: Sequence[Tensor | None], ranks: int) -> None:

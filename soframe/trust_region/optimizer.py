@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
+from soframe.checks.copies import Uncopied
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
@@ -98,7 +99,7 @@ class Batch:
         return self.loss + groups.penalty(zip(parameters, decays, strict=True))
 
 
-class TrustRegion(torch.optim.Optimizer):
+class TrustRegion(Uncopied, torch.optim.Optimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
 
     Args:

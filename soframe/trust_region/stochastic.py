@@ -32,6 +32,7 @@ from torch.optim.optimizer import ParamsT
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
 from soframe.checks.arguments import check_model
+from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
@@ -70,7 +71,7 @@ OWN = "trust_region"
 KEYS = ("version", "steps", "since", "model", "trend", "damping", "counters")
 
 
-class StochasticTrustRegion(torch.optim.Optimizer):
+class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
     """Adam without a learning rate: lengths from the exact quadratic model, averaged over batches.
 
     The parameters are iterates, and noisy ones; evaluate and save the model within `averaged`.

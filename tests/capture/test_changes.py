@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import soframe
 from soframe.testing import compare
@@ -71,3 +76,68 @@ def test_complex_parameters_are_reported() -> None:
     assert "complex" in reasons["1.weight"]
     with pytest.raises(ValueError, match="complex"):
         soframe.Preconditioner(model[1], kl_clip=None, statistics_every=1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "restore"),
+    [
+        (lambda m: prune.l1_unstructured(m, "weight", 0.5), lambda m: prune.remove(m, "weight")),
+        (
+            lambda m: parametrize.register_parametrization(m, "weight", nn.Tanh(), unsafe=True),
+            lambda m: parametrize.remove_parametrizations(m, "weight"),
+        ),
+    ],
+    ids=["prune", "parametrize"],
+)
+def test_a_weight_that_is_computed_for_a_while(
+    compute: Callable[[nn.Module], Any], restore: Callable[[nn.Module], Any]
+) -> None:
+    """The parameter is the same all the time, and alone in its layer: only its name changes."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(3, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    model = nn.Sequential(*layers).double()
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.01, statistics_every=1)
+    methods = []
+    for seed, change in enumerate((lambda _: None, compute, restore)):
+        change(model[1])
+        optimizer.zero_grad()
+        backward(model, seed)
+        optimizer.step()
+        rows = [row for row in optimizer.report() if row.parameter.startswith("1.")]
+        assert {row.parameter for row in rows} == {f"1.{n}" for n, _ in model[1].named_parameters()}
+        methods += [row.method for row in rows]
+    assert methods == ["kfac / eigen", "adamw", "kfac / eigen"]
+
+
+@pytest.mark.parametrize("method", ["kfac", "adamw"])
+def test_a_model_that_is_cast_takes_along_what_it_has(method: str) -> None:
+    """A run whose model is cast to float64 in the middle is one in float64 up to rounding."""
+    weights = []
+    for cast in (0, 3):
+        model = network().float()
+        optimizer = soframe.Optimizer(model, method, lr=0.1, statistics_every=1, solve_every=2)
+        for step in range(6):
+            if step == cast:
+                model.double()
+            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(x.to(model[0].weight.dtype)).square().mean().backward()
+            optimizer.step()
+        kept = [t for b in optimizer.preconditioner.blocks for t in b.state.values()]
+        kept += [t for b in optimizer.preconditioner.blocks for t in b.running.values()]
+        assert {tensor.dtype for tensor in kept} == {torch.float64}
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [soframe.Optimizer, soframe.Preconditioner, soframe.TrustRegion])
+def test_a_copy_says_that_it_is_one(kind: Callable[..., Any]) -> None:
+    model = network()
+    settings = {soframe.Optimizer: {"lr": 0.1}, soframe.TrustRegion: {"loss": "squared-error"}}
+    model.owner = kind(model, **settings.get(kind, {"kl_clip": None}))
+    copied = copy.deepcopy(model).owner  # as for an average of the weights: no error by itself
+    for use in ("step", "state_dict", "close"):
+        with pytest.raises(AttributeError, match=r"a copy of a soframe\.\w+.*load the state_dict"):
+            getattr(copied, use)()
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        _ = model.owner.nothing

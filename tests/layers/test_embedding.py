@@ -35,7 +35,9 @@ INDICES = torch.tensor([[0, 3, 3], [1, 2, 0], [3, 3, 3], [4, 0, 2]])
 @pytest.mark.parametrize("shape", [(6,), (5, 4), (3, 2, 2)])
 def test_rows_are_those_of_autograd(padding: int | None, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    check_layer_helper(nn.Embedding(7, 3, padding_idx=padding), torch.randint(0, 7, shape))
+    dtype = torch.int32 if padding is None else torch.int64
+    indices = torch.randint(0, 7, shape, dtype=dtype)
+    check_layer_helper(nn.Embedding(7, 3, padding_idx=padding), indices)
 
 
 class OneHot(EmbeddingHelper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +215,36 @@ def test_a_helper_that_names_parameters_unlike_the_module_is_refused() -> None:
 
     with pytest.raises(ValueError, match="'kernel', which is not what the module has"):
         soframe.Preconditioner(nn.Sequential(LowRank()), layers={"^0$": Wrong}, kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"pack": lambda self, tensors: tensors["U"]}, r"pack\(\) gives a matrix \(4, 2\)"),
+        ({"unpack": lambda self, matrix: {}}, r"unpack\(\) gives \{\}"),
+        ({"unpack": lambda self, matrix: {"U": matrix[0][:1]}}, r"unpack\(\) gives .*\(1, 2\)"),
+    ],
+)
+def test_a_helper_whose_matrix_is_another_is_refused(override: dict[str, Any], words: str) -> None:
+    """It would leave gradients as they are, or write rows over others, in silence."""
+    helper = type("Wrong", (UHelper,), override)
+    with pytest.raises(ValueError, match=words):
+        soframe.Preconditioner(nn.Sequential(LowRank()), layers={"^0$": helper}, kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("output_rows", "words"),
+    [
+        (lambda self, g: g.mul_(2)[None, :, None], "has changed the gradient of the output"),
+        (lambda self, g: g[None], "output_rows gives"),
+    ],
+)
+def test_rows_that_are_none(output_rows: Any, words: str) -> None:
+    net = nn.Sequential(LowRank())
+    helper = type("Wrong", (UHelper,), {"output_rows": output_rows})
+    _ = soframe.Preconditioner(net, layers={"^0$": helper}, kl_clip=None)
+    with pytest.raises(ValueError, match=words):
+        net(torch.ones(5, 3, dtype=torch.float64)).square().sum().backward()
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(3, 4), nn.LSTMCell(3, 4)], ids=["LSTM", "LSTMCell"])
