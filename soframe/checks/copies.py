@@ -17,14 +17,16 @@ class Uncopied:
         """Return nothing: a copy gets none of what this has."""
         return {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Have nothing.
-
-        Args:
-            state: Nothing.
-        """
-
     if not TYPE_CHECKING:
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            """Have nothing; or what torch loads, whose optimizers hand a state on to this.
+
+            Args:
+                state: Nothing for a copy.
+            """
+            if state:
+                super().__setstate__(state)
 
         def __getattr__(self, name: str) -> Any:
             """Say of what there is not whether that is since this is a copy.
