@@ -18,6 +18,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -353,13 +354,17 @@ class LayerHelper(ABC):
                 f"{tuple(rows.shape[:3])} and output_rows {tuple(output_rows.shape[:3])}; "
                 f"they must be equal"
             )
-        features = self.shape.in_features - (self.bias is not None)
-        if rows.dim() != 4 or rows.shape[3] != features:
+        if rows.ndim != 4 or rows.shape[3] != self._row_entries:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
-                f"the weight has {features} entries"
+                f"the weight has {self._row_entries} entries"
             )
         return rows
+
+    @cached_property
+    def _row_entries(self) -> int:
+        """The entries of a row of the weight."""
+        return self.shape.in_features - (self.bias is not None)
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit

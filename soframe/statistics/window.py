@@ -207,7 +207,7 @@ class Statistics:
                 f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
                 f"place, with which the backward pass goes on: return a new tensor"
             )
-        if rows.dim() != 4:
+        if rows.ndim != 4:
             raise ValueError(
                 f"{type(helper).__name__}: output_rows gives {tuple(rows.shape)}, and it must give "
                 f"[groups, batch, shared, features]"
@@ -290,21 +290,21 @@ class Statistics:
             multiplier = scale.of(factor) * part * self.share
             if factor.reads != "inputs":
                 multiplier *= weight
-            new = added.get(factor.name)
-            if not callable(new) and not self._holds(block, factor, new, "statistics()"):
+            if factor.name not in added or added[factor.name] is None:
+                self._refuse(block, factor, None, "statistics()")
                 continue
-            block.window.add(factor.name, new, multiplier)  # type: ignore[arg-type]  # not None
+            block.window.add(factor.name, added[factor.name], multiplier)
             total = block.window.sums[factor.name]
-            self._holds(block, factor, total, f"statistics() of rows of {type(helper).__name__}")
+            if total.shape != factor.shape:
+                source = f"statistics() of rows of {type(helper).__name__}"
+                self._refuse(block, factor, total, source)
 
-    def _holds(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> bool:
-        """Return whether statistics are what the method says; if not, the step raises."""
+    def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
+        """Let the step raise what statistics lack that are not what the method says."""
         try:
             require_statistics(block.method, factor, statistics, source)
         except ValueError as error:
             self._passes.fail(error)
-            return False
-        return True
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None
