@@ -114,7 +114,7 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
     actual = [product * samples for product in forward.hessian_product_of_joined(first)]
     terms = declared.term_sums if len(outputs) == 1 else Loss.each_sample
     measured, theirs, unsure = (
-        [_single(terms(a * b)) for a, b in zip(first, products, strict=True)]
+        [terms(a * b) for a, b in zip(first, products, strict=True)]
         for products in (actual, expected, flat)
     )
     total, wanted = (sum(map(_sum, each)) for each in (measured, theirs))
@@ -167,10 +167,6 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
         return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
     clamped = tuple(weight.clamp(min=0) for weight in weights)
     return Fit(samples, times, plain, weights=clamped, tolerance=tolerance)
-
-
-def _single(terms: Tensor) -> Tensor:
-    return terms.to(torch.promote_types(terms.dtype, torch.float32))
 
 
 def _sum(terms: Tensor) -> float:
