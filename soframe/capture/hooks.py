@@ -569,7 +569,7 @@ class Capture:
             if kept is not None and (not again or helper in self.rereading):
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
-                inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]
+                inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
                 inputs = tuple(map(dtensors.whole, inputs))
             if helper in self.idle and dtensors.is_dtensor(gradient):
                 gradient = dtensors.blank(gradient)
