@@ -227,6 +227,33 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     assert "placement 'mem-opt' on 4 rank(s)" in out
 
 
+def test_inspect_as_json_has_every_parameter_and_every_rank(models):
+    arguments = ["mymodels:make", "--world-size", 2, "--strategy", "mem-opt", "--json"]
+    read = json.loads(succeeded(models("inspect", *arguments)))
+    assert [(row["parameter"], row["block"]) for row in read["parameters"]] == [
+        ("0.weight", "0"),
+        ("0.bias", "0"),
+        ("1.weight", None),
+        ("1.bias", None),
+        ("2.weight", "2"),
+        ("2.bias", "2"),
+    ]
+    assert read["strategy"] == "mem-opt"
+    assert [set(block["owners"]) for block in read["blocks"].values()] == [{"A", "G"}, {"A", "G"}]
+    (first,), (second,) = (block["gradient_workers"] for block in read["blocks"].values())
+    assert {first, second} == {0, 1}
+    assert read["blocks"]["0"]["sources"] == [first, first]
+    assert len(read["ranks"]) == 2
+    # Each rank has the factors of one layer, and the data of their solver: in single precision.
+    assert read["ranks"][first]["factors"] >= 4 * (5**2 + 8**2)
+    assert all(rank["total"] == sum(rank.values()) - rank["total"] for rank in read["ranks"])
+
+
+def test_inspect_shows_layers_of_every_kind(models):
+    out = succeeded(models("inspect", "mymodels:make", "--all-layers"))
+    assert "6 of 6 parameters in 3 block(s)" in out
+
+
 @pytest.mark.parametrize(("path", "shape"), [("Model", "3x3"), ("instance", "6x5")])
 def test_inspect_takes_classes_and_models(models, path, shape):
     assert shape in succeeded(models("inspect", f"mymodels:{path}"))
@@ -257,6 +284,11 @@ def test_inspect_says_what_is_wrong(models, arguments, message):
     [
         (["train", "--workload", "mnist"], "no workload 'mnist'; there are: digits-autoencoder"),
         (["train", "--optimizer", "lion"], "no optimizer 'lion'; there are: sgd"),
+        (["compare", "--optimizers", "sgd,sgd"], "--optimizers has 'sgd' more than once"),
+        (
+            ["compare", "--strategies", "mem-opt,comm-opt,mem-opt"],
+            "--strategies has 'mem-opt' more than once",
+        ),
         (["compare", "--optimizers", "sgd,soap"], "soframe:METHOD; did you mean soframe:soap?"),
         (["train", "--optimizer", "sgd", "--workload", "byte-gpt"], "byte-gpt sgd; or pass --lr"),
         (["demo", "--seed", "1000"], "seed 1000 is the one that settings were tuned on"),

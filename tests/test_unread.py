@@ -159,3 +159,30 @@ def test_of_a_trust_region_all_methods_count(method: Any) -> None:
             build()
     else:
         build()
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "forward-only"])
+def test_a_loss_that_no_fisher_reads(fisher: str) -> None:
+    with pytest.raises(ValueError, match=r"loss=CrossEntropy.* would change nothing") as error:
+        Preconditioner(net(), fisher=fisher, loss="cross-entropy", lr=0.1)
+    assert f"fisher={fisher!r} does not read it" in str(error.value)
+
+
+def test_settings_of_an_auxiliary_method_that_has_no_parameter() -> None:
+    settings: dict[str, Any] = {
+        "auxiliary_lr": 0.1,
+        "auxiliary_weight_decay": 0.0,
+        "auxiliary_weight_decay_kind": "cautious",
+        "auxiliary_constraint": "hyperball",
+    }
+    model = net()
+    for name, value in settings.items():
+        with pytest.raises(ValueError, match=f"^{name}={value!r} would change nothing"):
+            soframe.Optimizer(model, "soap", lr=0.1, **{name: value})
+    # What is frozen may be its own later; and the failed ones have left nothing on the model.
+    model.get_submodule("4").requires_grad_(False)
+    optimizer = soframe.Optimizer(model, {"^[02]$": "kfac"}, lr=0.1, auxiliary_lr=0.2)
+    model.get_submodule("4").requires_grad_(True)
+    model(torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

@@ -27,7 +27,7 @@ from soframe.experiments.compare import (
     jsonable,
 )
 from soframe.experiments.config import TRUST_REGIONS, RunConfig, method_of
-from soframe.experiments.inspection import build_model, inspect
+from soframe.experiments.inspection import as_dict, build_model, inspect
 from soframe.experiments.launch import WorkerError
 from soframe.experiments.records import FIRST_ORDER, SECOND_ORDER, verdict
 from soframe.experiments.train import run
@@ -270,6 +270,9 @@ def compare_command(
     with _user_errors():
         problem = workload(workload_name)
         chosen = tuning.optimizers(optimizers.split(","))
+        ways = strategies.split(",")
+        _require_once("--optimizers", chosen)
+        _require_once("--strategies", ways)
         if strategies != STRATEGIES[0] and "kfac" not in chosen:
             raise ValueError(
                 f"--strategies {strategies} is of kfac, which is not among --optimizers "
@@ -278,7 +281,7 @@ def compare_command(
         configs = [
             tuning.tuned(workload_name, name, seconds=seconds, seed=seed, strategy=strategy)
             for name in chosen
-            for strategy in (strategies.split(",") if name == "kfac" else STRATEGIES[:1])
+            for strategy in (ways if name == "kfac" else STRATEGIES[:1])
         ]
         screen = console(to_stderr=as_json)
         with bars(screen, [config.label for config in configs]) as watch:
@@ -298,6 +301,12 @@ def compare_command(
     screen.print(f"Plot: {plot}", soft_wrap=True)
 
 
+def _require_once(option: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{option} has {name!r} more than once, and every run is the same one")
+
+
 @app.command("inspect")
 def inspect_command(
     model: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Builds the model.")],
@@ -305,6 +314,14 @@ def inspect_command(
     strategy: Strategy = "comm-opt",
     method: Annotated[str, typer.Option(help="The curvature method.")] = "kfac",
     solver: Annotated[str, typer.Option(help="The solver.")] = "eigen",
+    all_layers: Annotated[
+        bool,
+        typer.Option(
+            "--all-layers",
+            help='As with layers="all": norms, embeddings and others have blocks too.',
+        ),
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a preconditioner would do with your model: every parameter, and every rank.
 
@@ -318,7 +335,11 @@ def inspect_command(
             strategy=strategy,
             method=method,
             solver=solver,
+            all_layers=all_layers,
         )
+    if as_json:
+        _print_json(as_dict(report, placement))
+        return
     typer.echo(f"{report}\n\n{placement}")
 
 

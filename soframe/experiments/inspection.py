@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -74,7 +75,13 @@ def _import(name: str) -> Any:
 
 
 def inspect(
-    model: nn.Module, *, world_size: int, strategy: str, method: str, solver: str
+    model: nn.Module,
+    *,
+    world_size: int,
+    strategy: str,
+    method: str,
+    solver: str,
+    all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Registers a model as a preconditioner would, on ranks that exist on paper.
 
@@ -84,6 +91,7 @@ def inspect(
         strategy: The strategy's name.
         method: The method's name.
         solver: The solver's name.
+        all_layers: Whether layers of every kind that has a helper have blocks.
 
     Returns:
         Where every parameter ends, and who does what.
@@ -101,9 +109,43 @@ def inspect(
             strategy=strategy,
             backend=Recording(world_size=world_size),
             kl_clip=None,
+            layers="all" if all_layers else None,
         )
     except ValueError as error:
         raise InspectionError(str(error)) from error
     report, placement = preconditioner.report(), preconditioner.placement
     preconditioner.close()
     return report, placement
+
+
+def as_dict(report: soframe.Report, placement: soframe.Placement) -> dict[str, Any]:
+    """Says in plain values what `inspect` returns.
+
+    Args:
+        report: Where every parameter ends.
+        placement: Who does what.
+
+    Returns:
+        `"parameters"`, a mapping for each row of the report; `"blocks"`, for each block the
+        `"owners"` of its factors by name, its `"gradient_workers"`, and the `"sources"`, from which
+        each rank has its direction; `"ranks"`, for each rank the bytes that it holds; the
+        `"strategy"`, and its `"notes"`.
+    """
+    placed = zip(placement.work, placement.blocks, strict=True)
+    return {
+        "strategy": placement.strategy,
+        "notes": list(placement.notes),
+        "parameters": [asdict(row) for row in report],
+        "blocks": {
+            work.name: {
+                "owners": {
+                    factor.name: owner
+                    for factor, owner in zip(work.factors, block.owners, strict=True)
+                },
+                "gradient_workers": list(block.gradient_workers),
+                "sources": list(block.sources),
+            }
+            for work, block in placed
+        },
+        "ranks": [placement.memory(rank) for rank in range(placement.world_size)],
+    }
