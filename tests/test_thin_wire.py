@@ -42,6 +42,7 @@ def test_where_it_may_not_it_says_so():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_leaves_no_thread_of_its_group(tmp_path):
     """One would abort the process now and then, should it need Python while that ends."""
     if not Path("/proc/self/task").exists():
