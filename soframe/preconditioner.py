@@ -51,7 +51,7 @@ from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
-from soframe.gradients.accumulation import Accumulation
+from soframe.gradients.accumulation import Accumulation, OptimizerSteps
 from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
@@ -302,6 +302,7 @@ class Preconditioner(Uncopied, Joinable):
             self._scaling, self._samples = curvature.scaling, curvature.samples
             self._loss_average = curvature.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
+            self._optimizer_steps = OptimizerSteps(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._background = Background(cadence.background, overlap=self.backend.overlap)
             self._gradients = gradients
@@ -808,7 +809,7 @@ class Preconditioner(Uncopied, Joinable):
         """
         if again:
             self._accumulation.close()
-        self._accumulation = Accumulation(self._blocks)
+        self._accumulation = Accumulation(self._blocks, self._optimizer_steps)
         self._effect = Effect(
             self._model,
             self._blocks,
@@ -831,6 +832,7 @@ class Preconditioner(Uncopied, Joinable):
             capture=self._capture,
             sampler=self._sampler,
             part_of=self._pipeline.part_of,
+            given_up=self._accumulation.given_up,
         )
         if again:
             statistics.resume(self._statistics)
@@ -1163,7 +1165,8 @@ class Preconditioner(Uncopied, Joinable):
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
 
-        For a batch given up before ``step``: call it where gradients are zeroed, on every rank.
+        For a batch given up before ``step``, where `soframe.gradients.accumulation` cannot tell
+        that its gradients were zeroed: call it there, on every rank.
         """
         due = self._refresh.observed(self._placed, self._steps)
         self._statistics.begin(due, self._steps)
@@ -1185,6 +1188,7 @@ class Preconditioner(Uncopied, Joinable):
         """
         self._capture.close()
         self._accumulation.close()
+        self._optimizer_steps.close()
         claims.release(self._capture)
         self._background.close()
         self._statistics.arrive()

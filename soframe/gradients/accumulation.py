@@ -1,4 +1,4 @@
-"""Whether gradients were zeroed after they were preconditioned.
+"""Whether gradients were zeroed after they were preconditioned, given up before, or used already.
 
 Where gradients are accumulated over several backward passes, a step belongs after the last of them.
 A step after each (a loop without Accelerate's ``sync_gradients``, for example) preconditions the
@@ -11,6 +11,14 @@ A tensor counts the changes made to it, and a hook runs once autograd has added 
 parameters: nothing is read of their values, so the host does not wait for the device (unless there
 is something to be suspicious of).
 
+A batch may be given up: its gradients are zeroed, and no step comes, as while preconditioning has
+not begun yet. What its backward passes have gathered must not count as micro-batches of the next
+one. It shows when the next backward pass begins: what autograd has left is there no longer, or it
+is zero.
+
+An optimizer that steps between the backward pass and the preconditioner has used the raw gradient,
+and what the preconditioner writes is used by nobody. A hook on the optimizer counts its steps.
+
 Two cases look as if somebody had zeroed: several backward passes between such steps, of each of
 which DistributedDataParallel writes the average, and its ``gradient_as_bucket_view=True``, where
 all gradients of a bucket count their changes together. No error is raised in these.
@@ -20,11 +28,51 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from soframe.blocks import stacks
 from soframe.blocks.block import Block
+
+
+class OptimizerSteps:
+    """Counts the steps of the optimizer that the gradients are for.
+
+    Args:
+        optimizer: The optimizer; None, or one without hooks, whose steps nobody sees.
+
+    Attributes:
+        count: How many it has taken.
+    """
+
+    def __init__(self, optimizer: object) -> None:
+        self.count = 0
+        self._finalizer: weakref.finalize[..., OptimizerSteps] | None = None
+        # A trainer's wrapper is an optimizer by its class alone, and hands steps to another one.
+        while not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            if (inner := getattr(optimizer, "optimizer", None)) is None:
+                return
+            optimizer = inner
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        counter = weakref.WeakMethod(self._stepped)
+
+        def stepped(*_: Any) -> None:
+            if (count := counter()) is not None:
+                count()
+
+        handle = optimizer.register_step_post_hook(stepped)
+        self._finalizer = weakref.finalize(self, handle.remove)
+
+    def _stepped(self) -> None:
+        self.count += 1
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 class _Watched:
@@ -36,10 +84,12 @@ class _Watched:
 
     of_soframe = True
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, steps: OptimizerSteps) -> None:
         self.block, self.parameter = block, next(iter(block.parameters.values()))
-        self._home = block.home
+        self._home, self._steps = block.home, steps
         self._written: tuple[weakref.ref[Tensor], int] | None = None
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
+        self._at = 0
         self._added = self.used = False
 
     def __call__(self, parameter: nn.Parameter) -> None:
@@ -48,8 +98,9 @@ class _Watched:
         Args:
             parameter: The parameter, whose gradient has just been accumulated.
         """
-        self.used = True
+        self.used, self._at = True, self._steps.count
         gradient, written = self.gradient, self._written
+        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
         self._added = (
             self._home.filled_by_autograd  # else what is added later looks like a change
             and written is not None
@@ -68,6 +119,10 @@ class _Watched:
     def gradient(self) -> Tensor | None:
         """The gradient as it is."""
         return self._home.read(self.parameter)
+
+    def begin(self) -> None:
+        """Begin a window: nothing has been left in it so far."""
+        self.used, self._left = False, None
 
     def wrote(self) -> None:
         """Note the gradient as it is."""
@@ -93,6 +148,24 @@ class _Watched:
         return gradient._version == version or bool(gradient.any())
 
     @property
+    def gone(self) -> bool:
+        """Whether what the backward passes of this window have left was zeroed."""
+        if self._left is None or not self._home.filled_by_autograd:
+            return False
+        if stacks.consumes_gradients(self.parameter):
+            return False  # they keep it elsewhere
+        if (gradient := self.gradient) is None:
+            return True
+        reference, version = self._left
+        as_it_was = reference() is gradient and gradient._version == version
+        return not as_it_was and not bool(gradient.any())
+
+    @property
+    def late(self) -> bool:
+        """Whether the optimizer has stepped since the last backward pass of this window."""
+        return self.used and self._steps.count > self._at and self.gradient is not None
+
+    @property
     def stands(self) -> bool:
         """Whether the gradient is the one that a step wrote, and nobody has touched it since."""
         if self.used or self._written is None or not self._home.filled_by_autograd:
@@ -111,11 +184,12 @@ class Accumulation:
 
     Args:
         blocks: The blocks.
+        steps: Those of the optimizer.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], steps: OptimizerSteps) -> None:
         ends = (*blocks[:1], *blocks[-1:])  # of a stage of a pipeline, perhaps none
-        self._watched = [_Watched(block) for block in dict.fromkeys(ends)]
+        self._watched = [_Watched(block, steps) for block in dict.fromkeys(ends)]
         handles = [w.parameter.register_post_accumulate_grad_hook(w) for w in self._watched]
         self._finalizer = weakref.finalize(self, _remove, handles)
 
@@ -124,8 +198,15 @@ class Accumulation:
 
         Raises:
             RuntimeError: If a backward pass has added to preconditioned gradients, or none has come
-                since they were preconditioned.
+                since they were preconditioned; or if the optimizer has stepped since the last one.
         """
+        for watched in self._watched:
+            if watched.late:
+                raise RuntimeError(
+                    f"{watched.block.name}: optimizer.step() came between the backward pass and "
+                    f"preconditioner.step(), so the weights have moved along the raw gradient, and "
+                    f"nobody would use the preconditioned one. Call preconditioner.step() first"
+                )
         with_gradient = [watched for watched in self._watched if watched.gradient is not None]
         if with_gradient and all(watched.stands for watched in with_gradient):
             raise RuntimeError(
@@ -146,7 +227,15 @@ class Accumulation:
     def begin(self) -> None:
         """Begin a window."""
         for watched in self._watched:
-            watched.used = False
+            watched.begin()
+
+    def given_up(self) -> bool:
+        """Return whether the gradients of the backward passes so far were zeroed, in this window.
+
+        The host waits for the device where a gradient has changed since autograd left it.
+        """
+        used = [watched for watched in self._watched if watched.used]
+        return bool(used) and all(watched.gone for watched in used)
 
     @property
     def any(self) -> bool:

@@ -72,6 +72,8 @@ class Statistics:
         sampler: Takes some of their rows.
         part_of: Returns which of several stages of a pipeline a block belongs to. A backward pass
             is one stage's, and there are as many of each.
+        given_up: Returns whether the gradients of the backward passes so far were zeroed: the next
+            one is the first of another batch.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Statistics:
         capture: Capture,
         sampler: Sampler,
         part_of: Callable[[Block], int],
+        given_up: Callable[[], bool],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
@@ -118,6 +121,7 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
+        self._given_up = given_up
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # which stage each pass is of
@@ -199,6 +203,8 @@ class Statistics:
         Raises:
             ValueError: If the helper's rows are none.
         """
+        if self._loss_scales and number not in self._loss_scales and self._given_up():
+            self._forget()
         block = self._block_of[helper]
         version = gradient._version
         rows = helper.output_rows(gradient)
@@ -498,13 +504,17 @@ class Statistics:
             step: Completed steps.
         """
         self._sampler.begin(step)
+        self._forget()
+        self._expect(due)
+        self.share = 1.0
+
+    def _forget(self) -> None:
+        """Forget the backward passes so far."""
         for block in self._blocks:
             block.begin_window()
-        self._expect(due)
         self._passes = self._passes.anew()
         self._parts, self._everybodys = {}, (0, 0)
         self._loss_scales = {}
-        self.share = 1.0
         self._shared.forget()
 
 
