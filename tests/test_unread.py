@@ -161,13 +161,6 @@ def test_of_a_trust_region_all_methods_count(method: Any) -> None:
         build()
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "forward-only"])
-def test_a_loss_that_no_fisher_reads(fisher: str) -> None:
-    with pytest.raises(ValueError, match=r"loss=CrossEntropy.* would change nothing") as error:
-        Preconditioner(net(), fisher=fisher, loss="cross-entropy", lr=0.1)
-    assert f"fisher={fisher!r} does not read it" in str(error.value)
-
-
 def test_settings_of_an_auxiliary_method_that_has_no_parameter() -> None:
     settings: dict[str, Any] = {
         "auxiliary_lr": 0.1,

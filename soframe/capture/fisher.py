@@ -24,12 +24,9 @@ from soframe.capture.counting import Samples, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
-from soframe.registry import describe
 
 Kind = Literal["empirical", "forward-only", "monte-carlo", "type-2"]
 KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo", "type-2")
-PROBED = ("monte-carlo", "type-2")
-"""Those of a declared loss: they need output gradients besides those of its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,13 @@ class Fisher:
             raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
         if self.probed and self.loss is None:
             raise ValueError(f"fisher={self.kind!r} needs loss=, for example loss='cross-entropy'")
-        if self.loss is not None and not self.probed:
-            raise ValueError(
-                f"loss={describe(self.loss)} would change nothing: fisher={self.kind!r} does not "
-                f"read it. Leave it out, or choose fisher='monte-carlo' or 'type-2'"
-            )
         if self.samples < 1:
             raise ValueError(f"Fisher: samples must be at least 1, not {self.samples}")
 
     @property
     def probed(self) -> bool:
-        """Whether it is one of ``PROBED``."""
-        return self.kind in PROBED
+        """Whether it needs output gradients besides those of the loss's own backward pass."""
+        return self.kind in ("monte-carlo", "type-2")
 
     def observe(
         self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"

@@ -2,7 +2,7 @@
 
 Two kinds of settings are none of these. What says when work is done, such as ``solve_every``,
 ``stagger`` or ``background``, bounds work, and the bound is kept where there is none. What says
-what is true of the loss, ``samples`` and ``loss_average``, stays true.
+what is true of the loss, ``loss``, ``samples`` and ``loss_average``, stays true.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
-from soframe.capture.fisher import PROBED
 from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
 from soframe.methods.base import Method
@@ -76,8 +75,7 @@ class Methods:
         reads = [self.captures(which) for which in range(len(self.others) + 1)]
         reads[0] = reads[0] or (not any(reads) and fisher != usual)
         plain: dict[str, Any] = {"fisher": "empirical"}
-        asked = {"fisher": fisher, "loss": loss if fisher in PROBED else None}
-        return [asked if captures else plain for captures in reads]
+        return [{"fisher": fisher, "loss": loss} if captures else plain for captures in reads]
 
     @property
     def damped(self) -> bool:

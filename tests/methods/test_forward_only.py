@@ -199,7 +199,7 @@ def test_observing_is_not_needed_and_not_refused() -> None:
     results = []
     for observed in (True, False):
         model = fill(Net())
-        with closing(preconditioner(model, fisher="forward-only")) as own:
+        with closing(preconditioner(model, fisher="forward-only", loss="cross-entropy")) as own:
             x, y = data(0)
             output = model(x)
             if observed:
