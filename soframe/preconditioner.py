@@ -832,13 +832,23 @@ class Preconditioner(Uncopied, Joinable):
             capture=self._capture,
             sampler=self._sampler,
             part_of=self._pipeline.part_of,
-            given_up=self._accumulation.given_up,
+            given_up=self._gave_up,
         )
         if again:
             statistics.resume(self._statistics)
         self._statistics = statistics
         self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
         statistics.listen()
+
+    def _gave_up(self) -> bool:
+        """Return whether the backward passes so far are of a batch that was given up.
+
+        The scale of the loss may then be another one from now on.
+        """
+        given_up = self._accumulation.given_up()
+        if given_up:
+            self._loss_scale.begin()
+        return given_up
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""

@@ -163,7 +163,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def plain(case: Case, *, clips: str = "gradients", forgets: bool = True) -> dict[str, Tensor]:
+def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
     """Train in a loop written out, and return the weights.
 
     It is in float64, without checkpoints, and of one batch where a trainer has micro-batches.
@@ -171,8 +171,6 @@ def plain(case: Case, *, clips: str = "gradients", forgets: bool = True) -> dict
     Args:
         case: The case.
         clips: Whether ``"gradients"`` are clipped or ``"directions"``.
-        forgets: Whether a `soframe.Optimizer` is told that a batch without a step is given up: by
-            its ``zero_grad``, which not every trainer calls.
     """
     model = network()
     optimizer = base(model, case)
@@ -188,8 +186,6 @@ def plain(case: Case, *, clips: str = "gradients", forgets: bool = True) -> dict
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if not (case.fp16 and case.spoilt and number == SPOILT):
             optimizer.step()
-        elif isinstance(optimizer, soframe.Optimizer) and forgets:
-            optimizer.preconditioner.reset_batch()
         optimizer.zero_grad()
     return weights(model)
 
@@ -228,7 +224,6 @@ def assert_plain(
     atol: float,
     *,
     clips: str = "gradients",
-    forgets: bool = True,
 ) -> None:
     """Check the weights of a trainer against those of the plain loop in float64.
 
@@ -238,9 +233,8 @@ def assert_plain(
             that they go.
         atol: By how much they may be off in other cases.
         clips: See `plain`.
-        forgets: See `plain`.
     """
-    expected = plain(case, clips=clips, forgets=forgets)
+    expected = plain(case, clips=clips)
     if not (case.bf16 or case.fp16):
         assert_equal(found, {k: w.to(case.dtype) for k, w in expected.items()}, atol)
         return

@@ -135,7 +135,7 @@ def _adding(trainer: Any, callbacks: list[Any]) -> Any:
 def test_equal_to_the_plain_loop(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
     case = {"clip": Case(clip=0.05), **CASES}[name]
-    assert_plain(train(str(tmp_path), case), case, TIGHT, forgets=False)
+    assert_plain(train(str(tmp_path), case), case, TIGHT)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -255,4 +255,4 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert_plain(whole, Case(), 1e-8)
         assert_equal(resumed, whole, 0)
         for found, case in zip(cases, CASES.values(), strict=True):
-            assert_plain(found, case, 1e-8, forgets=False)  # it is the model that it zeroes
+            assert_plain(found, case, 1e-8)
