@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from soframe.blocks import stacks
+from soframe.blocks import dtensors, stacks
 from soframe.blocks.block import Block
 
 
@@ -156,6 +156,8 @@ class _Watched:
             return False  # they keep it elsewhere
         if (gradient := self.gradient) is None:
             return True
+        if dtensors.is_dtensor(gradient):
+            return False  # to look at all of it, ranks would have to meet within the backward pass
         reference, version = self._left
         as_it_was = reference() is gradient and gradient._version == version
         return not as_it_was and not bool(gradient.any())
