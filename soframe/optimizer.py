@@ -155,14 +155,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         self._moved: Mapping[str, Tensor] = {}
         self._rebuilt = False
         self._group()
-        auxiliaries = {
-            "auxiliary_lr": auxiliary_lr,
-            "auxiliary_weight_decay": auxiliary_weight_decay,
-            "auxiliary_weight_decay_kind": auxiliary_weight_decay_kind,
-            "auxiliary_constraint": auxiliary_constraint,
-        }
         try:
-            self._require_auxiliary(auxiliaries)
             with self.preconditioner.together():
                 for ball in self._constrained():
                     ball.norms()  # raises where there is none to keep
@@ -170,25 +163,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             self.preconditioner.close()
             raise
         self._ready = True
-
-    def _require_auxiliary(self, settings: Mapping[str, object]) -> None:
-        """Check that settings of the auxiliary method which were chosen are read.
-
-        Args:
-            settings: Their values by name; None for what was not chosen.
-
-        Raises:
-            ValueError: If the auxiliary method has no parameter on any stage, and none is frozen.
-        """
-        # What is frozen now may be the auxiliary method's once it is thawed.
-        frozen = any(not p.requires_grad for p in self._model.parameters())
-        has = frozen or any(block.auxiliary for block in self.preconditioner.blocks)
-        chosen = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
-        if not self.preconditioner.on_any_stage(has) and chosen:
-            raise ValueError(
-                f"{', '.join(chosen)} would change nothing: method= takes every trainable "
-                f"parameter of this model, and auxiliary= none. Leave it out"
-            )
 
     def _group(self) -> None:
         """Let every method have a param group of its own.

@@ -1135,16 +1135,6 @@ class Preconditioner(Uncopied, Joinable):
         """
         return self._stages.together()
 
-    def on_any_stage(self, flag: bool) -> bool:
-        """Return whether something holds on any stage of a model; each must ask.
-
-        Args:
-            flag: Whether it holds on this one.
-
-        :meta private:
-        """
-        return self._stages.any(flag)
-
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
         """Let what one rank cannot load be loaded by none, of all copies of all stages.
 

@@ -234,10 +234,14 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
 def test_matrices_of_the_method_keep_their_norm(method: str) -> None:
     """Biases, gains and what is the auxiliary method's do not; nor does their decay end."""
     model = net()
-    takes_all = method in ("soap", "adamw")
-    of_others = {} if takes_all else {"auxiliary_weight_decay": 0.1, "auxiliary_lr": 0.01}
     optimizer = soframe.Optimizer(
-        model, method, lr=0.05, constraint="hyperball", **of_others, **EVERY_STEP
+        model,
+        method,
+        lr=0.05,
+        constraint="hyperball",
+        auxiliary_weight_decay=0.1,
+        auxiliary_lr=0.01,
+        **EVERY_STEP,
     )
     before = copy.deepcopy(model.state_dict())
     start = norms(model)

@@ -115,8 +115,6 @@ def test_a_closure_is_called_and_its_loss_returned() -> None:
 @pytest.mark.parametrize("method", ["soap-muon", "ekfac", "shampoo"])
 def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     settings = {**SETTINGS, "statistics_every": 1, "solve_every": 2}
-    if method == "shampoo":  # which takes every parameter
-        del settings["auxiliary_lr"]
     model = text()
     optimizer = soframe.Optimizer(model, method, **settings)
     train(optimizer, model, range(4))
@@ -166,7 +164,7 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="not the state of a soframe"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     other = text()
-    foreign = soframe.Optimizer(other, "soap", lr=0.02).state_dict()
+    foreign = soframe.Optimizer(other, "soap", **SETTINGS).state_dict()
     with pytest.raises(ValueError, match="the state has param groups"):
         optimizer.load_state_dict(foreign)
     train(optimizer, model, range(2))

@@ -161,21 +161,10 @@ def test_of_a_trust_region_all_methods_count(method: Any) -> None:
         build()
 
 
-def test_settings_of_an_auxiliary_method_that_has_no_parameter() -> None:
-    settings: dict[str, Any] = {
-        "auxiliary_lr": 0.1,
-        "auxiliary_weight_decay": 0.0,
-        "auxiliary_weight_decay_kind": "cautious",
-        "auxiliary_constraint": "hyperball",
-    }
-    model = net()
-    for name, value in settings.items():
-        with pytest.raises(ValueError, match=f"^{name}={value!r} would change nothing"):
-            soframe.Optimizer(model, "soap", lr=0.1, **{name: value})
-    # What is frozen may be its own later; and the failed ones have left nothing on the model.
-    model.get_submodule("4").requires_grad_(False)
-    optimizer = soframe.Optimizer(model, {"^[02]$": "kfac"}, lr=0.1, auxiliary_lr=0.2)
-    model.get_submodule("4").requires_grad_(True)
-    model(torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
-    optimizer.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+def test_one_word_changes_the_method() -> None:
+    """Settings of the auxiliary method are of what is left out, which may be nothing."""
+    settings: dict[str, Any] = {"auxiliary_lr": 0.1, "auxiliary_weight_decay": 0.1}
+    for method in ("soap-muon", "soap"):
+        optimizer = soframe.Optimizer(net(), method, lr=0.1, **settings)
+        left_out = any(block.auxiliary for block in optimizer.preconditioner.blocks)
+        assert left_out == (method == "soap-muon")
