@@ -12,6 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -824,6 +825,16 @@ class Preconditioner(Uncopied, Joinable):
             world_size=self.backend.world_size,
             own_gradients=self._fisher.probed,
         )
+        # What listens to layers goes with the next collection of garbage, and these go at once.
+        accumulation, loss_scale = weakref.ref(self._accumulation), self._loss_scale
+
+        def given_up() -> bool:
+            watching = accumulation()
+            gone = watching is not None and watching.given_up()
+            if gone:
+                loss_scale.begin()  # it may be another one from now on
+            return gone
+
         statistics = Statistics(
             self._placed,
             scale=scale,
@@ -832,23 +843,13 @@ class Preconditioner(Uncopied, Joinable):
             capture=self._capture,
             sampler=self._sampler,
             part_of=self._pipeline.part_of,
-            given_up=self._gave_up,
+            given_up=given_up,
         )
         if again:
             statistics.resume(self._statistics)
         self._statistics = statistics
         self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
         statistics.listen()
-
-    def _gave_up(self) -> bool:
-        """Return whether the backward passes so far are of a batch that was given up.
-
-        The scale of the loss may then be another one from now on.
-        """
-        given_up = self._accumulation.given_up()
-        if given_up:
-            self._loss_scale.begin()
-        return given_up
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""

@@ -42,7 +42,8 @@ class OptimizerSteps:
     """Counts the steps of the optimizer that the gradients are for.
 
     Args:
-        optimizer: The optimizer; None, or one without hooks, whose steps nobody sees.
+        optimizer: The optimizer, or a trainer's wrapper of it; None, or one that has no hooks on
+            its steps, which then nobody sees.
 
     Attributes:
         count: How many it has taken.
@@ -51,19 +52,15 @@ class OptimizerSteps:
     def __init__(self, optimizer: object) -> None:
         self.count = 0
         self._finalizer: weakref.finalize[..., OptimizerSteps] | None = None
-        # A trainer's wrapper is an optimizer by its class alone, and hands steps to another one.
-        while not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            if (inner := getattr(optimizer, "optimizer", None)) is None:
-                return
-            optimizer = inner
-        assert isinstance(optimizer, torch.optim.Optimizer)
+        if (inner := _innermost(optimizer)) is None:
+            return
         counter = weakref.WeakMethod(self._stepped)
 
         def stepped(*_: Any) -> None:
             if (count := counter()) is not None:
                 count()
 
-        handle = optimizer.register_step_post_hook(stepped)
+        handle = inner.register_step_post_hook(stepped)
         self._finalizer = weakref.finalize(self, handle.remove)
 
     def _stepped(self) -> None:
@@ -73,6 +70,22 @@ class OptimizerSteps:
         """Remove the hook."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _innermost(optimizer: object) -> torch.optim.Optimizer | None:
+    """Return who takes the steps of an optimizer, if its steps can be hooked.
+
+    A trainer's wrapper is no optimizer, or one by its class alone, and hands steps to another one.
+    """
+    looked_at = []
+    while optimizer is not None and optimizer not in looked_at:
+        looked_at.append(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(
+            optimizer
+        ):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
 
 
 class _Watched:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -160,13 +162,17 @@ def test_a_batch_that_is_given_up_does_not_count(
 
 def given_up_on_ranks(rank: int, world_size: int) -> None:
     for zero in (in_place, to_none):
-        expected = given_up(rank, world_size, zero, "before", {}, [])
-        same(given_up(rank, world_size, zero, "before", {}, GIVEN_UP), expected)
+        for ddp in ({}, {"gradient_as_bucket_view": True}):
+            expected = given_up(rank, world_size, zero, "before", ddp, [])
+            same(given_up(rank, world_size, zero, "before", ddp, GIVEN_UP), expected)
 
 
 @pytest.mark.distributed
-def test_a_batch_that_all_ranks_give_up_does_not_count() -> None:
-    run_ranks(given_up_on_ranks, 2)
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
+def test_a_batch_that_all_ranks_give_up_does_not_count(ranks: int) -> None:
+    run_ranks(given_up_on_ranks, ranks)
 
 
 def test_micro_batches_that_are_clipped_or_cloned_are_not_given_up() -> None:
@@ -235,7 +241,19 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one))])
+class Delegate:
+    """A wrapper that is no optimizer, and has whatever its own one has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one)), Delegate]
+)
 @pytest.mark.parametrize("every", [1, 3])
 def test_an_optimizer_that_steps_first(wrap: Callable[[Any], Any], every: int) -> None:
     """It has used the raw gradient, whether statistics are due or not."""
@@ -258,6 +276,25 @@ def test_an_optimizer_that_steps_first(wrap: Callable[[Any], Any], every: int) -
         assert all(map(torch.equal, before, after))
     own.close()
     assert not sgd._optimizer_step_post_hooks
+
+
+def test_what_nobody_has_any_more_goes_with_its_hooks() -> None:
+    """At once, and not with the next collection of garbage."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = build(model, optimizer=optimizer)
+    backward(model)
+    own.step()
+    gc.collect()
+    gc.disable()
+    try:
+        there = weakref.ref(own)
+        del own
+        assert there() is None
+    finally:
+        gc.enable()
+    assert not optimizer._optimizer_step_post_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_copies_have_no_hooks() -> None:
