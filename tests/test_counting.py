@@ -608,16 +608,6 @@ def test_what_is_said_is_used_up_by_a_backward_pass() -> None:
             own.step()
 
 
-def test_one_graph_may_be_differentiated_twice() -> None:
-    model, x = fill(chain()), randn(4, 3)
-    with closing(preconditioner(model)) as own:
-        own.count(4)
-        loss = model(x).square().mean() / 2
-        loss.backward(retain_graph=True)
-        loss.backward()
-        own.step()
-
-
 def test_forward_passes_may_all_come_first() -> None:
     found = []
     for first in (True, False):

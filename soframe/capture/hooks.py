@@ -42,6 +42,18 @@ from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
 from soframe.layers.sharing import Together
 
+TRANSFORMED = (
+    "within a transformation of torch.func (vmap, grad, jacrev, jvp, hessian): take such "
+    "derivatives by torch.autograd.grad(..., create_graph=True), whose calls are seen"
+)
+"""How a layer is called that `Capture` cannot see, and what to do."""
+
+WITH_OTHERS = (
+    "with tensors made of its parameters, as by torch.func.functional_call with fast weights: "
+    "precondition what is called with its own"
+)
+"""Likewise."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -69,8 +81,12 @@ class Sink(Protocol):
         number: int,
         probe: Probe | None = None,
         said: Batch | None = None,
+        earlier: int | None = None,
     ) -> None:
-        """Take one call: its inputs, its output gradient, the number of the backward pass."""
+        """Take one call: its inputs, its output gradient, the number of the backward pass.
+
+        ``earlier`` is that of another pass through the same call, if there was one in this window.
+        """
 
 
 class _Keep(torch.autograd.Function):
@@ -179,7 +195,7 @@ class Capture:
         batch: What is known of the forward passes under way.
         told: Whether anything was ever said of one by `Preconditioner.count`.
         failure: What the step is to raise, on every rank.
-        warned: Whether it was said that calls within ``torch.func`` give no statistics.
+        warned: Whether it was said that calls that are not seen give no statistics.
     """
 
     sink: Sink | None = None
@@ -370,7 +386,10 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or (pairs := self._own(helper)) is None:
+        if self.sink is None:
+            return
+        if (pairs := self._own(helper)) is None:
+            self._pass_by(helper, output)
             return
         again = self._begin_call()
         inner = helper.observe(args, kwargs, output)
@@ -465,17 +484,42 @@ class Capture:
         )
         listening = self.sink is not None and trained
         if listening and isinstance(inner, Tensor) and inner.requires_grad:
-            inner.register_hook(_Within(weakref.ref(self), self.names[helper]))
+            unseen = _Unseen(weakref.ref(self), name=self.names[helper], called=TRANSFORMED)
+            inner.register_hook(unseen)
 
-    def _warn_of(self, name: str) -> None:
-        """Say once that calls of a layer within ``torch.func`` give no statistics."""
+    def _pass_by(self, helper: LayerHelper, output: Any) -> None:
+        """Warn of a call with tensors made of the parameters, once a loss goes backward through it.
+
+        So does meta-learning, whose fast weights a backward pass takes back to the parameters.
+
+        Args:
+            helper: The helper.
+            output: What its module returned.
+        """
+        made = any(
+            now is not None and now is not registered and now.grad_fn is not None
+            for name, registered in helper.parameters.items()
+            for now in [parameter_of(helper.module, name)]
+        )
+        if made and isinstance(output, Tensor) and output.requires_grad:
+            trained = [p for p in helper.parameters.values() if p.requires_grad]
+            edges = tuple(get_gradient_edge(p).node for p in trained)
+            output.register_hook(
+                _Unseen(weakref.ref(self), name=self.names[helper], called=WITH_OTHERS, edges=edges)
+            )
+
+    def _warn_of(self, name: str, called: str) -> None:
+        """Say once that calls of a layer give no statistics.
+
+        Args:
+            name: The layer's.
+            called: How it is called, and what to do.
+        """
         if not self.warned:
             warnings.warn(
-                f"{name} is called within a transformation of torch.func (vmap, grad, jacrev, jvp, "
-                f"hessian). Its gradient has that call, and its statistics have not: the curvature "
-                f"of this layer, and of others that are called there, is that of other calls "
-                f"alone. Take such derivatives by torch.autograd.grad(..., create_graph=True), "
-                f"whose calls are seen, or skip the layer",
+                f"{name} is called {called}, or skip the layer. Its gradient has that call, and "
+                f"its statistics have not: the curvature of this layer, and of others that are "
+                f"called there, is that of other calls alone",
                 stacklevel=2,
             )
         self.warned = True
@@ -545,21 +589,15 @@ class Capture:
         # autograd.grad passes through here without adding to any parameter's gradient.
         return any(map(_accumulates, edges))
 
-    def _on_gradient(
-        self,
-        helper: LayerHelper,
-        kept: Tensor | None,
-        gradient: Tensor,
-        view: _View | _Arranged | None,
-        counting: frozenset[LayerHelper],
-        batch: Batch,
-    ) -> None:
+    def _on_gradient(self, call: _GradientHook, kept: Tensor | None, gradient: Tensor) -> None:
+        helper, view, batch = call.helper, call.view, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
             return
-        if counting != self.counting:
+        if call.counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter()
+        earlier = call.passed(self._passes, number)
         batch.end(batch.terms)
         device = gradient.device.type
         ours = torch.autocast(device, enabled=False)  # entering it takes a while
@@ -576,16 +614,23 @@ class Capture:
             gradient = dtensors.whole(gradient)
             of_output = gradient if view is None else view.of(gradient)
             if not zero.is_there():  # asked for every gradient of a step
-                self.sink(helper, inputs, of_output, number, self._probe, batch)
+                self.sink(helper, inputs, of_output, number, self._probe, batch, earlier)
                 return
             with zero.shaped(helper.module._parameters.values()):
-                self.sink(helper, inputs, of_output, number, self._probe, batch)
+                self.sink(helper, inputs, of_output, number, self._probe, batch, earlier)
 
 
 class _GradientHook:
-    """The tensor hook of one call."""
+    """The tensor hook of one call.
 
-    __slots__ = ("_batch", "_capture", "_counting", "_edges", "_helper", "_kept", "_view")
+    Attributes:
+        helper: The helper of the module that was called.
+        counting: The helpers of whose inputs none were kept then.
+        view: How the gradient that arrives becomes that of the output.
+        batch: What is known of the forward pass.
+    """
+
+    __slots__ = ("_capture", "_edges", "_kept", "_passed", "batch", "counting", "helper", "view")
 
     def __init__(
         self,
@@ -597,8 +642,9 @@ class _GradientHook:
         view: _View | _Arranged | None,
         batch: Batch,
     ) -> None:
-        self._capture, self._helper, self._kept, self._edges = capture, helper, kept, edges
-        self._counting, self._view, self._batch = counting, view, batch
+        self._capture, self._kept, self._edges = capture, kept, edges
+        self.helper, self.counting, self.view, self.batch = helper, counting, view, batch
+        self._passed: tuple[_Passes, int] | None = None
 
     def __call__(self, gradient: Tensor | None) -> None:
         capture, kept = self._capture(), self._kept
@@ -609,32 +655,52 @@ class _GradientHook:
             self._kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
-            capture._on_gradient(
-                self._helper, kept, gradient, self._view, self._counting, self._batch
-            )
+            capture._on_gradient(self, kept, gradient)
+
+    def passed(self, passes: _Passes, number: int) -> int | None:
+        """Note a backward pass through this call.
+
+        Args:
+            passes: Those of the window.
+            number: The number of the one under way.
+
+        Returns:
+            The number of another one of the window that was here before; None if there was none.
+        """
+        before, self._passed = self._passed, (passes, number)
+        if before is None or before[0] is not passes or before[1] == number:
+            return None
+        return before[1]
 
     def deliver(self, gradient: Tensor) -> None:
         """Hand on what a probe has brought, after its backward pass."""
         capture = self._capture()
         if capture is not None:
-            capture._on_gradient(
-                self._helper, self._kept, gradient, self._view, self._counting, self._batch
-            )
+            capture._on_gradient(self, self._kept, gradient)
 
 
-class _Within:
-    """The tensor hook of a call within ``torch.func``."""
+class _Unseen:
+    """The tensor hook of a call that gives no statistics, though its layer's gradient has it.
 
-    __slots__ = ("_capture", "_name")
+    Args:
+        capture: Warns.
+        name: The layer's.
+        called: How it is called, and what to do.
+        edges: The nodes of its parameters, one of which the pass must reach; empty if it must not.
+    """
 
-    def __init__(self, capture: weakref.ref[Capture], name: str) -> None:
-        self._capture, self._name = capture, name
+    __slots__ = ("_called", "_capture", "_edges", "_name")
+
+    def __init__(
+        self, capture: weakref.ref[Capture], *, name: str, called: str, edges: tuple[Any, ...] = ()
+    ) -> None:
+        self._capture, self._name, self._called, self._edges = capture, name, called, edges
 
     def __call__(self, gradient: Tensor) -> None:
         del gradient
         capture = self._capture()
-        if capture is not None:
-            capture._warn_of(self._name)
+        if capture is not None and (not self._edges or any(map(_accumulates, self._edges))):
+            capture._warn_of(self._name, self._called)
 
 
 class _NodeHook:

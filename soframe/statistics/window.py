@@ -176,10 +176,11 @@ class Statistics:
         number: int,
         probe: Probe | None = None,
         said: Batch | None = None,
+        earlier: int | None = None,
     ) -> None:
         """Add one call, in the phase of accumulation."""
         with self._backend.phases("accumulate"):
-            self.add(helper, inputs, gradient, number, probe, said)
+            self.add(helper, inputs, gradient, number, probe, said, earlier)
 
     def add(
         self,
@@ -189,6 +190,7 @@ class Statistics:
         number: int,
         probe: Probe | None = None,
         said: Batch | None = None,
+        earlier: int | None = None,
     ) -> None:
         """Add one call.
 
@@ -199,6 +201,7 @@ class Statistics:
             number: The number of the backward pass within the window.
             probe: The probe that the gradient comes from, if it is not the loss's.
             said: What is known of the forward pass.
+            earlier: The number of a backward pass that went through the same call before.
 
         Raises:
             ValueError: If the helper's rows are none.
@@ -206,6 +209,15 @@ class Statistics:
         if self._loss_scales and number not in self._loss_scales and self._given_up():
             self._forget()
         block = self._block_of[helper]
+        if earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
+            self._passes.fail(
+                RuntimeError(
+                    f"two backward passes went through the same call of {block.name!r}, as those "
+                    f"of two losses of one forward pass do (retain_graph=True). Each would count "
+                    f"as samples of its own, and they are the same: add the losses up, and call "
+                    f"backward() once"
+                )
+            )
         version = gradient._version
         rows = helper.output_rows(gradient)
         if gradient._version != version:

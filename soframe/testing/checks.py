@@ -147,8 +147,9 @@ class _Case:
             number: int,
             probe: Probe | None = None,
             said: Batch | None = None,
+            earlier: int | None = None,
         ) -> None:
-            del number, probe, said
+            del number, probe, said, earlier
             calls[helper].append((inputs, gradient))
 
         capture = Capture()

@@ -56,19 +56,22 @@ def with_graph(model: nn.Module, x: Tensor, step: int) -> None:
     average_gradients(model)
 
 
-def retained(model: nn.Module, x: Tensor, step: int) -> None:
-    """Two backwards through one graph, each with half of the loss."""
-    with no_sync(model):
-        loss = softplus(model(x)) / 2
-        loss.backward(retain_graph=True)
-        loss.backward()
-    average_gradients(model)
+class TwoHeads(nn.Module):
+    """Two losses of one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 1)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        trunk = self.trunk(x).tanh()
+        return tuple(head(trunk) for head in self.heads)
 
 
 CASES = {
     "probed by autograd.grad": Case(TwoLayers, train=probed),
     "gradients of the same graph": Case(TwoLayers, train=with_graph),
-    "retain_graph": Case(TwoLayers, train=retained),
 }
 
 
@@ -151,3 +154,73 @@ def test_gradient_set_to_none_after_backward() -> None:
     assert model.first.bias.grad is None
     assert torch.equal(model.last.weight.grad, want["last.weight"])
     assert torch.equal(model.last.bias.grad, want["last.bias"])
+
+
+def _two_losses(rank: int, world_size: int) -> str:
+    model = Case(TwoHeads).build()
+    preconditioner = precondition(model)
+    before = model.trunk.weight.detach().clone()
+    first, second = map(softplus, model(vectors(rank)))
+    first.backward(retain_graph=True)
+    # One rank alone is enough for all of them to hear of it.
+    if rank == 0:
+        second.backward()
+    gradient = model.trunk.weight.grad.clone()
+    with pytest.raises(RuntimeError, match="add the losses up, and call backward") as raised:
+        preconditioner.step()
+    assert torch.equal(model.trunk.weight.grad, gradient)
+    assert torch.equal(model.trunk.weight, before)
+    preconditioner.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_losses_that_go_backward_through_one_call_are_refused(world_size: int) -> None:
+    """Each would count as samples of its own, with a factor of the outputs that is too large."""
+    said = run_ranks(_two_losses, 2) if world_size == 2 else [_two_losses(0, 1)]
+    assert all("same call of 'trunk'" in text for text in said)
+
+
+def test_losses_of_several_calls_may_go_backward_one_by_one() -> None:
+    """The remedy where a sum will not do; and what was given up is no earlier loss."""
+    model = Case(TwoHeads).build()
+    preconditioner = precondition(model)
+    first, second = map(softplus, model(vectors(0)))
+    first.backward(retain_graph=True)
+    model.zero_grad()  # its gradient was only looked at
+    second.backward()
+    preconditioner.step()
+    model.zero_grad()
+    for number in range(2):
+        (softplus(model(vectors(number))[number]) / 2).backward()
+    preconditioner.step()
+
+
+def test_a_loss_of_the_window_before_is_no_earlier_one() -> None:
+    """Its gradients were preconditioned, and its graph is differentiated once more."""
+    model = Case(TwoHeads).build()
+    preconditioner = precondition(model)
+    first, second = map(softplus, model(vectors(0)))
+    first.backward(retain_graph=True)
+    preconditioner.step()
+    model.zero_grad()
+    (softplus(model(vectors(1))[1]) / 2).backward()  # the first pass of this window, as that was
+    (second / 2).backward()
+    preconditioner.step()
+
+
+def test_inputs_alone_bear_several_losses() -> None:
+    """A method that reads inputs alone has them twice, which changes no mean."""
+    found = []
+    for together in (True, False):
+        model = Case(TwoHeads).build()
+        preconditioner = precondition(model, method="foof")
+        first, second = map(softplus, model(vectors(0)))
+        if together:
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+        preconditioner.step()
+        found.append(model.trunk.weight.grad)
+    compare(found[0], found[1], "the gradient of the trunk")

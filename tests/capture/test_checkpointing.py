@@ -127,10 +127,11 @@ def halves(model: nn.Module, x: Tensor, step: int) -> None:
 
 
 def retained(model: nn.Module, x: Tensor, step: int) -> None:
-    """Two backwards through one graph, each with half of the loss."""
+    """Two backwards through one graph, the first of which is given up."""
     with no_sync(model):
-        loss = softplus(model(x)) / 2
+        loss = softplus(model(x))
         loss.backward(retain_graph=True)
+        model.zero_grad()
         loss.backward()
     average_gradients(model)
 

@@ -177,21 +177,3 @@ def test_several_convolutions_of_one_pixel() -> None:
     with closing(preconditioner(model)) as own:
         data = [(randn(2, 2, 2, 2), randn(2, 2, 2, 2, seed=1))]
         check_exact(model, own, data, half_square)
-
-
-def test_passes_over_one_graph() -> None:
-    """The factors do not depend on whether the passes share a forward pass."""
-    results = []
-    for retained in (False, True):
-        model = Chain([3, 2, 2], ["both", "both"], [0, 1])
-        inputs, _ = batch(model, 3)
-        with closing(preconditioner(model)) as own:
-            output = model(inputs)
-            for column in torch.eye(2, dtype=torch.float64):
-                start = column.expand(3, 2) * 2**0.5 / 6
-                (output if retained else model(inputs)).backward(start, retain_graph=retained)
-            own.step()
-            results.append([block.running for block in own._blocks])
-    for once, anew in zip(*results, strict=True):
-        for name in ("A", "G"):
-            assert torch.equal(once[name], anew[name])
