@@ -327,7 +327,7 @@ def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["typer", "sklearn"])
+@pytest.mark.parametrize("module", ["typer", pytest.param("sklearn", marks=pytest.mark.thorough)])
 def test_a_missing_library_is_named_with_what_to_install(tmp_path, module):
     distribution = {"sklearn": "scikit-learn"}.get(module, module)
     code = (

@@ -86,6 +86,7 @@ allowed = pytest.mark.skipif(REASON is not None, reason=f"thin wire: {REASON}")
 
 @allowed
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_leaves_the_link_is_what_the_strategies_send():
     process = start(*SMALL, *TWO, "--gbit", "1", "--json")

@@ -75,7 +75,12 @@ def train(backend: str | None, every: int, eager_statistics: bool) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("backend", "every", "eager_statistics"),
-    [("aot_eager", 1, False), ("aot_eager", 3, False), ("aot_eager", 3, True), INDUCTOR],
+    [
+        pytest.param("aot_eager", 1, False, marks=pytest.mark.thorough),
+        ("aot_eager", 3, False),
+        ("aot_eager", 3, True),
+        INDUCTOR,
+    ],
 )
 def test_compiled_is_eager(backend: str, every: int, eager_statistics: bool) -> None:
     wanted = train(None, every, False)

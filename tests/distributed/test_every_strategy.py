@@ -50,7 +50,7 @@ def with_equal_data(rank: int, ranks: int, gradients: str, fused: bool) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "gradients", "fused"),
-    [(3, "local", True), (6, "averaged", False)],
+    [(3, "local", True), pytest.param(6, "averaged", False, marks=pytest.mark.thorough)],
 )
 def test_where_all_ranks_have_the_same_data_they_are_one_process(ranks, gradients, fused):
     """Whoever contributes statistics: also strategies that take them of some ranks alone."""

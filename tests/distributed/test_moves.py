@@ -61,7 +61,7 @@ def train_changing(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Tenso
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_continues_moves_to_its_new_ranks(ranks):
     cases = [Case({"strategy": strategy, **INTERVALS}) for strategy in STRATEGIES.values()]
     expected = train_changing(0, 1, [Case(INTERVALS)])[0][0]

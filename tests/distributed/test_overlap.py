@@ -84,7 +84,7 @@ def train_both_ways(
     [
         pytest.param(2, ["comm", "pairs, deferred"], Inverse(), 2**27, False, id="2"),
         pytest.param(3, list(EVERY), Eigen(), BUCKET, True, id="3", marks=pytest.mark.thorough),
-        pytest.param(4, SEVERAL, Inverse(), BUCKET, False, id="4"),
+        pytest.param(4, SEVERAL, Inverse(), BUCKET, False, id="4", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.slow

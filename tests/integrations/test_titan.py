@@ -203,6 +203,7 @@ def train_all(rank: int, ranks: int, folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_are_one_process_and_go_on(tmp_path: Path) -> None:
     """The second run goes on where the first was saved, and ends with its bits."""

@@ -19,7 +19,7 @@ from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 600
+STEPS = 450
 WARM_UP = 250  # allocators and engines grow to their size
 RESIDENT = Path("/proc/self/statm")
 

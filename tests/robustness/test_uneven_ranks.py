@@ -68,7 +68,7 @@ def train_late(rank: int, ranks: int, late: int | None) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_slow_rank_is_waited_for(late):
     punctual = run_ranks(train_late, 2, None)
     for own, expected in zip(run_ranks(train_late, 2, late), punctual, strict=True):

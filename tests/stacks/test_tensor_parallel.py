@@ -74,7 +74,7 @@ FEW = ("mem kl", "sequence", "own sequence")
     ("ranks", "names"),
     [
         (2, tuple(CASES)[:12]),
-        (2, tuple(CASES)[12:]),
+        pytest.param(2, tuple(CASES)[12:], marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(4, FEW, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),

@@ -286,12 +286,12 @@ def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
     "strategy",
     [
         HybridOpt(),
-        CommOpt(colocate=False),
         Sharded(group=2, deferred=True, wire="bfloat16"),
-        OwnerLocal(),
         *(
             pytest.param(strategy, marks=pytest.mark.thorough)
             for strategy in (
+                OwnerLocal(),
+                CommOpt(colocate=False),
                 CommOpt(),
                 MemOpt(),
                 HybridOpt(gradient_workers=1),

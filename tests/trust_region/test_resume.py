@@ -203,8 +203,14 @@ def train_rank(
     return vector(model), own.last, own.counters
 
 
+MORE = {"several methods", "uneven", "monte-carlo"}
+"""Cases that run on more ranks, and therefore on two only where everything runs."""
+
 RANKS = [
-    *((case, 2, 8) for case in RANK_CASES),
+    *(
+        pytest.param(case, 2, 8, marks=[pytest.mark.thorough] if case in MORE else [])
+        for case in RANK_CASES
+    ),
     ("several methods", 4, 8),
     ("uneven", 3, 8),
     ("monte-carlo", 3, 8),

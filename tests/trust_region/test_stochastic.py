@@ -542,7 +542,7 @@ def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
 def test_ranks_are_one_process(ranks: int) -> None:
     model = deep()
     own = made(model)
