@@ -444,6 +444,8 @@ class Preconditioner(Uncopied, Joinable):
     def _take_agreed_step(self, agreed: Agreed) -> None:
         finite, weights, now = agreed.finite, agreed.weights, agreed.now
         phase = self.backend.phases
+        if self._blocks:
+            self._optimizer_steps.follow(next(iter(self._blocks[0].parameters.values())))
         self._placed.history.begin(self._steps)
         if weights is not None:
             with phase("reduce"):

@@ -18,6 +18,8 @@ is zero.
 
 An optimizer that steps between the backward pass and the preconditioner has used the raw gradient,
 and what the preconditioner writes is used by nobody. A hook on the optimizer counts its steps.
+Where it takes none, and parameters change, another optimizer is in use than the one whose learning
+rates the preconditioner reads.
 
 Two cases look as if somebody had zeroed: several backward passes between such steps, of each of
 which DistributedDataParallel writes the average, and its ``gradient_as_bucket_view=True``, where
@@ -26,6 +28,7 @@ all gradients of a bucket count their changes together. No error is raised in th
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -36,6 +39,9 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import dtensors, stacks
 from soframe.blocks.block import Block
+
+ELSEWHERE = 3
+"""Steps, one after the other, that another optimizer takes, until that is told."""
 
 
 class OptimizerSteps:
@@ -51,6 +57,8 @@ class OptimizerSteps:
 
     def __init__(self, optimizer: object) -> None:
         self.count = 0
+        self._before: tuple[int, int] | None = None
+        self._elsewhere = 0
         self._finalizer: weakref.finalize[..., OptimizerSteps] | None = None
         if (inner := _innermost(optimizer)) is None:
             return
@@ -65,6 +73,28 @@ class OptimizerSteps:
 
     def _stepped(self) -> None:
         self.count += 1
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Warn where this optimizer rests while another one steps; call it at every step.
+
+        Args:
+            parameter: Any one that the optimizer trains.
+        """
+        if self._finalizer is None:
+            return
+        now = (parameter._version, self.count)
+        before, self._before = self._before or now, now
+        elsewhere = before[0] != now[0] and before[1] == now[1]
+        self._elsewhere = self._elsewhere + 1 if elsewhere else 0
+        if self._elsewhere == ELSEWHERE:
+            warnings.warn(
+                f"the optimizer that the preconditioner was given has taken none of the last "
+                f"{ELSEWHERE} steps, and something else has changed the parameters: learning "
+                f"rates, and with them the KL clip, are read from the optimizer that was given. "
+                f"Build a preconditioner for the one that steps now (state_dict() has the "
+                f"curvature), or pass lr= where none is to be read",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Remove the hook."""

@@ -278,6 +278,41 @@ def test_an_optimizer_that_steps_first(wrap: Callable[[Any], Any], every: int) -
     assert not sgd._optimizer_step_post_hooks
 
 
+def steps_of(optimizer: Any, own: soframe.Preconditioner, model: nn.Module, count: int) -> None:
+    for step in range(count):
+        model.zero_grad()
+        backward(model, step)
+        own.step()
+        optimizer.step()
+
+
+def test_another_optimizer_that_steps_is_told() -> None:
+    """One that is made anew for the next phase of training has other learning rates."""
+    model = Network()
+    first, second = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01))
+    own = build(model, optimizer=first)
+    steps_of(first, own, model, 4)
+    with pytest.warns(UserWarning, match="has taken none of the last 3 steps") as warned:
+        steps_of(second, own, model, 8)
+    assert len(warned) == 1
+
+
+def test_an_optimizer_that_skips_steps_is_the_right_one() -> None:
+    """Whether nothing changes meanwhile, or something else does, once or twice."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = build(model, optimizer=optimizer)
+    for changes in (False, True):
+        for _ in range(3):
+            for step in range(3 if changes else 5):
+                model.zero_grad()
+                backward(model, step)
+                own.step()
+                if changes:
+                    nn.init.normal_(model.first.weight, std=0.1)
+            optimizer.step()
+
+
 def test_what_nobody_has_any_more_goes_with_its_hooks() -> None:
     """At once, and not with the next collection of garbage."""
     model = Network()
