@@ -77,10 +77,13 @@ class OptimizerSteps:
     def follow(self, parameter: nn.Parameter) -> None:
         """Warn where this optimizer rests while another one steps; call it at every step.
 
+        Not of one that has never stepped: some give their steps other names, as SAM does, and some
+        only hold learning rates.
+
         Args:
             parameter: Any one that the optimizer trains.
         """
-        if self._finalizer is None:
+        if self.count == 0:
             return
         now = (parameter._version, self.count)
         before, self._before = self._before or now, now

@@ -297,6 +297,13 @@ def test_another_optimizer_that_steps_is_told() -> None:
     assert len(warned) == 1
 
 
+def test_an_optimizer_whose_steps_have_another_name_is_the_right_one() -> None:
+    model = Network()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD(model.parameters(), lr=0.1)  # as SAM, whose second_step() steps it
+    steps_of(base, build(model, optimizer=outer), model, 6)
+
+
 def test_an_optimizer_that_skips_steps_is_the_right_one() -> None:
     """Whether nothing changes meanwhile, or something else does, once or twice."""
     model = Network()
