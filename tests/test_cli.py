@@ -57,10 +57,8 @@ def failed(result, message):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path):
-    out = succeeded(
-        soframe_command("demo", "--json", "--budget", 0.2, "--output", "plots", cwd=tmp_path)
-    )
+def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path, invoke):
+    out = succeeded(invoke("demo", "--json", "--budget", 0.2, "--output", "plots"))
     read = json.loads(out)
     assert (read["processes"], read["seed"]) == (2, 0)
     names = ["digits-autoencoder", "digits-cnn", "byte-gpt"]

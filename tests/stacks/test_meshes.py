@@ -83,15 +83,17 @@ CASES: dict[str, Case] = {
 }
 
 
-NAMES = tuple(CASES)
+OFTEN = ("sharded", "sequence", "after", "own", "own after", "hybrid", "replicate")
+"""Cases that differ in what is cut up and when, and in whose step it is."""
+REST = tuple(name for name in CASES if name not in OFTEN)
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(NAMES[:6], id=NAMES[0]),
-        pytest.param(NAMES[6:12], id=NAMES[6]),
-        pytest.param(NAMES[12:], id=NAMES[12], marks=pytest.mark.thorough),
+        pytest.param(OFTEN, id="often"),
+        pytest.param(REST[::2], id="rest", marks=pytest.mark.thorough),
+        pytest.param(REST[1::2], id="other rest", marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
