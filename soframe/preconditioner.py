@@ -639,7 +639,8 @@ class Preconditioner(Uncopied, Joinable):
             failed=float(error is not None),
             changed=float(self._watch.changed()),
             bad_gradient=float(bad_gradient),
-            large=float(size > 0),
+            # With little curvature left of earlier batches, results are large whatever is given.
+            large=float(size > 0 or self._relatively_damped),
             bad_statistics=float(bad_statistics),
             due=float(with_statistics),
             curved=float(any(block.mass > 0 for block in self._blocks)),
@@ -791,6 +792,7 @@ class Preconditioner(Uncopied, Joinable):
         if again:
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
+        self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         history = self._placed.history if again else History()
         placed = PlacedBlocks(registration.blocks, placement, self.backend, history)
         if again and hand_over(self._placed, placed):

@@ -127,6 +127,11 @@ class Block:
         """What second-order data there are, by the factors that are solved."""
         return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_here}
 
+    @property
+    def relatively_damped(self) -> bool:
+        """Whether its damping is a multiple of its own curvature, however little that is."""
+        return any("mean_trace" in specs for specs in self.tensors.values())
+
     @cached_property
     def states(self) -> Mapping[str, TensorSpec]:
         """What the method keeps, by name."""

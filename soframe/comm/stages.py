@@ -44,7 +44,8 @@ class Seen:
         failed: Whether this rank is about to raise.
         changed: Whether its model has changed.
         bad_gradient: Whether a gradient is not finite.
-        large: Whether one is so large that products of it may be out of range.
+        large: Whether one is so large that products of it may be out of range, or what it becomes
+            may be.
         bad_statistics: Whether statistics are not finite.
         due: Whether it takes statistics.
         curved: Whether any block has factors.

@@ -244,7 +244,7 @@ def _require_alone(preconditioner: Preconditioner, block: Block) -> None:
             "the dense curvature is that of all data, which one of several ranks does not have: "
             "measure on one process, with the state of the run"
         )
-    if any("mean_trace" in specs for specs in block.tensors.values()):
+    if block.relatively_damped:
         raise ValueError(
             f"{block.name}: its damping is relative, no number that a dense matrix could have: "
             f"pass damping= a number to the Preconditioner"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import soframe
 from soframe import PlainGrad
 from soframe.gradients import magnitude as gradients
+from soframe.solvers import Eigen, Relative
 from tests.distributed.harness import run_ranks
 
 
@@ -66,10 +67,21 @@ def test_results_that_are_not_finite_cost_one_update(clips: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("clips", [{"kl_clip": 1e-4}, {"kl_clip": None}], ids=str)
-def test_without_damping_results_are_looked_at(clips: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "undamped",
+    [
+        {"damping": 0.0},
+        {"damping": "relative"},
+        {"solver": {"^2$": Relative(Eigen()), ".*": "eigen"}},
+    ],
+    ids=str,
+)
+def test_without_damping_results_are_looked_at(
+    undamped: dict[str, Any], clips: dict[str, Any]
+) -> None:
     """The curvature is that of a tiny loss, the next gradient is not."""
-    for scale in (1e-18, 1.0):
-        own, found = train([scale, 1.0], torch.float32, damping=0.0, **clips)
+    for scale in (1e-19, 1.0):
+        own, found = train([scale, 1.0], torch.float32, **undamped, **clips)
         assert own.counters["skipped_updates"] == (scale < 1)
         assert all(bool(gradient.isfinite().all()) for gradient in found)
 
