@@ -124,8 +124,10 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         }
         require_numbers("soframe.Optimizer", **rates)
         for name, value in rates.items():
-            if not 0 <= float(value) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+            if not 0 <= float(value) <= torch.finfo(torch.float32).max:
+                raise ValueError(
+                    f"{name} must be finite in float32 and not negative, not {value!r}"
+                )
         kind = auxiliary_weight_decay_kind
         self._moves = {
             "": Move(

@@ -377,3 +377,60 @@ def gradients(own: Any, model: nn.Module) -> list[Tensor]:
 
 
 PRECONDITIONERS = Target(build_preconditioner, step_preconditioner, PRECONDITIONER, gradients)
+
+
+# -- the optimizer that owns the step --------------------------------------------------------------
+
+METHODS = [
+    *("adamw", "ekfac", "eva", "kfac", "kl-shampoo", "kl-soap", "muon", "newton-muon", "normuon"),
+    *("sgd", "shampoo", "soap", "soap-muon", "soap-normuon", {"^0$": "muon"}, KFAC()),
+]
+KINDS_OF_DECAY = Values(["decoupled", "cautious"], ["nope"])
+RATES = Values([1e-3, 0.1, 0.0], [1e400, *ODD_NUMBERS])
+OF_BOTH = {
+    name: PRECONDITIONER[name]
+    for name in (
+        *("solver", "strategy", "backend", "damping", "decay", "kl_clip", "norm_clip", "clip_lr"),
+        *("statistics_every", "solve_every", "stagger", "background", "skip", "samples", "layers"),
+        *("loss_average", "dtype", "fisher", "loss", "gradients"),
+    )
+}
+OPTIMIZER_OWN: Mapping[str, Values] = {
+    **OF_BOTH,
+    "method": component(METHODS, {"no": KFAC}),
+    "lr": RATES,
+    "weight_decay": Values([0.0, 0.1], [1e400, *ODD_NUMBERS]),
+    "weight_decay_kind": KINDS_OF_DECAY,
+    "constraint": Values([None, "hyperball"], ["nope"]),
+    "auxiliary": component(["adamw", "sgd", "soap", "kfac"]),
+    "auxiliary_lr": RATES,
+    "auxiliary_weight_decay": Values([None, 0.0, 0.1], ODD_NUMBERS),
+    "auxiliary_weight_decay_kind": KINDS_OF_DECAY,
+    "auxiliary_constraint": Values([None, "hyperball"], ["nope"]),
+}
+
+
+def build_optimizer(model: Any, options: dict[str, Any]) -> soframe.Optimizer:
+    return soframe.Optimizer(model, **{"lr": 0.1, **options})
+
+
+def step_optimizer(own: soframe.Optimizer, model: nn.Module, kind: str, inputs: Tensor) -> None:
+    own.zero_grad()
+    for _ in range(2 if kind == TWICE else 0 if kind == NO_BACKWARD else 1):
+        output = model(inputs)
+        if own.preconditioner.loss is not None and own.preconditioner.takes_statistics:
+            with torch.no_grad():
+                finite = bool(output.isfinite().all())
+            if finite:
+                own.preconditioner.observe(output)
+        loss = output.square().flatten(1).sum(1).mean() * LOSS_SCALES.get(kind, 1.0)
+        loss.backward()
+    own.step()
+
+
+def weights(own: Any, model: nn.Module) -> list[Tensor]:
+    del own
+    return list(model.parameters())
+
+
+OPTIMIZERS = Target(build_optimizer, step_optimizer, OPTIMIZER_OWN, weights)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from tests.fuzz import EXAMPLES, PRECONDITIONERS, Case, cases, check, fuzzed
+from tests.fuzz import EXAMPLES, OPTIMIZERS, PRECONDITIONERS, Case, cases, check, fuzzed
 
 OUTCOMES: Counter[str] = Counter()
 
@@ -29,3 +29,10 @@ def test_each_way_of_ending_is_met() -> None:
     assert OUTCOMES["works"] > 20
     assert OUTCOMES["refused"] > 20
     assert OUTCOMES["an error that names something"] > 0
+
+
+@pytest.mark.timeout(3600 if EXAMPLES else 120)
+@fuzzed(few=50)
+@given(case=cases(OPTIMIZERS.settings))
+def test_the_optimizer(case: Case) -> None:
+    assert check(OPTIMIZERS, case) != "refused without a word"

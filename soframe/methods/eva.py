@@ -67,15 +67,17 @@ class Eva(Method):
             return Direction(given.incoming.clone())
         row = given.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]
         column = given.data["g"][VALUE].unsqueeze(2)  # [groups, out, 1]
-        # Of unit vectors: the product of two small lengths, squared, would vanish.
-        across, down = torch.linalg.vector_norm(row, dim=2), torch.linalg.vector_norm(column, dim=1)
-        row = row / across.where(across > 0, 1.0).unsqueeze(2)
-        column = column / down.where(down > 0, 1.0).unsqueeze(2)
+        # Of unit vectors, and in float64: the product of two lengths, squared, may be out of range.
+        across = torch.linalg.vector_norm(row, dim=2, dtype=torch.float64)
+        down = torch.linalg.vector_norm(column, dim=1, dtype=torch.float64)
+        row = (row / across.where(across > 0, 1.0).unsqueeze(2)).to(row)
+        column = (column / down.where(down > 0, 1.0).unsqueeze(2)).to(column)
         inner = column.mT @ given.incoming @ row.mT  # [groups, 1, 1]
         along = inner * column * row
         curvature = (across * down).square().unsqueeze(2)
         if given.damping == 0:
             # Where there is neither curvature nor damping, no step is the least one.
-            return Direction((along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0))
-        share = curvature / (given.damping + curvature)
+            least = (along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0)
+            return Direction(least.to(along))
+        share = (curvature / (given.damping + curvature)).to(along)
         return Direction((given.incoming - share * along) / given.damping)

@@ -124,7 +124,9 @@ def _built(choice: Any) -> list[Method]:
     """Return the methods that a choice may lead to."""
     if choice is None:
         return []
-    return [KINDS["method"].build(one, Method) for one in _choices(choice).values() if one]
+    return [
+        KINDS["method"].build(one, Method) for one in _choices(choice).values() if one is not None
+    ]
 
 
 def _remembers(method: Method) -> bool:
