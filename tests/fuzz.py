@@ -342,7 +342,7 @@ def require_names(error: Exception, names: Iterable[str], model: nn.Module) -> N
         for name, _ in model.named_modules()
         if name and (text.startswith(f"{name}:") or f"'{name}'" in text)
     ]
-    words = [word for word in ("GradScaler", "observe", "unscale_") if word in text]
+    words = [word for word in ("GradScaler", "observe", "unscale_", "closure") if word in text]
     # What a user's own callable raises is the user's.
     own = isinstance(error, KeyError) or "positional argument" in text
     assert settings_named or modules or words or own, f"nothing is named: {error!r}"
@@ -386,7 +386,7 @@ METHODS = [
     *("sgd", "shampoo", "soap", "soap-muon", "soap-normuon", {"^0$": "muon"}, KFAC()),
 ]
 KINDS_OF_DECAY = Values(["decoupled", "cautious"], ["nope"])
-RATES = Values([1e-3, 0.1, 0.0], [1e400, *ODD_NUMBERS])
+RATES = Values([1e-3, 0.1, 0.0], [1e300, *ODD_NUMBERS])
 OF_BOTH = {
     name: PRECONDITIONER[name]
     for name in (
@@ -399,7 +399,7 @@ OPTIMIZER_OWN: Mapping[str, Values] = {
     **OF_BOTH,
     "method": component(METHODS, {"no": KFAC}),
     "lr": RATES,
-    "weight_decay": Values([0.0, 0.1], [1e400, *ODD_NUMBERS]),
+    "weight_decay": Values([0.0, 0.1], [1e300, *ODD_NUMBERS]),
     "weight_decay_kind": KINDS_OF_DECAY,
     "constraint": Values([None, "hyperball"], ["nope"]),
     "auxiliary": component(["adamw", "sgd", "soap", "kfac"]),
@@ -434,3 +434,38 @@ def weights(own: Any, model: nn.Module) -> list[Tensor]:
 
 
 OPTIMIZERS = Target(build_optimizer, step_optimizer, OPTIMIZER_OWN, weights)
+
+
+# -- the trust region for mini-batches -------------------------------------------------------------
+
+FLAGS = Values([True, False])
+STOCHASTIC: Mapping[str, Values] = {
+    "damping": Values(["levenberg-marquardt", "constant", 0.1, LevenbergMarquardt(interval=1)],
+                      ["relative", RelativeDamping(), *ODD_NUMBERS]),
+    "weight_decay": Values([0.0, 0.1], [1e300, *ODD_NUMBERS]),
+    "lr": Values([0.7, 1.0, 0.0], [1e300, *ODD_NUMBERS]),
+    "betas": Values([(0.9, 0.99), (0.0, 0.0)], [(0.9,), (1.0, 0.9), "xy", [0.9, NAN]]),
+    "eps": Values([1e-8, 1e-30], [0.0, *ODD_NUMBERS]),
+    "model_every": Values([1, 2, 30], [0, 1.5]),
+    "averaging": Values([20.0, 0.0, 5], ODD_NUMBERS),
+    "reject": FLAGS,
+    "shorten": FLAGS,
+    "reuse_activations": FLAGS,
+    "backend": PRECONDITIONER["backend"],
+}  # fmt: skip
+
+
+def build_stochastic(model: Any, options: dict[str, Any]) -> soframe.StochasticTrustRegion:
+    return soframe.StochasticTrustRegion(model, **options)
+
+
+def step_stochastic(
+    own: soframe.StochasticTrustRegion, model: nn.Module, kind: str, inputs: Tensor
+) -> None:
+    def closure() -> Tensor:
+        return model(inputs).square().flatten(1).sum(1).mean() * LOSS_SCALES.get(kind, 1.0)
+
+    own.step({NO_BACKWARD: [], TWICE: [closure, closure]}.get(kind, closure))
+
+
+STOCHASTIC_TRUST_REGIONS = Target(build_stochastic, step_stochastic, STOCHASTIC, weights)

@@ -7,7 +7,16 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from tests.fuzz import EXAMPLES, OPTIMIZERS, PRECONDITIONERS, Case, cases, check, fuzzed
+from tests.fuzz import (
+    EXAMPLES,
+    OPTIMIZERS,
+    PRECONDITIONERS,
+    STOCHASTIC_TRUST_REGIONS,
+    Case,
+    cases,
+    check,
+    fuzzed,
+)
 
 OUTCOMES: Counter[str] = Counter()
 
@@ -36,3 +45,10 @@ def test_each_way_of_ending_is_met() -> None:
 @given(case=cases(OPTIMIZERS.settings))
 def test_the_optimizer(case: Case) -> None:
     assert check(OPTIMIZERS, case) != "refused without a word"
+
+
+@pytest.mark.timeout(3600 if EXAMPLES else 120)
+@fuzzed(few=50)
+@given(case=cases(STOCHASTIC_TRUST_REGIONS.settings))
+def test_the_stochastic_trust_region(case: Case) -> None:
+    assert check(STOCHASTIC_TRUST_REGIONS, case) != "refused without a word"

@@ -221,7 +221,7 @@ def test_a_bad_batch_moves_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"lr": -1.0}, "lr must be finite and not negative"),
+        ({"lr": -1.0}, "lr must be finite in float32 and not negative"),
         ({"lr": "fast"}, "lr must be a number"),
         ({"weight_decay": float("nan")}, "weight_decay must be finite"),
         ({"auxiliary": None}, "auxiliary= names the method"),

@@ -22,6 +22,7 @@ differ by roundings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -115,13 +116,13 @@ def linear(
     Returns:
         ``[..., out]``, in memory of its own.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # whose width may be zero
     if added is None:
         outputs = times(rows, weight.T)
     elif _both(rows, weight, rows.numel() * len(weight)):
-        outputs = added.view(len(rows), -1).add_(times(rows, weight.T))
+        outputs = added.view(len(rows), len(weight)).add_(times(rows, weight.T))
     else:
-        outputs = added.view(len(rows), -1).addmm_(rows, weight.T)
+        outputs = added.view(len(rows), len(weight)).addmm_(rows, weight.T)
     if bias is not None:
         outputs.add_(bias)
     return outputs.view(*x.shape[:-1], len(weight))

@@ -140,6 +140,9 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         flags = {"reject": reject, "shorten": shorten, "reuse_activations": reuse_activations}
         for name, flag in flags.items():
             require_flag(name, flag)
+        pair: object = betas
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"betas must be two numbers, as (0.9, 0.99), not {betas!r}")
         for beta in betas:
             require_beta(type(self).__name__, "betas", beta)
         for name, value, least in (("eps", eps, 0.0), ("averaging", averaging, 0.0)):

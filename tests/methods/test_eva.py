@@ -174,6 +174,23 @@ def test_of_any_scale(scale: float) -> None:
     compare(found[1], found[0], "direction", rtol=1e-4)
 
 
+def test_after_a_spike() -> None:
+    """Its means are finite in float32, and the squares of their lengths are not."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = fill(nn.Sequential(nn.Linear(3, 2))).to(dtype)
+        options = {"damping": 0.1, "kl_clip": None, "statistics_every": 10, "solve_every": 10}
+        with closing(preconditioner(model, method="eva", **options)) as own:
+            for step, scale in enumerate((1e12, 1.0)):
+                model.zero_grad()
+                x = scale * randn(6, 3, seed=step).to(dtype)
+                half_square(model(x), randn(6, 2, seed=1).to(dtype)).backward()
+                own.step()
+            (block,) = own.blocks
+            found.append(gradient_matrix(block).double())
+    compare(found[0], found[1], "direction", rtol=1e-4)
+
+
 def test_it_is_for_the_loss_s_own_gradients() -> None:
     """Those of targets that the model draws have the mean zero."""
     for fisher in ("monte-carlo", "type-2"):

@@ -486,6 +486,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no eps": ({"eps": 0.0}, ValueError, "eps must be positive in torch.float64"),
     "tiny eps": ({"eps": 1e-310}, ValueError, "eps must be positive in torch.float64"),
     "betas": ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+    "one beta": ({"betas": (0.9,)}, TypeError, "betas must be two numbers"),
     "lr": ({"lr": 0.0}, ValueError, "lr must be positive"),
     "reject": ({"reject": "no"}, TypeError, "reject must be"),
     "shorten": ({"shorten": 1}, TypeError, "shorten must be"),
