@@ -196,7 +196,13 @@ def component(names: Sequence[Any], *odd: Any) -> Values:
 
 
 PRECONDITIONER: Mapping[str, Values] = {
-    "method": component(["kfac", "kfac-reduce", "foof", KFAC, FOOF(), {"": "kfac"}], {"no": KFAC}),
+    "method": component(
+        [
+            *("kfac", "kfac-reduce", "foof", KFAC, FOOF(), {"": "kfac"}, "ekfac", "tnt", "eva"),
+            *("diagonal", "newton-muon", "shampoo", "kl-shampoo", "soap", "kfac-muon", "muon"),
+        ],
+        {"no": KFAC},
+    ),
     "solver": component(
         [
             *("eigen", "inverse", "newton-schulz", "orthogonal-iteration", PATTERN),
@@ -344,7 +350,7 @@ def require_names(error: Exception, names: Iterable[str], model: nn.Module) -> N
     ]
     words = [word for word in ("GradScaler", "observe", "unscale_", "closure") if word in text]
     # What a user's own callable raises is the user's.
-    own = isinstance(error, KeyError) or "positional argument" in text
+    own = isinstance(error, KeyError) or "positional argument" in text or "linear()" in text
     assert settings_named or modules or words or own, f"nothing is named: {error!r}"
 
 
