@@ -94,9 +94,9 @@ def check_run(run):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_train_prints_a_table_and_no_progress_off_a_terminal(tmp_path):
+def test_train_prints_a_table_and_no_progress_off_a_terminal(invoke):
     arguments = ["--optimizer", "kfac", "--lr", 0.1, "--kl-clip", 0, "--damping", 1, "--steps", 5]
-    result = soframe_command("train", *arguments, "--processes", 2, cwd=tmp_path)
+    result = invoke("train", *arguments, "--processes", 2)
     out = succeeded(result)
     assert "K-FAC, comm-opt" in out
     assert "not reached" in out

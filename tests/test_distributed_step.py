@@ -54,6 +54,7 @@ def test_the_wire_counts_what_a_ring_sends():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_every_row_is_there_and_all_compute_the_same():
     names = [v.name for v in distributed_step.VARIANTS if v.library == distributed_step.OWN]

@@ -13,7 +13,7 @@ from soframe.testing import check_method
 from tests.distributed.harness import run_ranks
 
 METHODS = sorted(available("method"))  # a new registration enters by itself
-OF_EACH_KIND = ("ekfac", "kfac", "newton-muon", "soap-muon")
+OF_EACH_KIND = ("ekfac", "kfac", "soap-muon")
 """They differ in what they read of calls and gradients, have solved, and remember."""
 
 

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import soframe
 from soframe.testing import compare
+from tests.examples import examples
 
 METHODS = ("kfac", "eva", "tnt", "shampoo", "soap", "own kfac", "own soap-muon")
 
@@ -180,6 +181,7 @@ def train(method: str, every: int, draws: random.Random | None) -> Tensor:
     return nn.utils.parameters_to_vector(loop.model.parameters()).detach()
 
 
+@settings(max_examples=examples(12))
 @given(st.sampled_from(METHODS), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_what_else_a_loop_does_leaves_no_trace(
     method: str, every: int, draws: random.Random
