@@ -56,9 +56,8 @@ def test_steps_between_solves(options: dict[str, Any]) -> None:
             if step > (1 if "stagger" in options else 0):  # two blocks have had their turns then
                 calls = {name: count for name, count in waits.calls.items() if count}
                 damping = options.get("damping")
-                undamped = (
-                    callable(damping) or damping == "relative"
-                )  # what it gives is looked at, together
+                # What such a damping gives is looked at, together.
+                undamped = callable(damping) or damping == "relative"
                 assert calls == {"__bool__": 1 + (step % 2 == 0) + undamped, "tolist": 1}, step
 
 

@@ -31,13 +31,7 @@ def counted(name: str, layers: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] if name == "trust region" else [])
-        for name in MOST
-    ],
-)
+@pytest.mark.parametrize("name", MOST)
 def test_a_layer_costs_no_more_calls_than_it_does(name: str) -> None:
     with numerics(1):
         few, many = counted(name, 4), counted(name, 8)

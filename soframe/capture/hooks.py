@@ -686,7 +686,8 @@ class _Unseen:
         capture: Warns.
         name: The layer's.
         called: How it is called, and what to do.
-        edges: The nodes of its parameters, one of which the pass must reach; empty if it must not.
+        edges: The nodes of its parameters. Only a pass that reaches one of them is told of, or any
+            pass where there are none.
     """
 
     __slots__ = ("_called", "_capture", "_edges", "_name")

@@ -118,7 +118,6 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_a_run_goes_on() -> None:
     """In the middle of an interval, from one stack to the next one and to one process."""
     cases = [CASES["mem kl"], replace(CASES["own hand"], stack="fully_shard")]
