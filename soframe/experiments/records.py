@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from soframe.experiments.config import OptimizerName, RunConfig
+from soframe.experiments.workloads import workload
 
 KFAC: tuple[OptimizerName, ...] = ("kfac", "trust-region")
 #: What a verdict is on, and what it compares with.
@@ -157,7 +158,7 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
 
     Args:
         records: Runs of one workload.
-        target: The training loss to reach.
+        target: The loss to reach: that of training, or on held-out data where the workload has it.
         optimizer: "kfac", one of the trust regions, or soframe's of a method.
 
     Returns:
@@ -169,23 +170,25 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: OptimizerNam
     first = next((r for r in records if r.config.optimizer == optimizer), None)
     if first is None:
         raise ValueError(f"a verdict on {optimizer} needs a run of it")
+    held_out = workload(first.config.workload).held_out
+    measured = "held-out loss" if held_out else "training loss"
     kfac = _fastest([first], target)
     other = _fastest([r for r in records if r.config.optimizer in FIRST_ORDER], target)
     if kfac is None and other is None:
         return (
-            f"Neither {first.config.label} nor a first-order run reached a training loss of "
+            f"Neither {first.config.label} nor a first-order run reached a {measured} of "
             f"{target:g} within the budget."
         )
     if kfac is None:
         assert other is not None
         record, row = other
         return (
-            f"{first.config.label} did not reach a training loss of {target:g} within the budget; "
+            f"{first.config.label} did not reach a {measured} of {target:g} within the budget; "
             f"{record.config.label} did, after {row.step} steps and {row.seconds:.1f} s."
         )
     record, row = kfac
     start = (
-        f"To a training loss of {target:g}, {record.config.label} took {row.step} steps "
+        f"To a {measured} of {target:g}, {record.config.label} took {row.step} steps "
         f"and {row.seconds:.1f} s"
     )
     if other is None:

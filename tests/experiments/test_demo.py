@@ -102,7 +102,7 @@ def test_what_the_figures_say_follows_the_table(printed, tmp_path):
     assert "trust region" not in cnn
     assert "To a training loss of 0.01, K-FAC, comm-opt took 20 steps and 3.2 s" in cnn
     assert "On 2 processes mem-opt and hybrid-opt are the same placement" in cnn
-    assert "To a training loss of 2.6, soap-muon took 20 steps and 3.2 s" in transformer
+    assert "To a held-out loss of 2.6, soap-muon took 20 steps and 3.2 s" in transformer
     for name, text in zip(ROWS, texts, strict=True):
         assert f"Plot: {tmp_path / 'plots' / name}.png" in text
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
