@@ -222,6 +222,7 @@ def test_a_bad_batch_moves_nothing() -> None:
     ("settings", "problem"),
     [
         ({"lr": -1.0}, "lr must be finite in float32 and not negative"),
+        ({"auxiliary_lr": 1e300}, "auxiliary_lr must be finite in float32"),
         ({"lr": "fast"}, "lr must be a number"),
         ({"weight_decay": float("nan")}, "weight_decay must be finite"),
         ({"auxiliary": None}, "auxiliary= names the method"),

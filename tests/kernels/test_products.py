@@ -256,3 +256,12 @@ def test_solvers_apply_by_either(solver: inverse.Inverse | eigen.Eigen, onednn: 
     close(got, expected, "both sides")
     expected = solver.apply_right(wide, right=double[1], damping=0.1)
     close(got_right, expected, "one side")
+
+
+def test_a_layer_of_no_width_has_its_bias() -> None:
+    x, weight, bias = torch.ones(2, 3, 0), torch.ones(4, 0), torch.arange(4.0)
+    for added in (None, torch.zeros(2, 3, 4)):
+        found = products.linear(x, weight, bias, added=added)
+        assert torch.equal(found, bias.expand(2, 3, 4))
+    none = products.linear(torch.ones(2, 3), torch.ones(0, 3), added=torch.ones(2, 0))
+    assert none.shape == (2, 0)

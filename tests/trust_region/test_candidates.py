@@ -359,6 +359,7 @@ def test_every_parameter_has_a_method(settings: dict[str, Any]) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"method": []}, "names no method: pass one"),
+    "tensor": ({"method": torch.ones(2)}, "a method is a name"),
     "twice": ({"method": ["kfac", soframe.methods.KFAC()]}, "twice.* leave it out"),
     "unknown": ({"method": ["kfac", "sope"]}, "sope"),
     "dampings to try": (
