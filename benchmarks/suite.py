@@ -70,7 +70,7 @@ def main(
 
 def check(optimizers: Sequence[str], problems: Sequence[str]) -> None:
     """Check that there are such."""
-    if unknown := set(optimizers) - {*suite.OWN, *suite.PEERS}:
+    if unknown := set(optimizers) - {*suite.OWN, *suite.PEERS, *suite.UNTUNED}:
         raise typer.BadParameter(f"no optimizer {min(unknown)!r} here")
     if unknown := set(problems) - set(PROBLEMS):
         raise typer.BadParameter(f"no problem {min(unknown)!r} here")

@@ -28,7 +28,7 @@ from soframe.blocks.history import History
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
-from soframe.blocks.report import Report
+from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.capture.counting import Samples, declare
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
@@ -798,8 +798,11 @@ class Preconditioner(Uncopied, Joinable):
         if again and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
+        if again:
+            warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
-        self._report, self._registration = registration.report, registration
+        self._report: Report = registration.report
+        self._registration = registration
         self._watch = Watch(self._model)
         self._weights = Weights(registration.blocks, self.backend)
         self._listen(again=again)

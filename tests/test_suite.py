@@ -141,6 +141,24 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert raced == [suite.TRUST_REGION, "adamw", "soap"]
 
 
+def test_peers_without_a_rate_have_their_defaults(tmp_path: Path) -> None:
+    """And those with a schedule the time of the tuned peers, since it has to have an end."""
+    results = suite.Results("vae", 2.0, tmp_path)
+    given = {name: results._entry(name, 2.0) for name in (*suite.UNTUNED, suite.STOCHASTIC)}
+    assert given == {
+        "prodigy": (4.0, {}),
+        "prodigy-cosine": (2.0, {"schedule": "cosine"}),
+        "dadapt-adam": (4.0, {}),
+        suite.STOCHASTIC: (4.0, {}),
+    }
+    pytest.importorskip("pytorch_optimizer")
+    kinds = [
+        type(suite.optimizer_of(name, PROBLEMS["vae"].make(0), {})).__name__
+        for name in suite.UNTUNED
+    ]
+    assert kinds == ["Prodigy", "Prodigy", "DAdaptAdam"]
+
+
 def test_the_stochastic_one_is_evaluated_at_its_average() -> None:
     assert suite.entrants("pinn", suite.OWN) == [suite.TRUST_REGION]
     assert suite.entrants("vae", suite.OWN) == [*suite.OWN]

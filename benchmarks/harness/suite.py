@@ -47,6 +47,13 @@ RATES: Mapping[str, tuple[float, ...]] = {
 FURTHER = 3
 """How many more are tried of a grid whose end is the best."""
 PEERS = tuple(RATES)
+UNTUNED: Mapping[str, Setting] = {
+    "prodigy": {},
+    "prodigy-cosine": {"schedule": "cosine"},
+    "dadapt-adam": {},
+}
+"""Peers that find their rate themselves, with the defaults of pytorch_optimizer. Those without a
+schedule have the trust regions' time, the other one has that of the tuned peers."""
 
 
 @dataclass
@@ -119,7 +126,7 @@ def optimizer_of(name: str, task: Task, setting: Setting) -> torch.optim.Optimiz
     """Return an optimizer of a task's model.
 
     Args:
-        name: One of `OWN` or of `PEERS`.
+        name: One of `OWN`, of `PEERS` or of `UNTUNED`.
         task: The task.
         setting: ``lr`` of a peer; of `OWN` what differs from its defaults, if anything.
     """
@@ -129,14 +136,19 @@ def optimizer_of(name: str, task: Task, setting: Setting) -> torch.optim.Optimiz
         return soframe.TrustRegion(
             task.model, task.loss, **{"full_batch": task.full_batch, **setting}
         )
-    lr = setting["lr"]
     if name == "adamw":
-        return torch.optim.AdamW(task.model.parameters(), lr, weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(
+            task.model.parameters(), setting["lr"], weight_decay=0.0, fused=True
+        )
     if name == "muon":
-        return MuonWithAdamW(task.model, lr, 0.95)
+        return MuonWithAdamW(task.model, setting["lr"], 0.95)
     (package,) = require("pytorch_optimizer")
+    if name in UNTUNED:
+        kind = package.DAdaptAdam if name == "dadapt-adam" else package.Prodigy
+        found: torch.optim.Optimizer = kind(task.model.parameters())
+        return found
     made: torch.optim.Optimizer = package.SOAP(
-        task.model.parameters(), lr=lr, betas=(0.95, 0.95), weight_decay=0.0
+        task.model.parameters(), lr=setting["lr"], betas=(0.95, 0.95), weight_decay=0.0
     )
     return made
 
@@ -334,15 +346,20 @@ class Results:
             tune(self.problem, self.seconds, self.trials, self.save)
         for seed in seeds:
             missing = {
-                name: (self.seconds, best_of(name, self.trials))
-                if name in PEERS
-                else (longer * self.seconds, {})
+                name: self._entry(name, longer)
                 for name in optimizers
                 if str(seed) not in self.curves.get(name, {})
             }
             for name, curve in race(self.problem, seed, missing).items():
                 self.curves.setdefault(name, {})[str(seed)] = curve
                 self.save()
+
+    def _entry(self, name: str, longer: float) -> tuple[float, Setting]:
+        """Return an optimizer's seconds and its setting."""
+        if name in PEERS:
+            return self.seconds, best_of(name, self.trials)
+        setting = UNTUNED.get(name, {})
+        return self.seconds * (1.0 if "schedule" in setting else longer), setting
 
 
 def entrants(problem: str, optimizers: Sequence[str]) -> list[str]:

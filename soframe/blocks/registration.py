@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.dtensors import class_name
 from soframe.blocks.home import GradientHome
-from soframe.blocks.report import Report, ReportRow
+from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
@@ -347,7 +347,7 @@ class Registration:
         """Say which of a layer's parameters cannot be in its block, and why."""
         for parameter in (weight, *biases):
             if parameter is not None and not parameter.requires_grad:
-                self._reasons[id(parameter)] = "frozen"
+                self._reasons[id(parameter)] = FROZEN
             elif parameter is not None and parameter is not weight and not one_bias:
                 self._reasons[id(parameter)] = (
                     "this bias and its weight are not shared by the same modules"
@@ -375,7 +375,7 @@ class Registration:
                 )
             owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
             if not parameter.requires_grad:
-                self._reasons[id(parameter)] = "frozen"
+                self._reasons[id(parameter)] = FROZEN
             elif len(owners) > 1:
                 self._reasons[id(parameter)] = (
                     f"{key} is shared with another module, and {helper.__name__} sees this one's "
@@ -497,7 +497,7 @@ class Registration:
             full = plain_name(name_now)
             sharers = self._sharers.get(id(parameter), [])
             if not parameter.requires_grad:
-                self._reasons.setdefault(id(parameter), "frozen")
+                self._reasons.setdefault(id(parameter), FROZEN)
                 continue
             name, module = sharers[0] if sharers else (full.rpartition(".")[0], self._model)
             name = owners.get(id(module), name)
@@ -618,7 +618,7 @@ class Registration:
         for parameter in module._parameters.values():
             if parameter is not None:
                 frozen = not parameter.requires_grad
-                self._reasons.setdefault(id(parameter), "frozen" if frozen else reason)
+                self._reasons.setdefault(id(parameter), FROZEN if frozen else reason)
 
     # -- report -------------------------------------------------------------------------------
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from soframe.text import format_table
+
+FROZEN = "frozen"
+"""Why a parameter that needs no gradient has no block."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,31 @@ class Report:
             for row in self.rows
         )
         return Report(tuple(rows))
+
+
+def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
+    """Warn of layers that had a block, and have one no more although they are still trained.
+
+    A layer that is frozen or taken away has none by the user's wish. One whose weight became a
+    computed tensor, say by pruning, goes on without preconditioning.
+
+    Args:
+        before: The report before the model was changed.
+        after: The report now.
+        stacklevel: That of ``warnings.warn``, seen from the caller.
+    """
+    kept = {row.block for row in after}
+    had = {row.block: row.method for row in before if row.block and row.block != row.parameter}
+    lost = []
+    for name, method in had.items():
+        rows = [row for row in after if row.parameter.startswith(f"{name}.")]
+        why = [row.reason for row in rows if row.block is None and row.reason != FROZEN]
+        why += [row.note for row in rows if row.block == row.parameter]
+        if name not in kept and why:
+            lost.append(f"{name} ({method} before): {why[0] or 'its parameters have other blocks'}")
+    if lost:
+        warnings.warn(
+            "soframe: the model was changed, and there are layers that are still trained and have "
+            f"lost their block: {'; '.join(lost)}. report() says what became of each parameter",
+            stacklevel=stacklevel,
+        )

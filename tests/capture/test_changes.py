@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +20,13 @@ from soframe.testing import compare
 def backward(model: nn.Module, seed: int) -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     model(x).square().mean().backward()
+
+
+@contextmanager
+def nothing_is_said() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def network() -> nn.Sequential:
@@ -102,11 +111,56 @@ def test_a_weight_that_is_computed_for_a_while(
         change(model[1])
         optimizer.zero_grad()
         backward(model, seed)
-        optimizer.step()
+        lost = r"lost their block: 1 \(kfac / eigen before\): .*computed"
+        with pytest.warns(UserWarning, match=lost) if change is compute else nothing_is_said():
+            optimizer.step()
         rows = [row for row in optimizer.report() if row.parameter.startswith("1.")]
         assert {row.parameter for row in rows} == {f"1.{n}" for n, _ in model[1].named_parameters()}
         methods += [row.method for row in rows]
     assert methods == ["kfac / eigen", "adamw", "kfac / eigen"]
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[0].requires_grad_(False)
+
+
+def take_away(model: nn.Sequential) -> None:
+    model[0] = nn.Identity()
+    model[2] = nn.Linear(3, 2).double()
+
+
+def wrap(model: nn.Sequential) -> None:
+    model[0] = nn.Sequential(model[0], nn.Tanh())
+
+
+def freeze_and_prune(model: nn.Sequential) -> None:
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [freeze, take_away, wrap, freeze_and_prune])
+def test_a_layer_that_is_frozen_gone_or_under_another_name_is_no_loss(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model = network()
+    preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    change(model)
+    backward(model, seed=1)
+    with nothing_is_said():
+        preconditioner.step()
+
+
+def test_a_layer_of_another_kind_is_named_where_it_has_no_block() -> None:
+    """By the rows of a report that have no block; the whole layer is named once."""
+    model = network()
+    preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    model[0] = nn.Bilinear(3, 3, 4).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    model[2](model[1](model[0](x, x))).square().mean().backward()
+    lost = r"lost their block: 0 \(kfac / eigen before\): Bilinear: no layer helper"
+    with pytest.warns(UserWarning, match=lost) as said:
+        preconditioner.step()
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("method", ["kfac", "adamw"])
