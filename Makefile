@@ -41,7 +41,8 @@ test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few e
 test-stacks: ## run the tests of trainers and other stacks with their libraries, in $(VENV)-stacks
 	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-stacks $(VENV)-stacks/.stamp-stacks
 	OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
-	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py $(PYTEST_ARGS)
+	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py \
+	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py $(PYTEST_ARGS)
 
 .PHONY: environment
 environment: $(VENV)/.stamp-checks ## install what the checks need, at once

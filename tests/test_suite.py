@@ -149,6 +149,8 @@ def test_peers_without_a_rate_have_their_defaults(tmp_path: Path) -> None:
         "prodigy": (4.0, {}),
         "prodigy-cosine": (2.0, {"schedule": "cosine"}),
         "dadapt-adam": (4.0, {}),
+        "schedule-free": (4.0, {}),
+        "adamw-default": (4.0, {}),
         suite.STOCHASTIC: (4.0, {}),
     }
     pytest.importorskip("pytorch_optimizer")
@@ -156,7 +158,24 @@ def test_peers_without_a_rate_have_their_defaults(tmp_path: Path) -> None:
         type(suite.optimizer_of(name, PROBLEMS["vae"].make(0), {})).__name__
         for name in suite.UNTUNED
     ]
-    assert kinds == ["Prodigy", "Prodigy", "DAdaptAdam"]
+    assert kinds == ["Prodigy", "Prodigy", "DAdaptAdam", "ScheduleFreeAdamW", "AdamW"]
+
+
+def test_a_schedule_free_peer_is_evaluated_at_its_average() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    task = PROBLEMS["norms"].make(0)
+    other = suite.optimizer_of("schedule-free", task, {})
+    for _ in range(3):
+        other.zero_grad()
+        next(task.closures)().backward()
+        other.step()
+    there = [p.detach().clone() for p in task.model.parameters()]
+    with suite.averaged(other):
+        pairs = list(zip(task.model.parameters(), there, strict=True))
+        away = max(float((p - q).detach().abs().max()) for p, q in pairs)
+    assert away > 1e-4
+    for parameter, before in zip(task.model.parameters(), there, strict=True):
+        torch.testing.assert_close(parameter, before)
 
 
 def test_the_stochastic_one_is_evaluated_at_its_average() -> None:

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,12 @@ UNTUNED: Mapping[str, Setting] = {
     "prodigy": {},
     "prodigy-cosine": {"schedule": "cosine"},
     "dadapt-adam": {},
+    "schedule-free": {},
+    "adamw-default": {},
 }
-"""Peers that find their rate themselves, with the defaults of pytorch_optimizer. Those without a
-schedule have the trust regions' time, the other one has that of the tuned peers."""
+"""Peers with the defaults of their library: three find their rate themselves, one needs no
+schedule, and the last is what nobody has tuned. Those without a schedule have the trust regions'
+time, the other one has that of the tuned peers."""
 
 
 @dataclass
@@ -142,10 +145,15 @@ def optimizer_of(name: str, task: Task, setting: Setting) -> torch.optim.Optimiz
         )
     if name == "muon":
         return MuonWithAdamW(task.model, setting["lr"], 0.95)
+    if name == "adamw-default":
+        return torch.optim.AdamW(task.model.parameters(), fused=True)
     (package,) = require("pytorch_optimizer")
     if name in UNTUNED:
-        kind = package.DAdaptAdam if name == "dadapt-adam" else package.Prodigy
-        found: torch.optim.Optimizer = kind(task.model.parameters())
+        kinds = {"dadapt-adam": package.DAdaptAdam, "schedule-free": package.ScheduleFreeAdamW}
+        found = kinds.get(name, package.Prodigy)(task.model.parameters())
+        if name == "schedule-free":
+            found.train()
+        assert isinstance(found, torch.optim.Optimizer)
         return found
     made: torch.optim.Optimizer = package.SOAP(
         task.model.parameters(), lr=setting["lr"], betas=(0.95, 0.95), weight_decay=0.0
@@ -216,10 +224,27 @@ def evaluated(task: Task, optimizer: torch.optim.Optimizer) -> float:
         task: The task.
         optimizer: Its optimizer.
     """
-    own = optimizer if isinstance(optimizer, soframe.StochasticTrustRegion) else None
     torch.manual_seed(0)
-    with own.averaged() if own else nullcontext():
+    with averaged(optimizer):
         return float(task.evaluate())
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put an optimizer's averaged iterates in place, if it has them, and take them away after.
+
+    Args:
+        optimizer: One of ours, of torch, or of pytorch_optimizer: of these the schedule-free ones
+            have a mode of evaluation.
+    """
+    modes: Any = optimizer if hasattr(optimizer, "eval") else None
+    own = optimizer if isinstance(optimizer, soframe.StochasticTrustRegion) else None
+    with own.averaged() if own else nullcontext():
+        if modes:
+            modes.eval()
+        yield
+        if modes:
+            modes.train()
 
 
 def race(

@@ -44,15 +44,46 @@ def test_adapters_have_blocks_and_their_base_has_none() -> None:
             compare(torch.kron(g, a), dense, name)
 
 
-def test_adapters_of_peft_have_blocks() -> None:
+def adapted_by_peft() -> Any:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), config)
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    return peft.get_peft_model(layers, config, autocast_adapter_dtype=False).double()
+
+
+def test_adapters_of_peft_are_those_of_the_dense_fisher_and_may_be_merged_in_between() -> None:
+    model = adapted_by_peft()
+    x, y = randn(1, 4), randn(1, 3)
     with closing(preconditioner(model)) as own:
-        names = {row.parameter for row in own.report() if row.block is not None}
-        assert {name.split(".")[-3] for name in names} == {"lora_A", "lora_B"}
-        model(torch.randn(5, 4)).square().mean().backward()
+        names = list(blocks(own))
+        assert {name.split(".")[-2] for name in names} == {"lora_A", "lora_B"}
+        model.merge_adapter()
+        with torch.no_grad():
+            model(x)
+        model.unmerge_adapter()
+        log_cosh(model(x), y).backward()
         own.step()
+        for name in names:
+            ((a,), (g,)) = factors(own, name)
+            parameters = [f"{name}.weight"]
+            dense = dense_fisher(model, x, log_cosh, y, parameters=parameters, kind="empirical")
+            compare(torch.kron(g, a), dense, name)
+
+
+def test_an_adapter_that_peft_adds_later_is_trained_alone() -> None:
+    model = adapted_by_peft()
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.1, statistics_every=1)
+    model.add_adapter("later", model.peft_config["default"])
+    model.double().set_adapter("later")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        log_cosh(model(randn(5, 4)), randn(5, 3)).backward()
+        optimizer.step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert {name.rpartition(".lora_")[2] for name in moved} == {"A.later.weight", "B.later.weight"}
+    rows = {row.parameter: row for row in optimizer.report()}
+    assert {rows[name].method for name in moved} == {"kfac / eigen"}
 
 
 class Symmetric(nn.Module):
