@@ -702,6 +702,8 @@ class Preconditioner(Uncopied, Joinable):
         try:
             self._loss_scale.check(self._optimizer)
             self._statistics.require_counted()
+            if self.takes_statistics:
+                building.require_own_gradients(self._one_of_calls)
             self._effect.check(self._statistics.due)
             self._accumulation.check()
             self._raw.check()
@@ -792,6 +794,8 @@ class Preconditioner(Uncopied, Joinable):
         if again:
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
+        # Opacus wraps whole models, and this is asked at every step.
+        self._one_of_calls = [block for block in self._blocks if block.method.captures][:1]
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         history = self._placed.history if again else History()
         placed = PlacedBlocks(registration.blocks, placement, self.backend, history)

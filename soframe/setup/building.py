@@ -269,13 +269,14 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_averaged`, `require_able`, `require_served`,
-            `require_followable`, `require_eager`, `require_together`, `compare_ranks` and
-            `soframe.blocks.claims.require_free`.
+        ValueError: See `register`, `place`, `require_own_gradients`, `require_averaged`,
+            `require_able`, `require_served`, `require_followable`, `require_eager`,
+            `require_together`, `compare_ranks` and `soframe.blocks.claims.require_free`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
+        require_own_gradients(registration.blocks)
         require_averaged(registration.blocks, gradients)
         require_able(registration.blocks, background)
         require_served(registration.blocks, refresh.solve_every)
@@ -425,6 +426,31 @@ def check_turns(stagger: object, fisher: str) -> None:
             f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
             f"vectors backward at each of them; pass stagger='solves'"
         )
+
+
+def require_own_gradients(blocks: Sequence[Block]) -> None:
+    """Check that gradients are those of the backward passes which are seen.
+
+    Opacus keeps the gradient of each sample at the parameter, and makes a private one of these
+    within its optimizer's step.
+
+    Args:
+        blocks: The blocks.
+
+    Raises:
+        ValueError: If it does so with a parameter whose method reads the layer's calls.
+    """
+    for block in blocks:
+        if block.method.captures and any(
+            hasattr(parameter, "grad_sample") for parameter in block.parameters.values()
+        ):
+            raise ValueError(
+                f"{block.name} has a gradient for each sample, by Opacus, which makes a private "
+                f"one of these within its optimizer's step(), over what is preconditioned; and "
+                f"statistics of the layer's calls are not private. Give make_private() a "
+                f"soframe.Optimizer with a method that reads gradients alone, such as 'soap', "
+                f"'muon' or 'shampoo'"
+            )
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
