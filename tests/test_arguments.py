@@ -80,6 +80,16 @@ def test_an_optimizer_without_rates() -> None:
         build(optimizer=Odd())
 
 
+def test_an_optimizer_that_keeps_its_rates_to_itself() -> None:
+    """As Adafactor of transformers does by default."""
+    model = fill(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match=r"\[0\]\['lr'\] is None, so SGD makes rates itself"):
+        build(model=model, optimizer=optimizer)
+    build(model=model, lr=0.1)
+
+
 def test_an_optimizer_that_makes_the_gradients_itself() -> None:
     model = fill(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"LBFGS.step\(\) makes gradients anew"):

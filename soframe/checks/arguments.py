@@ -105,6 +105,18 @@ def check_optimizer(optimizer: object) -> None:
                 f"optimizer: param_groups[{index}] has no {' and no '.join(map(repr, lacking))}; "
                 f"pass lr=... instead of optimizer="
             )
+        if group["lr"] is None:
+            raise ValueError(
+                f"optimizer: param_groups[{index}]['lr'] is None, so {type(optimizer).__name__} "
+                f"makes rates itself and keeps them to itself; give it lr=..., or pass lr=... "
+                f"instead of optimizer="
+            )
+    if type(optimizer).__module__.startswith("opacus."):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} makes a private gradient within its step(), "
+            f"over what a Preconditioner writes; give make_private() a soframe.Optimizer with a "
+            f"method that reads gradients alone, such as 'soap', 'muon' or 'shampoo'"
+        )
     if _needs_closure(optimizer):
         raise ValueError(
             f"optimizer: {type(optimizer).__name__}.step() makes gradients anew, by a closure, "

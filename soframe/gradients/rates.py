@@ -103,16 +103,10 @@ class LearningRates:
             blocks: The blocks.
 
         Raises:
-            ValueError: If it lacks one, or computes gradients of its own.
+            ValueError: If it lacks one.
         """
         if self._optimizer is None or not blocks:
             return
-        if type(self._optimizer).__module__.startswith("opacus."):
-            raise ValueError(
-                f"{type(self._optimizer).__name__} makes a private gradient within its step(), "
-                f"over what a Preconditioner writes: give make_private() a soframe.Optimizer with "
-                f"a method that reads gradients alone, such as 'soap', 'muon' or 'shampoo'"
-            )
         self._read_groups(self._optimizer, blocks[0].home)
         for block in blocks:
             for name, parameter in block.parameters.items():
