@@ -10,7 +10,8 @@ CASES ?= 2000
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Hundreds of processes import the same files: they are compiled once, also where a shell says not to keep that.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -40,7 +41,7 @@ test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few e
 .PHONY: test-stacks
 test-stacks: ## run the tests of trainers and other stacks with their libraries, in $(VENV)-stacks
 	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-stacks $(VENV)-stacks/.stamp-stacks
-	OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
 	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py \
 	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py $(PYTEST_ARGS)
 

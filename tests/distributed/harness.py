@@ -56,6 +56,8 @@ _PRELOAD = [
     "hypothesis",
     "sklearn.datasets",
     "soframe.testing",
+    "tests.curvature",
+    "tests.distributed.harness",
     "tests.distributed.frozen",
 ]
 # After one rank fails, its peers often fail of it: wait so long to report them together.
