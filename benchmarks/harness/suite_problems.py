@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.losses import SumLoss, Term
+from soframe.losses import Gaussian, SumLoss, Term
 from soframe.losses.base import Loss
 
 Closure = Callable[[], Tensor]
@@ -231,21 +231,6 @@ def gaussian_natural(seed: int) -> Task:
     return _task(NaturalNet(), NaturalGaussian(), natural_nll, data)
 
 
-class MeanVariance(Loss):
-    """The Fisher of a Gaussian in ``(mean, log-variance)``: ``diag(1 / variance, 1 / 2)``."""
-
-    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
-        scale = torch.stack([(-outputs[:, 1]).exp(), torch.full_like(outputs[:, 1], 0.5)], 1)
-        return vectors * scale
-
-    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`."""
-        zero = torch.zeros_like(outputs[:, 1])
-        yield torch.stack([(-outputs[:, 1] / 2).exp(), zero], 1)
-        yield torch.stack([zero, torch.full_like(zero, math.sqrt(0.5))], 1)
-
-
 def mean_variance_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean of ``log-variance / 2 + (y - mean)^2 / (2 variance)``."""
     mean, log = model(x).unbind(1)
@@ -256,7 +241,7 @@ def mean_variance_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def gaussian_variance(seed: int) -> Task:
     data = _spread(seed)
     model = _named(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
-    return _task(model, MeanVariance(), mean_variance_nll, data)
+    return _task(model, Gaussian(), mean_variance_nll, data)
 
 
 class Attention(nn.Module):

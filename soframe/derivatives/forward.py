@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from soframe.derivatives.denormals import users_mode
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
 from soframe.derivatives.twice import Direction, tangents_by_gradients
+from soframe.losses.base import Loss
 
 Closure = Callable[[], Tensor]
 """Runs the model, once or several times, and returns the loss, without a backward pass."""
@@ -35,6 +37,7 @@ class Forward:
         gradients: The gradients of the loss in them, themselves differentiable.
         tape: What the pass called.
         calls: How many times it called the model.
+        expected: The declared loss, where its expected Hessian is to stand for the closure's own.
     """
 
     closure: Closure
@@ -43,6 +46,14 @@ class Forward:
     gradients: tuple[Tensor, ...]
     tape: Tape = field(default_factory=lambda: Tape(reuse=False))
     calls: int = 1
+    expected: Loss | None = None
+
+    @cached_property
+    def _counts(self) -> list[Tensor]:
+        """What each term of the expected loss is multiplied by, in each output."""
+        assert self.expected is not None
+        counts, rows = self.expected.counts, zip(self.outputs, self.gradients, strict=True)
+        return [counts(output.detach(), g.detach()).to(output.dtype) for output, g in rows]
 
     def joined(self, each: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs of one call that has the samples of all.
@@ -127,6 +138,10 @@ class Forward:
         Returns:
             One of each output's shape.
         """
+        if self.expected is not None:
+            product = self.expected.hessian_product
+            each = zip(self._counts, self.outputs, tangents, strict=True)
+            return tuple(count * product(output.detach(), v) for count, output, v in each)
         rows = [
             (gradient, tangent)
             for gradient, tangent in zip(self.gradients, tangents, strict=True)

@@ -35,6 +35,37 @@ class Loss(ABC):
         return None
 
     @property
+    def expected(self) -> bool:
+        """Whether the Hessian depends on targets, so that its expectation is given in its place.
+
+        That is the Fisher: the mean over targets that the model itself would draw (Martens, 2020,
+        section 9.1). False by default. `soframe.TrustRegion` takes its quadratic model of it then,
+        and asks `counts` for the scale of the closure's loss.
+        """
+        return False
+
+    def counts(self, outputs: Tensor, gradients: Tensor) -> Tensor:
+        """Return what each term of a closure's loss is multiplied by, from its gradient alone.
+
+        Asked where `expected` says so, since the closure's curvature cannot tell then.
+
+        Args:
+            outputs: ``[N, ...]``.
+            gradients: ``[N, ...]``: of the closure's loss in them.
+
+        Returns:
+            Float64, of a shape that can be multiplied with the outputs: ``1 / N`` for the mean over
+            N samples of this loss.
+
+        Raises:
+            NotImplementedError: If the loss does not say.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} says that its Hessian is expected, and not what a closure's "
+            f"terms count: give it a method counts(outputs, gradients)"
+        )
+
+    @property
     def means(self) -> bool | None:
         """Whether a sample's loss is a mean over its positions, the dimensions behind the second.
 

@@ -16,7 +16,17 @@ from soframe.registry import register
 Over = Literal["mean", "sum"]
 
 
-def _check(name: str, setting: str, value: str) -> None:
+def require_over(name: str, setting: str, value: str) -> None:
+    """Check how a loss combines what a sample has of terms.
+
+    Args:
+        name: The loss.
+        setting: The name of the setting.
+        value: Its value.
+
+    Raises:
+        ValueError: If it is neither a mean nor a sum.
+    """
     if value not in ("mean", "sum"):
         raise ValueError(f"{name}: {setting} must be 'mean' or 'sum', not {value!r}")
 
@@ -33,7 +43,7 @@ class CrossEntropy(Loss):
     positions: Over = "mean"
 
     def __post_init__(self) -> None:
-        _check("CrossEntropy", "positions", self.positions)
+        require_over("CrossEntropy", "positions", self.positions)
 
     @property
     def means(self) -> bool:
@@ -95,7 +105,7 @@ class BinaryCrossEntropy(Loss):
     features: Over = "mean"
 
     def __post_init__(self) -> None:
-        _check("BinaryCrossEntropy", "features", self.features)
+        require_over("BinaryCrossEntropy", "features", self.features)
 
     @property
     def means(self) -> bool:

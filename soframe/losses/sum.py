@@ -114,6 +114,11 @@ class SumLoss(Loss):
                 raise TypeError(f"SumLoss: a term is a soframe.losses.Term, not {term!r}")
 
     @property
+    def expected(self) -> bool:
+        """See `Loss.expected`: whether that of any term is."""
+        return any(term.own.expected for term in self.terms)
+
+    @property
     def means(self) -> bool | None:
         """See `Loss.means`: what all terms are."""
         kinds = {term.own.means for term in self.terms}

@@ -95,14 +95,23 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
         return Fit(len(forward.outputs[0]), 1 / closures, problem=problem)
     outputs = [output.detach() for output in forward.joined(forward.outputs)]
     samples = len(outputs[0])
-    nothing = Fit(samples, 1 / closures, mute=True)
     if samples == 0 or (len(outputs) > 1 and not isinstance(declared, SumLoss)):
         if samples:
             raise TypeError(
                 f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with "
                 f"a Term for each (output=0, 1, ...) rather than {declared!r}"
             )
-        return nothing
+        return Fit(samples, 1 / closures, mute=True)
+    by = _fit_of_gradients if declared.expected else _fit_of_curvature
+    return by(declared, forward, outputs, closures)
+
+
+def _fit_of_curvature(
+    declared: Loss, forward: Forward, outputs: Sequence[Tensor], closures: int
+) -> Fit:
+    """Compare the curvature of the closure's loss with that of the declared one: see `fit`."""
+    samples = len(outputs[0])
+    nothing = Fit(samples, 1 / closures, mute=True)
     first, second = _tangents(outputs, 0), _tangents(outputs, 1)
     try:
         expected = _hessian_products(declared, outputs, first)
@@ -167,6 +176,50 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
         return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
     clamped = tuple(weight.clamp(min=0) for weight in weights)
     return Fit(samples, times, plain, weights=clamped, tolerance=tolerance)
+
+
+def _fit_of_gradients(
+    declared: Loss, forward: Forward, outputs: Sequence[Tensor], closures: int
+) -> Fit:
+    """Compare the gradients of the closure's loss with the declared one, whose curvature cannot.
+
+    Args:
+        declared: A loss whose Hessian is expected.
+        forward: The forward pass of one closure.
+        outputs: Its output, of all calls.
+        closures: The number of micro-batches.
+
+    Returns:
+        How they compare: all terms have to count alike, since a loss of another kind is one whose
+        terms do not.
+    """
+    (output,) = outputs
+    samples = len(output)
+    (gradient,) = forward.joined([one.detach() for one in forward.gradients])
+    try:
+        counts = declared.counts(output, gradient) * samples
+    except (IndexError, RuntimeError, ValueError) as error:
+        problem = f"loss={declared!r} is not one of an output of shape {list(output.shape)}"
+        return Fit(samples, 1 / closures, problem=f"{problem}: {error}")
+    least, most = (float(end) for end in counts.aminmax())
+    if not math.isfinite(most):
+        return Fit(samples, 1 / closures, mute=True)
+    tolerance = max(1e-3, 64 * torch.finfo(output.dtype).eps)
+    times = float(counts.mean())
+    if most - least > 4 * tolerance * most:
+        return Fit(
+            samples,
+            times,
+            plain=False,
+            problem=(
+                f"the closure's loss is not the mean of loss={declared!r} over its samples: by "
+                f"their gradients its terms count from {least:.3g} to {most:.3g} of it; declare "
+                f"the loss that the closure returns, with equal weights"
+            ),
+            tolerance=tolerance,
+        )
+    plain = math.isclose(times * closures, 1.0, rel_tol=tolerance)
+    return Fit(samples, times, plain, tolerance=tolerance)
 
 
 def _sum(terms: Tensor) -> float:
@@ -266,8 +319,9 @@ def require_agreement(
                 f"loss={declared!r}, as a mean over {one.samples} samples and {len(fits)} "
                 f"closure(s); declare the loss that the closure returns. Batches of unequal sizes "
                 f"have shares of the mean that add up to one. Of a likelihood let the model return "
-                f"natural parameters (of a Gaussian mean / variance and 1 / variance): in others, "
-                f"as a log-variance, its curvature depends on the targets"
+                f"natural parameters (of a Gaussian mean / variance and 1 / variance; loss="
+                f"'gaussian' is of a mean and a log-variance): in others its curvature depends on "
+                f"the targets"
             )
     raise ValueError(
         f"the closure's loss is not the declared one on {odd:.0f} other rank(s): see their own "

@@ -479,7 +479,12 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
         for closure in closures:
             with torch.enable_grad():
                 forward, loss = first_pass(
-                    self._model, self._outputs, closure, parameters, reuse=self._reuse
+                    self._model,
+                    self._outputs,
+                    closure,
+                    parameters,
+                    reuse=self._reuse,
+                    loss=self._loss,
                 )
                 if compared:
                     fits.append(fit(self._loss, forward, len(closures), alike=self._alike))

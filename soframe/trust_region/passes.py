@@ -12,6 +12,7 @@ from soframe.blocks.home import PlainGrad
 from soframe.derivatives.forward import Closure, Forward, Outputs
 from soframe.derivatives.replay import Replay
 from soframe.derivatives.tape import Tape
+from soframe.losses.base import Loss
 from soframe.trust_region.declared import require_apart, require_graph, require_only_through
 
 
@@ -22,6 +23,7 @@ def first_pass(
     parameters: Sequence[nn.Parameter],
     *,
     reuse: bool,
+    loss: Loss | None = None,
 ) -> tuple[Forward, Tensor]:
     """Run a closure, and differentiate its loss in the model's outputs; no backward pass yet.
 
@@ -31,6 +33,7 @@ def first_pass(
         closure: The closure; gradients are enabled.
         parameters: Those that are trained.
         reuse: Whether derivatives may follow a tape of the pass.
+        loss: The declared loss; its Hessian is taken in place of the closure's if it is expected.
 
     Returns:
         The pass, and the loss.
@@ -41,14 +44,21 @@ def first_pass(
     replay = Replay(model)
     tape = Tape(replay.devices, reuse=reuse)
     with _no_gradient_changes(parameters):
-        seen, loss = outputs.of(closure, tape)
-    require_graph(seen, loss)
+        seen, value = outputs.of(closure, tape)
+    require_graph(seen, value)
     require_apart(seen, outputs.calls)
-    gradients = torch.autograd.grad(loss, seen, create_graph=True, materialize_grads=True)
-    require_only_through(seen, loss, parameters)
-    return Forward(
-        closure, replay, outputs=seen, gradients=gradients, tape=tape, calls=outputs.calls
-    ), loss
+    gradients = torch.autograd.grad(value, seen, create_graph=True, materialize_grads=True)
+    require_only_through(seen, value, parameters)
+    forward = Forward(
+        closure,
+        replay,
+        outputs=seen,
+        gradients=gradients,
+        tape=tape,
+        calls=outputs.calls,
+        expected=loss if loss is not None and loss.expected else None,
+    )
+    return forward, value
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
 from soframe.losses.base import Loss
+from soframe.losses.sum import SumLoss
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
@@ -185,6 +186,12 @@ def check(model: object, loss: object, params: object, preconditioner: Mapping[s
             f"of one, not {preconditioner['loss_average']!r}"
         )
     built: Loss = KINDS["loss"].build(loss, Loss)
+    if built.expected and isinstance(built, SumLoss):
+        raise ValueError(
+            f"loss={built!r}: the Hessian of a term depends on targets, and what the closure's "
+            f"loss counts cannot be told from a sum: declare that term alone, or let the model "
+            f"return natural parameters"
+        )
     return built
 
 

@@ -14,6 +14,7 @@ import soframe
 from soframe.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
+    Gaussian,
     Loss,
     MeanSquaredError,
     SquaredError,
@@ -177,6 +178,7 @@ def test_losses_go_by_name() -> None:
     assert names == {
         "binary-cross-entropy": BinaryCrossEntropy,
         "cross-entropy": CrossEntropy,
+        "gaussian": Gaussian,
         "mse": MeanSquaredError,
         "squared-error": SquaredError,
         "sum": SumLoss,
@@ -186,7 +188,7 @@ def test_losses_go_by_name() -> None:
 
 def test_an_unknown_loss_lists_those_that_are() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"no loss 'hinge'; registered: .*'cross-entropy', 'mse'"):
+    with pytest.raises(ValueError, match=r"no loss 'hinge'; registered: .*'gaussian', 'mse'"):
         soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="hinge")
     with pytest.raises(TypeError, match="a loss is a name"):
         soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss=nn.MSELoss())  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ GIVEN: dict[str, st.SearchStrategy[Any]] = {
     "gradients": or_anything("averaged", "local"),
 }  # fmt: skip
 LOSSES = or_anything(
-    "cross-entropy", "mse", "squared-error", "binary-cross-entropy", SquaredError(2.0),
+    "cross-entropy", "mse", "squared-error", "binary-cross-entropy", "gaussian", SquaredError(2.0),
     CrossEntropy("sum"), SumLoss([Term("cross-entropy", slice(0, 2)), Term("mse", slice(2, 3))]),
 )  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""Gaussian likelihoods whose variance the model returns, too: heteroscedastic regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.losses.base import Loss, random_signs
+from soframe.losses.classification import Over, require_over
+from soframe.registry import register
+
+
+@register("loss", "gaussian")
+@dataclass(frozen=True)
+class Gaussian(Loss):
+    """``s / 2 + (y - m)^2 / (2 exp(s))`` of outputs ``[N, 2, ...]``: a mean m, a log-variance s.
+
+    That is ``nn.GaussianNLLLoss()(m, s.exp(), y)`` where no variance is below its ``eps``. The
+    Hessian depends on the target, and may be indefinite; its expectation over targets of the model,
+    the Fisher, is ``diag(exp(-s), 1 / 2)`` (Amari, 1998; Kendall and Gal, 2017, equation 8, for the
+    loss).
+
+    Attributes:
+        positions: How a sample's positions (the dimensions behind the second) are combined.
+    """
+
+    positions: Over = "mean"
+
+    def __post_init__(self) -> None:
+        require_over("Gaussian", "positions", self.positions)
+
+    @property
+    def expected(self) -> bool:
+        """See `Loss.expected`."""
+        return True
+
+    @property
+    def means(self) -> bool:
+        """See `Loss.means`."""
+        return self.positions == "mean"
+
+    def _diagonal(self, outputs: Tensor) -> Tensor:
+        precision = (-_log_variance(outputs)).exp()
+        return self._scale(outputs) * torch.cat([precision, torch.full_like(precision, 0.5)], 1)
+
+    def _scale(self, outputs: Tensor) -> float:
+        positions = outputs[:1, :1].numel() if len(outputs) else 1
+        return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
+
+    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """See `Loss.hessian_product`."""
+        return self._diagonal(outputs) * vectors
+
+    def term_sums(self, values: Tensor) -> Tensor:
+        """See `Loss.term_sums`: every position is one."""
+        return values.sum(1, keepdim=True)
+
+    def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
+        """See `Loss.half_factor`: one column per number."""
+        root = self._diagonal(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())
+        for number in range(root.shape[1]):
+            column = torch.zeros_like(root)
+            column[:, number] = root[:, number]
+            yield column.view_as(outputs)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """See `Loss.sample`: no two of its numbers are correlated, so signs do."""
+        return random_signs(outputs, generator) * self._diagonal(outputs).sqrt()
+
+    def counts(self, outputs: Tensor, gradients: Tensor) -> Tensor:
+        """See `Loss.counts`: both gradients of a term are of one residual, and tell its factor."""
+        # With a = c (m - y) exp(-s) and b = c (1 - (m - y)^2 exp(-s)) / 2 it solves
+        # c^2 - 2 b c = a^2 exp(s).
+        a, b = gradients.double().split(1, 1)
+        square = a.square() * _log_variance(outputs).double().exp()
+        root = (b.square() + square).sqrt()
+        # Of two forms of the root the one that subtracts nothing; where both are zero, so is c.
+        c = torch.where(b >= 0, b + root, square / (root - b).clamp(min=math.ulp(0.0)))
+        return c / self._scale(outputs)
+
+
+def _log_variance(outputs: Tensor) -> Tensor:
+    if outputs.dim() < 2 or outputs.shape[1] != 2:
+        raise ValueError(
+            f"loss 'gaussian' is of outputs [N, 2, ...], a mean and a log-variance, not "
+            f"{tuple(outputs.shape)}: return torch.stack([mean, log_variance], 1)"
+        )
+    return outputs[:, 1:]
