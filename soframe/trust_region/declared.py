@@ -96,6 +96,12 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
     outputs = [output.detach() for output in forward.joined(forward.outputs)]
     samples = len(outputs[0])
     if samples == 0 or (len(outputs) > 1 and not isinstance(declared, SumLoss)):
+        if samples and declared.expected:
+            raise TypeError(
+                f"the model returns {len(outputs)} tensors, and loss={declared!r} is of one: let "
+                f"the model's forward return torch.stack([mean, log_variance], 1), or what else it "
+                f"is of"
+            )
         if samples:
             raise TypeError(
                 f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with "

@@ -132,6 +132,23 @@ def test_what_cannot_be_told_is_refused() -> None:
         own.step(closures(model, [batch(0)], lambda f, y: (f[:, 0] - y).square().mean()))
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.net(x).unbind(1)
+
+
+def test_a_pair_of_outputs_is_named() -> None:
+    model = Pair()
+    own = trust_region(model, "gaussian")
+    x, y = batch(0)
+    with pytest.raises(TypeError, match=r"returns 2 tensors, .* is of one: let .* torch.stack"):
+        own.step(lambda: F.gaussian_nll_loss(model(x)[0], y, model(x)[1].exp()))
+
+
 def test_a_batch_that_is_not_finite_is_skipped() -> None:
     model = net()
     own = trust_region(model, "gaussian")
