@@ -54,8 +54,8 @@ class Loss(ABC):
             gradients: ``[N, ...]``: of the closure's loss in them.
 
         Returns:
-            Float64, of a shape that can be multiplied with the outputs: ``1 / N`` for the mean over
-            N samples of this loss.
+            Factors in float64, of a shape that can be multiplied with the outputs. They are
+            ``1 / N`` where a closure returns the mean over N samples of this loss.
 
         Raises:
             NotImplementedError: If the loss does not say.
