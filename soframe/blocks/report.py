@@ -95,12 +95,13 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
     kept = {row.block for row in after}
     had = {row.block: row.method for row in before if row.block and row.block != row.parameter}
     lost = []
-    for name, method in had.items():
+    for name in (name for name in had if name not in kept):
         rows = [row for row in after if row.parameter.startswith(f"{name}.")]
         why = [row.reason for row in rows if row.block is None and row.reason != FROZEN]
         why += [row.note for row in rows if row.block == row.parameter]
-        if name not in kept and why:
-            lost.append(f"{name} ({method} before): {why[0] or 'its parameters have other blocks'}")
+        if why:
+            said = why[0] or "its parameters have other blocks"
+            lost.append(f"{name} ({had[name]} before): {said}")
     if lost:
         warnings.warn(
             "soframe: the model was changed, and there are layers that are still trained and have "
