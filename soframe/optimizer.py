@@ -35,6 +35,7 @@ from soframe.checks.numbers import require_numbers
 from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
+from soframe.eager import eagerly
 from soframe.gradients import moving
 from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
@@ -221,6 +222,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
     # -- the step -----------------------------------------------------------------------------
 
     @torch.no_grad()
+    @eagerly
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters.
 

@@ -50,6 +50,7 @@ from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
+from soframe.eager import eagerly
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
 from soframe.gradients.accumulation import Accumulation, OptimizerSteps
@@ -403,6 +404,7 @@ class Preconditioner(Uncopied, Joinable):
     # -- the step -----------------------------------------------------------------------------
 
     @torch.no_grad()
+    @eagerly
     def step(self) -> None:
         """Rewrite the gradient of every registered parameter, in place.
 

@@ -35,6 +35,7 @@ from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
+from soframe.eager import eagerly
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.setup import building
@@ -312,6 +313,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------
 
+    @eagerly
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
 

@@ -38,6 +38,7 @@ from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
+from soframe.eager import eagerly
 from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
@@ -183,6 +184,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------
 
+    @eagerly
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
 

@@ -117,3 +117,62 @@ def test_statistics_come_from_a_model_compiled_without() -> None:
         return sum(block.mass for block in preconditioner._blocks) > taken
 
     assert [step(f) for f in (model, compiled, compiled, compiled)] == [True, False, True, False]
+
+
+def whole_steps(who: str, compiled: str) -> Tensor:
+    """Return the weights after a few steps, of which a part or all of each is compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    every: dict[str, Any] = {"statistics_every": 2, "solve_every": 2}
+    optimizer: Any
+    if who == "preconditioner":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        before = soframe.Preconditioner(model, optimizer=optimizer, **every)
+    elif who == "trust region":
+        optimizer = soframe.TrustRegion(model, "mse", fisher="type-2")
+    elif who == "stochastic":
+        optimizer = soframe.StochasticTrustRegion(model)
+    else:
+        optimizer = soframe.Optimizer(model, who, lr=0.05)
+
+    def closure() -> Tensor:
+        return nn.functional.mse_loss(model(x), y)
+
+    def update() -> None:
+        if who == "preconditioner":
+            before.step()
+        optimizer.step()
+
+    def step() -> None:
+        if who in ("trust region", "stochastic"):
+            optimizer.step(closure)
+            return
+        optimizer.zero_grad()
+        closure().backward()
+        (torch.compile(update, backend="eager") if compiled == "update" else update)()
+
+    run = torch.compile(step, backend="eager") if compiled == "step" else step
+    for _ in range(4):
+        run()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+# The compiler looks at the hooks that backward passes call, too, and leaves some of them alone.
+@pytest.mark.filterwarnings(
+    "ignore:.*(lru_cache|Dynamo does not know how to trace)",
+    "ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning",
+)
+@pytest.mark.parametrize(
+    ("who", "compiled"),
+    [
+        ("preconditioner", "update"),
+        ("preconditioner", "step"),
+        ("kfac", "step"),
+        ("soap", "update"),
+        ("trust region", "step"),
+        ("stochastic", "step"),
+    ],
+)
+def test_a_step_within_compiled_code_is_the_eager_one(who: str, compiled: str) -> None:
+    compare(whole_steps(who, compiled), whole_steps(who, ""), "weights", rtol=1e-12)

@@ -1,0 +1,40 @@
+"""What torch.compile is to leave alone, also where it compiles who calls it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run as it is where ``torch.compile`` would trace it.
+
+    A step is collectives, solves and questions of what is finite: nothing that one graph could
+    have. Not `torch.compiler.disable` alone: that imports the compiler, seconds of it, with the
+    library.
+
+    Args:
+        function: The function, or a method as a class has it.
+
+    Returns:
+        The same; a compiled caller has one graph before it and one after it.
+    """
+
+    @functools.cache
+    def disabled() -> Callable[P, R]:
+        found: Callable[P, R] = torch.compiler.disable(function)
+        return found
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return disabled()(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
