@@ -805,7 +805,7 @@ class Preconditioner(Uncopied, Joinable):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
         if again:
-            warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
+            warn_of_lost_blocks(self._report, registration.report, stacklevel=10)
         self._placed, self.placement = placed, placement
         self._report: Report = registration.report
         self._registration = registration

@@ -752,7 +752,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=6)
         self._warned = True
 
     def _step_back(self, why: str) -> None:
