@@ -1,4 +1,7 @@
-"""Opacus makes its private gradient within a step: methods of gradients get it, others refuse."""
+"""Opacus makes its private gradient within a step: methods of gradients get it, others refuse.
+
+It is in no extra: it installs a package that is called benchmarks, which hides the folder here.
+"""
 
 from __future__ import annotations
 
