@@ -29,13 +29,13 @@ from soframe.blocks import home, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
+from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
 from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import require_numbers
 from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
-from soframe.eager import eagerly
 from soframe.gradients import moving
 from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
@@ -222,7 +222,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
     # -- the step -----------------------------------------------------------------------------
 
     @torch.no_grad()
-    @eagerly
+    @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters.
 

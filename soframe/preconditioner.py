@@ -34,6 +34,7 @@ from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
+from soframe.capture.untraced import untraced
 from soframe.checks import arguments
 from soframe.checks.copies import Uncopied
 from soframe.comm.agreement import (
@@ -50,7 +51,6 @@ from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
-from soframe.eager import eagerly
 from soframe.gradients import averaging
 from soframe.gradients import magnitude as gradients
 from soframe.gradients.accumulation import Accumulation, OptimizerSteps
@@ -404,7 +404,7 @@ class Preconditioner(Uncopied, Joinable):
     # -- the step -----------------------------------------------------------------------------
 
     @torch.no_grad()
-    @eagerly
+    @untraced
     def step(self) -> None:
         """Rewrite the gradient of every registered parameter, in place.
 

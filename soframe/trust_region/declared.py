@@ -99,8 +99,7 @@ def fit(declared: Loss | None, forward: Forward, closures: int, *, alike: bool =
         if samples and declared.expected:
             raise TypeError(
                 f"the model returns {len(outputs)} tensors, and loss={declared!r} is of one: let "
-                f"the model's forward return torch.stack([mean, log_variance], 1), or what else it "
-                f"is of"
+                f"the model's forward return them in one, by torch.stack([...], 1)"
             )
         if samples:
             raise TypeError(

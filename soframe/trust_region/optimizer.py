@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
+from soframe.capture.untraced import untraced
 from soframe.checks.copies import Uncopied
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
@@ -35,7 +36,6 @@ from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
-from soframe.eager import eagerly
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.setup import building
@@ -313,7 +313,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------
 
-    @eagerly
+    @untraced
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
 

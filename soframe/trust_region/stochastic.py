@@ -31,6 +31,7 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
+from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
 from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import is_number, require_flag, require_integer
@@ -38,7 +39,6 @@ from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
-from soframe.eager import eagerly
 from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
@@ -184,7 +184,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------
 
-    @eagerly
+    @untraced
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
 

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function run as it is where ``torch.compile`` would trace it.
 
     A step is collectives, solves and questions of what is finite: nothing that one graph could
