@@ -136,7 +136,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
         lines.append(cells)
     if "memory" in rows[0]:
         head.append("peak MB")
-    return _aligned(title, lines)
+    return aligned(title, lines)
 
 
 def phase_table(title: str, rows: list[dict[str, Any]]) -> str:
@@ -161,10 +161,19 @@ def phase_table(title: str, rows: list[dict[str, Any]]) -> str:
             low, middle, high = row.get("of peer", {}).get(name, (None,) * 3)
             cells.append("" if middle is None else f"{middle:.2f} ({low:.2f} to {high:.2f})")
         lines.append(cells)
-    return _aligned(title, lines)
+    return aligned(title, lines)
 
 
-def _aligned(title: str, lines: list[list[str]]) -> str:
+def aligned(title: str, lines: list[list[str]]) -> str:
+    """Return cells as text, in columns.
+
+    Args:
+        title: What stands above.
+        lines: The head, and the cells of each line; the first of a line is at the left.
+
+    Returns:
+        Lines.
+    """
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [f"\n{title}"]
     for first, *rest in lines:
