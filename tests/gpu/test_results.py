@@ -1,0 +1,225 @@
+"""What a GPU comes to in float64 is what a processor comes to."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import soframe
+from soframe import Preconditioner, StochasticTrustRegion, TrustRegion
+from tests.gpu.kit import (
+    DEVICE,
+    MODELS,
+    NEEDS_GPU,
+    ROTATED,
+    assert_same,
+    batch_on,
+    method_of,
+    model_on,
+    train,
+)
+
+pytestmark = NEEDS_GPU
+CPU = torch.device("cpu")
+METHODS = sorted(set(soframe.available("method")) - {"blocked"})  # that needs an inner one
+SOLVERS = sorted(set(soframe.available("solver")) - {"root", "basis"})
+COMMON: dict[str, Any] = {"layers": "all", "statistics_every": 1, "solve_every": 2}
+
+
+def both(name: str, make: Any, tolerance: float = 1e-7, **how: Any) -> None:
+    here = train(DEVICE, name, make, **how)
+    assert all(p.device.type == DEVICE.type for p in here.model.parameters())
+    assert_same(train(CPU, name, make, **how), here, tolerance)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(method: str, model: str) -> None:
+    def make(net: nn.Module) -> Any:
+        return soframe.Optimizer(net, method_of(method), lr=0.02, **COMMON)
+
+    if method in ROTATED and model != "square":
+        assert all(w.isfinite().all() for w in train(DEVICE, model, make).weights.values())
+    else:
+        both(model, make, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solvers(solver: str, model: str) -> None:
+    def make(net: nn.Module) -> Any:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        return Preconditioner(net, "kfac", solver, optimizer=sgd, **COMMON), sgd
+
+    both(model, make, tolerance=1e-6)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mem-opt": {"strategy": "mem-opt"},
+    "sharded": {"strategy": "sharded"},
+    "background": {"background": 1},
+    "background, staggered": {"background": 1, "stagger": True},
+    "staggered": {"stagger": True, "solve_every": 4},
+    "relative": {"damping": "relative"},
+    "norm clip": {"norm_clip": 0.1, "kl_clip": None},
+    "forward-only": {"fisher": "forward-only"},
+    "local": {"gradients": "local"},
+    "auxiliary": {"auxiliary": "adamw"},
+    "kaisa": {"scaling": "kaisa", "layers": None},
+    "float64": {"dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("model", ["images", "tokens"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings(setting: str, model: str) -> None:
+    def make(net: nn.Module) -> Any:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        return Preconditioner(net, optimizer=sgd, **{**COMMON, **SETTINGS[setting]}), sgd
+
+    both(model, make, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"full_batch": True},
+        {"model_every": 2},
+        {"method": ["kfac", "soap"], "full_batch": True},
+        {"method": ["kfac", "adamw"]},
+        {"reuse_activations": False},
+        {"preconditioner_damping": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_trust_region(model: str, options: dict[str, Any]) -> None:
+    def make(net: nn.Module) -> Any:
+        return TrustRegion(net, "cross-entropy", fisher="type-2", **options)
+
+    both(model, make, tolerance=1e-5, closure=True, steps=6)
+
+
+@pytest.mark.parametrize("options", [{}, {"model_every": 2}, {"reuse_activations": False}], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_stochastic_trust_region(model: str, options: dict[str, Any]) -> None:
+    both(model, lambda net: StochasticTrustRegion(net, **options), 1e-5, closure=True, steps=6)
+
+
+@pytest.mark.parametrize("fisher", ["monte-carlo", "type-2"])
+def test_observed(fisher: str) -> None:
+    """What is drawn differs between devices, so that the exact one alone is held to a processor."""
+    weights = []
+    for device in (CPU, DEVICE):
+        model = model_on(device, "images")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        own = Preconditioner(model, optimizer=sgd, fisher=fisher, loss="cross-entropy", **COMMON)
+        for step in range(3):
+            inputs, targets = batch_on(device, "images", step)
+            model.zero_grad()
+            outputs = model(inputs)
+            own.observe(outputs)
+            nn.functional.cross_entropy(outputs, targets).backward()
+            own.step()
+            sgd.step()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().cpu())
+    if fisher == "type-2":
+        torch.testing.assert_close(weights[1], weights[0], rtol=1e-7, atol=1e-7)
+    assert weights[1].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [0.5, 3])
+def test_drawn_rows(rows: float) -> None:
+    def make(net: nn.Module) -> Any:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+        return Preconditioner(net, optimizer=sgd, rows=rows, **COMMON), sgd
+
+    trained = train(DEVICE, "tokens", make)
+    assert all(weight.isfinite().all() for weight in trained.weights.values())
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap", "muon", "shampoo", "ekfac"])
+@pytest.mark.parametrize(("begin", "end"), [(DEVICE, CPU), (CPU, DEVICE)], ids=["to CPU", "to GPU"])
+def test_state_moves_between_devices(begin: torch.device, end: torch.device, method: str) -> None:
+    """A run that goes on elsewhere is the run that stayed."""
+
+    def make(net: nn.Module) -> Any:
+        return soframe.Optimizer(net, method_of(method), lr=0.02, **COMMON)
+
+    def go_on(model: nn.Module, optimizer: Any, device: torch.device, steps: range) -> None:
+        for step in steps:
+            inputs, targets = batch_on(device, "square", step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    model = model_on(begin, "square")
+    optimizer = make(model)
+    go_on(model, optimizer, begin, range(3))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    of_model, of_optimizer = torch.load(file, map_location=end, weights_only=True)
+    other = model_on(end, "square")
+    other.load_state_dict(of_model)
+    resumed = make(other)
+    resumed.load_state_dict(of_optimizer)
+    go_on(model, optimizer, begin, range(3, 6))
+    go_on(other, resumed, end, range(3, 6))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(two.cpu(), one.cpu(), rtol=1e-6, atol=1e-6)
+
+
+def test_moved_after_it_was_built() -> None:
+    """A preconditioner follows its model to another device."""
+
+    def make(net: nn.Module) -> Any:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+        own = Preconditioner(net.to(CPU), optimizer=sgd, **COMMON)
+        net.to(DEVICE)
+        return own, sgd
+
+    assert_same(train(CPU, "dense", stays), train(DEVICE, "dense", make))
+
+
+def stays(net: nn.Module) -> Any:
+    """The same, of a model that stays."""
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+    return Preconditioner(net, optimizer=sgd, **COMMON), sgd
+
+
+def test_layers_on_two_devices() -> None:
+    """A network that is spread over the processor and the GPU."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near, self.far = nn.Linear(5, 6), nn.Linear(6, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.far(
+                self.near(x.to(self.near.weight.device)).tanh().to(self.far.weight.device)
+            )
+
+    found = []
+    for devices in ((CPU, CPU), (CPU, DEVICE)):
+        torch.manual_seed(0)
+        model = Spread().double()
+        model.near.to(devices[0])
+        model.far.to(devices[1])
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        own = Preconditioner(model, optimizer=sgd, **COMMON)
+        for step in range(4):
+            inputs, targets = batch_on(CPU, "dense", step)
+            model.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets.to(devices[1])).backward()
+            own.step()
+            sgd.step()
+        found.append([p.detach().cpu() for p in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-7, atol=1e-7)

@@ -1,0 +1,241 @@
+"""Precision, compilers, streams, memory and waiting on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe import Preconditioner
+from tests.gpu.kit import DEVICE, NEEDS_GPU, batch_on, counted_waits, model_on, train
+
+pytestmark = [
+    NEEDS_GPU,
+    # The compiler's own look at a frame's arguments.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+COMMON: dict[str, Any] = {"layers": "all"}
+WAITS = {
+    "kfac": {"method": "kfac", "solver": "eigen"},
+    "kfac, inverse": {"method": "kfac", "solver": "inverse"},
+    "ekfac": {"method": "ekfac"},
+    "shampoo": {"method": "shampoo"},
+    "soap": {"method": "soap"},
+    "soap-muon": {"method": "soap-muon"},
+    "muon": {"method": "muon"},
+    "adamw": {"method": "adamw"},
+}
+
+
+@pytest.mark.parametrize("model", ["images", "tokens"])
+@pytest.mark.parametrize("method", WAITS)
+def test_waits(method: str, model: str) -> None:
+    """Between solves the host waits for gradients, for statistics, and for what ranks agree on."""
+    net = model_on(DEVICE, model).float()
+    settings = {"statistics_every": 2, "solve_every": 6, **WAITS[method]}
+    optimizer = soframe.Optimizer(net, lr=0.01, **COMMON, **settings)
+    counts = {}
+    for step in range(12):
+        inputs, targets = batch_on(DEVICE, model, step)
+        inputs = inputs.float() if inputs.is_floating_point() else inputs
+        with counted_waits() as passes:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+        with counted_waits() as waits:
+            optimizer.step()
+        counts[step] = (passes, waits)
+    print()
+    for step in range(6, 12):
+        passes, waits = counts[step]
+        print(method, model, "step", step, len(passes), len(waits), passes, sorted(set(waits)))
+    for step in range(7, 12):
+        passes, waits = counts[step]
+        assert not passes, (step, passes)
+        assert len(waits) <= 2 + (step % 2 == 0), (step, waits)
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap", "muon"])
+def test_memory_does_not_grow(method: str) -> None:
+    if DEVICE.type != "cuda":
+        pytest.skip("memory of a GPU")
+    net = model_on(DEVICE, "tokens")
+    optimizer = soframe.Optimizer(net, method, lr=0.01, solve_every=2, background=1, **COMMON)
+    used = []
+    for step in range(60):
+        inputs, targets = batch_on(DEVICE, "tokens", step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+        if step % 20 == 19:
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+    assert max(used) - min(used) < 100_000, used
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap-muon", "ekfac"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_loss_scaling(dtype: torch.dtype, method: str) -> None:
+    """Factors are float32 and near those of full precision; an overflow is stepped over."""
+    net = model_on(DEVICE, "tokens").float()
+    scaler = torch.amp.GradScaler(
+        DEVICE.type, init_scale=2.0**24 if dtype == torch.float16 else 1.0
+    )
+    sgd = torch.optim.SGD(net.parameters(), lr=0.02)
+    own = Preconditioner(
+        net, method, optimizer=sgd, grad_scaler=scaler, statistics_every=1, solve_every=2,
+        auxiliary="adamw", **COMMON
+    )  # fmt: skip
+    losses = []
+    for step in range(30):
+        inputs, targets = batch_on(DEVICE, "tokens", step % 3)
+        sgd.zero_grad()
+        with torch.autocast(DEVICE.type, dtype):
+            loss = nn.functional.cross_entropy(net(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(sgd)
+        own.step()
+        scaler.step(sgd)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert sum(losses[-3:]) < sum(losses[:3]), losses
+
+
+@pytest.mark.parametrize("how", ["fused", "capturable", "foreach"])
+def test_first_order_optimizers(how: str) -> None:
+    """As torch's optimizers run on a GPU, their steps are those of a plain loop over parameters."""
+    if how == "capturable" and DEVICE.type != "cuda":
+        pytest.skip("torch refuses it elsewhere")
+
+    def make(**settings: Any) -> Any:
+        def build(net: nn.Module) -> Any:
+            adam = torch.optim.AdamW(net.parameters(), lr=0.01, **settings)
+            return Preconditioner(net, optimizer=adam, statistics_every=1, **COMMON), adam
+
+        return build
+
+    plain, other = (train(DEVICE, "tokens", make(**s)) for s in ({"foreach": False}, {how: True}))
+    for key, weight in plain.weights.items():
+        torch.testing.assert_close(other.weights[key], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(mode: str) -> None:
+    """With CUDA graphs, too, whose tensors are written over by the next replay."""
+
+    def run(compiled: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = model_on(DEVICE, "images").float()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+        own = Preconditioner(net, optimizer=sgd, statistics_every=1, solve_every=2)
+        forward: Any = torch.compile(net, mode=mode) if compiled else net
+        for step in range(6):
+            inputs, targets = batch_on(DEVICE, "images", step)
+            sgd.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(forward(inputs.float()), targets).backward()
+            own.step()
+            sgd.step()
+        return [p.detach().cpu() for p in net.parameters()]
+
+    for one, two in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(two, one, rtol=2e-3, atol=2e-4)
+
+
+def test_captured_as_a_graph_is_refused_or_right() -> None:
+    """A whole step within torch.cuda.graph waits for the device, which a capture forbids."""
+    if DEVICE.type != "cuda":
+        pytest.skip("CUDA graphs")
+    net = model_on(DEVICE, "dense").float()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+    own = Preconditioner(net, optimizer=sgd, statistics_every=1, solve_every=2)
+    inputs, targets = (
+        t.float() if t.is_floating_point() else t for t in batch_on(DEVICE, "dense", 0)
+    )
+    for _ in range(3):
+        sgd.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        own.step()
+        sgd.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            sgd.zero_grad(set_to_none=False)
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            own.step()
+            sgd.step()
+    except Exception as error:
+        print("captured:", type(error).__name__, str(error)[:600])
+        raise
+    print("captured without an error")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_in_bfloat16_is_near_float32(dtype: torch.dtype) -> None:
+    from soframe.methods.orthogonal import nearest_orthogonal
+
+    matrix = torch.randn(1, 256, 384, device=DEVICE)
+    exact = nearest_orthogonal(matrix.double().cpu(), kind="muon", steps=5, dtype=torch.float64)
+    found = nearest_orthogonal(matrix, kind="muon", steps=5, dtype=dtype)
+    distance = (found.double().cpu() - exact).norm() / exact.norm()
+    assert distance < (1e-3 if dtype == torch.float32 else 0.05), distance
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "newton-schulz", "orthogonal-iteration"])
+def test_precision_of_products(solver: str, precision: str) -> None:
+    """TensorFloat-32, where the user turns it on: how far directions are from float64's."""
+    before = torch.get_float32_matmul_precision()
+    directions = []
+    try:
+        torch.set_float32_matmul_precision(precision)
+        for dtype in (torch.float64, torch.float32):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10)).to(DEVICE, dtype)
+            own = Preconditioner(
+                net,
+                solver=solver,
+                statistics_every=1,
+                solve_every=1,
+                lr=0.1,
+                kl_clip=None,
+                damping=1e-3,
+            )
+            generator = torch.Generator().manual_seed(1)
+            inputs = torch.randn(256, 64, generator=generator, dtype=torch.float64).to(
+                DEVICE, dtype
+            )
+            targets = torch.arange(256, device=DEVICE) % 10
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            own.step()
+            directions.append(
+                torch.cat([p.grad.double().cpu().flatten() for p in net.parameters()])
+            )
+    finally:
+        torch.set_float32_matmul_precision(before)
+    distance = (directions[1] - directions[0]).norm() / directions[0].norm()
+    print(f"{solver} {precision}: {float(distance):.2e}")
+    assert distance < (1e-3 if precision == "highest" else 0.1), distance
+
+
+def test_phases_are_timed_on_the_device() -> None:
+    """Between events of its stream, so that what the device does is seen."""
+    net = model_on(DEVICE, "images").float()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05)
+    own = Preconditioner(net, optimizer=sgd, statistics_every=1, solve_every=2)
+    own.measure(times=True, norms=True)
+    for step in range(4):
+        inputs, targets = batch_on(DEVICE, "images", step)
+        sgd.zero_grad()
+        nn.functional.cross_entropy(net(inputs.float()), targets).backward()
+        own.step()
+        sgd.step()
+    found = own.metrics(spectra=True)
+    print(found)
+    device = {name: phase["device_seconds"] for name, phase in found["phases"].items()}
+    assert (None in device.values()) == (DEVICE.type == "cpu"), device
