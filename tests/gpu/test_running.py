@@ -236,6 +236,5 @@ def test_phases_are_timed_on_the_device() -> None:
         own.step()
         sgd.step()
     found = own.metrics(spectra=True)
-    print(found)
     device = {name: phase["device_seconds"] for name, phase in found["phases"].items()}
     assert (None in device.values()) == (DEVICE.type == "cpu"), device
