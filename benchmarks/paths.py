@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from soframe.kernels import correlation, fourier
-from soframe.kernels.dispatch import PATHS, Path, choose, seconds
+from soframe.kernels.dispatch import PATHS, Path, choose, seconds, seconds_on_gpu
 from soframe.kernels.geometry import Axis, Geometry
-from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
+from soframe.kernels.products import are_exact, has_primitives, on_gpu, prefers_onednn
 
 ELSEWHERE = 12_000_000  # numbers, more than caches hold
 SHOWN: tuple[Path, ...] = ("correlation", "fourier", "shifts", "rows", "unfold")
@@ -99,6 +99,8 @@ def show(rows: list[dict[str, object]], threads: int, where: str) -> None:
         cells = [
             f"{'*' if path == row['chosen'] else ''}{1e3 * measured[path]:.{digits}f} "
             f"({1e3 * predicted[path]:.1f})"
+            if path in predicted
+            else f"{1e3 * measured[path]:.{digits}f}"
             if path in measured
             else ""
             for path in SHOWN
@@ -135,12 +137,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "case": (batch, groups, channels, size, kernel, stride),
                 "chosen": choose(
-                    geometry, threads, has_primitives(x), wide, are_exact(x), x.is_contiguous()
+                    geometry,
+                    threads,
+                    has_primitives(x),
+                    wide,
+                    are_exact(x),
+                    x.is_contiguous(),
+                    on_gpu(x),
                 ),
                 "measured": measured,
                 "predicted": {
-                    path: seconds(path, geometry, threads, wide, x.is_contiguous())
+                    path: seconds_on_gpu(path, geometry)
+                    if on_gpu(x)
+                    else seconds(path, geometry, threads, wide, x.is_contiguous())
                     for path in measured
+                    if not on_gpu(x) or path in ("rows", "unfold")
                 },
             }
         )

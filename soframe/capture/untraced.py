@@ -1,4 +1,4 @@
-"""What torch.compile is to leave alone, also where it compiles who calls it."""
+"""What torch.compile, and a CUDA graph, are to leave alone, whoever calls it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         function: The function, or a method as a class has it.
 
     Returns:
-        The same; a compiled caller has one graph before it and one after it.
+        The same; a compiled caller has one graph before it and one after it. While a CUDA graph is
+        captured it raises a RuntimeError, before it has changed anything.
     """
 
     @functools.cache
@@ -35,6 +36,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return disabled()(*args, **kwargs)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{function.__qualname__} cannot be captured in a CUDA graph: it asks whether "
+                f"gradients are finite, and what is due differs from step to step. Capture the "
+                f"forward and backward pass, as torch.cuda.make_graphed_callables does or "
+                f"torch.compile(mode='reduce-overhead'), and call it after the graph's replay"
+            )
         return function(*args, **kwargs)
 
     return call

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from soframe.blocks.home import GradientHome
+from soframe.kernels.products import on_gpu
 
 MODERATE = 1e10
 """What sums of gradients stay below, unless products with them may be out of range."""
@@ -28,8 +29,12 @@ def magnitude(parameters: Iterable[nn.Parameter], home: GradientHome) -> float:
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
         return 0.0
-    # A sum is the fastest pass; what is not finite never leaves it finite, nor small.
-    sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in dense]
+    if on_gpu(dense[0]):
+        # There launches count more than passes, and all norms are a few of them.
+        sums = list(torch._foreach_norm(dense, ord=float("inf")))
+    else:
+        # A sum is the fastest pass; what is not finite never leaves it finite, nor small.
+        sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in dense]
     if len({total.device for total in sums}) > 1:
         sums = [total.to(sums[0].device) for total in sums]
     if bool((torch.stack(sums).abs() < MODERATE).all()):

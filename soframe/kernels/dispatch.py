@@ -50,6 +50,22 @@ batch, channels, map    with one thread                     with two
 8, 256, 14 x 14         shifts   29 (36), fourier 41 (65)   shifts  16 (19), fourier 25 (33)
 ======================  ==================================  ==================================
 
+On a GPU launches count, and patches that are written out: kernel rows side by side are mostly the
+best, at half the time of shifts. ms on an NVIDIA H200 in float32, and predictions:
+
+======================  ==================  ==================  ======
+batch, channels, map    rows                unfold              shifts
+======================  ==================  ==================  ======
+64, 3, 32 x 32          0.49 (0.48)         0.55 (0.48)          1.43
+64, 64, 8 x 8           0.74 (0.50)         0.92 (0.77)          1.71
+8, 3, 224 x 224, 7 / 2  2.24 (1.79)         0.59 (0.57)         39.1
+8, 32 of 4, 28 x 28     0.74 (0.68)         0.45 (0.40)          3.11
+8, 512, 7 x 7           0.73 (0.58)         0.72 (0.91)          2.77
+32, 64, 56 x 56         1.08 (1.04)         8.14 (8.81)          1.90
+32, 256, 14 x 14        0.98 (0.95)         1.84 (3.60)          1.97
+128, 128, 16 x 16       1.40 (1.13)         5.19 (7.12)          1.99
+======================  ==================  ==================  ======
+
 Threads share a convolution without groups, the rows of an image where these have products of their
 own (`soframe.kernels.rowwise`), and products of wide matrices; others, of fewer than `WIDE`
 columns, are counted as if they were not shared.
@@ -98,6 +114,14 @@ FOURIER_CALLS = 100  # what its many small tensors take, and passing images on b
 SIDE_BY_SIDE = 2  # copies, as long as writing kernel columns side by side takes
 WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
+GPU_MULTIPLY_ADD = 4.5e-14  # seconds: of a large product in float32
+GPU_READ = 2e-12  # seconds: of one element, read and written
+GPU_SCATTERED = 1.2e-10  # seconds: of one element of a patch that is written out, of many channels
+GPU_GATHERED = 1e-11  # seconds: likewise, of few channels
+GPU_FEW = 16  # channels
+GPU_ROWS = (1e-4, 7.5e-5)  # seconds: of calls, and of those for each product
+GPU_UNFOLD = (3e-4, 2.5e-6)  # seconds: of calls, and of those for each image
+
 
 @lru_cache(maxsize=1024)
 def choose(
@@ -107,6 +131,7 @@ def choose(
     wide: bool = False,
     transform: bool = False,
     planes: bool = True,
+    gpu: bool = False,
 ) -> Path:
     """Return the path that is expected to be fastest.
 
@@ -120,6 +145,7 @@ def choose(
         transform: Whether products of channels are fast and of full precision
             (`soframe.kernels.products.are_exact`).
         planes: Whether the image has its channels first, as a transform takes it.
+        gpu: Whether it is on an accelerator; then nothing else counts.
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
@@ -130,6 +156,9 @@ def choose(
     """
     if geometry.rows.kernel == geometry.columns.kernel == 1:
         return "pointwise"
+    if gpu:
+        ways: tuple[Path, ...] = ("rows", "unfold")
+        return min(ways, key=lambda path: seconds_on_gpu(path, geometry))
     candidates: tuple[Path, ...] = ("shifts", "rows", "unfold")
     if primitive and correlation.serves(geometry):
         candidates += ("correlation",)
@@ -183,6 +212,32 @@ def seconds(
     copies = 2 if by_row else 1 + len({s.shift for s in segments(columns)})
     copy = copied * copies * _copy(channels * groups)
     return copy + sum(product(batch * n, channels) for n in counts)
+
+
+def seconds_on_gpu(path: Path, geometry: Geometry) -> float:
+    """Predict the time of a path on a GPU.
+
+    Args:
+        path: ``"rows"`` or ``"unfold"``.
+        geometry: The geometry.
+
+    Returns:
+        Seconds, on the GPU where the constants were measured.
+    """
+    rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
+    channels, groups = geometry.channels, geometry.groups
+    if path == "unfold":
+        start, each = GPU_UNFOLD
+        elements = float(geometry.positions * geometry.features * groups)
+        write = GPU_GATHERED if channels < GPU_FEW else GPU_SCATTERED
+        return start + each * batch + elements * (write + geometry.features * GPU_MULTIPLY_ADD)
+    start, each = GPU_ROWS
+    counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
+    width = columns.kernel * channels
+    copied = float(rows.size * columns.out * batch * width * groups)
+    multiplied = float(sum(counts) * batch * width**2 * groups)
+    apart = 1.5 if groups > 1 else 1.0  # the groups of an image are copied apart
+    return start + apart * each * len(counts) + copied * GPU_READ + multiplied * GPU_MULTIPLY_ADD
 
 
 def _correlation(geometry: Geometry, copied: int, threads: int, wide: bool) -> float:

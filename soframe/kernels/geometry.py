@@ -227,7 +227,7 @@ def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
     Returns:
         ``[groups, features]``, in the order kernel row, kernel column, channel.
     """
-    rows, columns = (_meets(axis, x) for axis in (geometry.rows, geometry.columns))
+    rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
     sums = rows @ x.sum(0) @ columns.T  # [channels, kernel rows, kernel columns]
     by_group: Tensor = sums.unflatten(0, (geometry.groups, geometry.channels))
     return by_group.permute(0, 2, 3, 1).flatten(1)
@@ -243,19 +243,23 @@ def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
     Returns:
         ``[groups, batch, 1, features]``, in the order kernel row, kernel column, channel.
     """
-    rows, columns = (_meets(axis, x) for axis in (geometry.rows, geometry.columns))
+    rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
     sums = rows @ x @ columns.T  # [batch, channels, kernel rows, kernel columns]
     by_group = sums.unflatten(1, (geometry.groups, geometry.channels)).permute(1, 0, 3, 4, 2)
     means: Tensor = by_group.flatten(2).unsqueeze(2) / (geometry.rows.out * geometry.columns.out)
     return means
 
 
-def _meets(axis: Axis, like: Tensor) -> Tensor:
-    """Return ``[kernel, size]``: one where a kernel position meets an input position."""
-    meets = torch.zeros(axis.kernel, axis.size)
+@lru_cache(maxsize=1024)
+def _meets(axis: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return ``[kernel, size]``: one where a kernel position meets an input position.
+
+    It is kept: on its way to an accelerator the host waits for that.
+    """
+    meets = torch.zeros(axis.kernel, axis.size, device="cpu")
     for k in range(axis.kernel):
         start, stop = axis.inside(k)
         if start < stop:
             first = axis.dilation * k - axis.before
             meets[k, first + axis.stride * start : first + axis.stride * stop : axis.stride] = 1
-    return meets.to(like.device, like.dtype)
+    return meets.to(device, dtype)

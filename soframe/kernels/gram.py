@@ -10,6 +10,9 @@ arithmetic, in one of three ways, of which `benchmarks/bench_kernels.py` times e
   78, and of 512 columns the same 5.5 (an AVX2 machine). One thread takes no less by halves;
 - transposed, by blocks of lines, where `soframe.kernels.products` multiplies by other means than
   torch does.
+
+On an accelerator launches count, so there are few blocks, and images are multiplied all at once:
+torch multiplies the images of a batch into one matrix one after the other there.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from soframe.kernels import products
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
+GPU_BLOCKS = (0, 768, 1536)  # likewise 1, 2 and 4 on an accelerator
 LEAST = 96  # columns of a half
 TRANSPOSED = 2**20  # numbers that are transposed at once, about
 LEAST_ROWS = 2048  # that are
@@ -60,16 +64,17 @@ def zeros(groups: int, size: int, like: Tensor) -> Tensor:
     return flat.view(groups, size, size)
 
 
-def column_blocks(size: int) -> list[tuple[int, int]]:
+def column_blocks(size: int, *, gpu: bool = False) -> list[tuple[int, int]]:
     """Return the column blocks of a symmetric product.
 
     Args:
         size: The size of the matrix.
+        gpu: Whether it is on an accelerator.
 
     Returns:
         Their ranges, in order.
     """
-    number = 2 ** (sum(size >= bound for bound in BLOCKS) - 1)
+    number = 2 ** (sum(size >= bound for bound in (GPU_BLOCKS if gpu else BLOCKS)) - 1)
     edges = [size * i // number for i in range(number + 1)]
     return list(pairwise(edges))
 
@@ -101,7 +106,8 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         else:
             products.add_inner(total, rows, rows, scale)
         return
-    shared = torch.get_num_threads() > 1 and rows.shape[1] >= 4 * SMALL
+    shared = torch.get_num_threads() > 1 and not products.on_gpu(rows)
+    shared = shared and rows.shape[1] >= 4 * SMALL
     way = add_by_halves if shared and halvings(rows.shape[1]) else add_by_columns
     way(total, rows, scale)
 
@@ -166,7 +172,7 @@ def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     if rows.shape[1] < SMALL:  # one block
         total.addmm_(rows.T, rows, alpha=scale)
         return
-    for start, stop in column_blocks(rows.shape[1]):
+    for start, stop in column_blocks(rows.shape[1], gpu=products.on_gpu(rows)):
         left, right = rows[:, start:stop].T, rows[:, :stop]
         total[start:stop, :stop].addmm_(left, right, alpha=scale)
 
@@ -183,9 +189,9 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0) -> None:
     if size >= SMALL and products.serves(maps, batch * positions * size**2):
         for part in maps.split(max(1, _at_once(size) // positions)):
             add_by_lines(total, part.transpose(0, 1).reshape(size, -1), scale)
-    elif size < SMALL:
+    elif size < SMALL or (products.on_gpu(maps) and size <= positions):
         total.add_(torch.bmm(maps, maps.mT).sum(0), alpha=scale)
-    elif positions < size:
+    elif positions < size or products.on_gpu(maps):
         # Many short products into one large matrix: its memory traffic costs more than a copy, of
         # whole maps rather than of their transposes.
         add_rows(total, maps.transpose(0, 1).reshape(size, batch * positions).T, scale)

@@ -149,6 +149,15 @@ def serves(x: Tensor, multiply_adds: int) -> bool:
     return multiply_adds >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Return whether a tensor is on an accelerator, where other ways are fast than on the CPU.
+
+    Args:
+        x: An operand.
+    """
+    return x.device.type != "cpu"
+
+
 def are_exact(x: Tensor) -> bool:
     """Return whether products of a tensor are fast, and of the precision of its numbers.
 

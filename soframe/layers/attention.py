@@ -201,7 +201,7 @@ class AttentionHelper(LayerHelper):
         meta = node._input_metadata[0]
         groups, out, into = self._groups, self._out, self._into
         positions = torch.Size(meta.shape[:-1]).numel() // batch
-        reaches = torch.zeros(groups, dtype=torch.bool)
+        reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
 
         def read() -> tuple[Tensor, ...]:
@@ -223,7 +223,7 @@ class AttentionHelper(LayerHelper):
         """See `LayerHelper.input_rows`: the same for all projections called, zeros for others."""
         x, reaches = inputs
         rows = x.unsqueeze(0).expand(self._groups, *x.shape)
-        return rows if bool(reaches.all()) else rows * reaches.to(x.device).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _beside(reaches, x).view(-1, 1, 1, 1)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """See `LayerHelper.output_rows`: the projections are side by side in the features."""
@@ -233,14 +233,21 @@ class AttentionHelper(LayerHelper):
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """See `LayerHelper.block_rows`: projections that are not called have no ones either."""
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * reaches.to(rows.device).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """See `LayerHelper.mask`: projections that are not called."""
         reaches = inputs[1]
         if bool(reaches.all()):
             return None
-        return reaches.view(-1, 1, 1).expand(output_rows.shape[:3])
+        reached = _beside(reaches, output_rows) != 0
+        return reached.view(-1, 1, 1).expand(output_rows.shape[:3])
+
+    def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+        """See `LayerHelper.group_rows`: known without a look at the device."""
+        reaches = inputs[1]
+        _, batch, shared, _ = output_rows.shape
+        return None if bool(reaches.all()) else reaches * (batch * shared)
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
@@ -254,7 +261,7 @@ class AttentionHelper(LayerHelper):
     def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """See `LayerHelper.mean_rows`."""
         rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * reaches.to(rows.device).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
 
     def input_moment(
         self,
@@ -270,7 +277,7 @@ class AttentionHelper(LayerHelper):
         whole = self._once.input_moment((x, reaches[:1] | True), output_rows[:1], None, scale)
         if total is None:
             total = whole.new_zeros(tuple(self.shape)[:1] + whole.shape[1:])
-        total += whole * reaches.to(whole.device, whole.dtype).view(-1, 1, 1)
+        total += whole * _beside(reaches, whole).view(-1, 1, 1)
         return total
 
     @property
@@ -280,6 +287,15 @@ class AttentionHelper(LayerHelper):
         one.__dict__.update(self.__dict__)
         one._groups = 1
         return one
+
+
+def _beside(reaches: Tensor, like: Tensor) -> Tensor:
+    """Return which projections are called as numbers on a device, which the host does not await."""
+    numbers = like.new_zeros(len(reaches))
+    for place, reached in enumerate(reaches.tolist()):
+        if reached:
+            numbers[place].fill_(1)
+    return numbers
 
 
 def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:

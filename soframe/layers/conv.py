@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
-from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
+from soframe.kernels.products import are_exact, has_primitives, on_gpu, prefers_onednn
 from soframe.kernels.unfold import patches
 from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS, register
@@ -124,6 +124,7 @@ class Conv2dHelper(LayerHelper):
             prefers_onednn(),
             are_exact(x),
             x.is_contiguous(),
+            on_gpu(x),
         )
         PATHS[path](weights, x, geometry, scale)
         return total

@@ -23,7 +23,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
+from soframe.kernels.gram import mirror
+from soframe.kernels.products import on_gpu, times
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -111,9 +112,11 @@ class Inverse(Solver):
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
         size = matrix.shape[-1]
         framed = damped(matrix, damping, frame(size) if matrix.device.type == "cpu" else 0)
-        # Symmetric to the last bit, and stored by columns: its transpose needs no copy.
+        # LAPACK's is symmetric to the last bit, and stored by columns: its transpose needs no copy.
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(framed)).mT
-        return {"inverse": inverse[..., :size, :size].contiguous()}
+        inverse = inverse[..., :size, :size].contiguous()
+        # CUDA's is not: ranks that are sent a triangle would differ from the one that has solved.
+        return {"inverse": mirror(inverse) if on_gpu(inverse) else inverse}
 
     def usable(self, data: Mapping[str, Tensor]) -> bool:
         """See `Solver.usable`: not if an inverse is zero, since the factor was too large."""

@@ -176,3 +176,24 @@ def whole_steps(who: str, compiled: str) -> Tensor:
 )
 def test_a_step_within_compiled_code_is_the_eager_one(who: str, compiled: str) -> None:
     compare(whole_steps(who, compiled), whole_steps(who, ""), "weights", rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["preconditioner", "optimizer", "trust region", "stochastic"])
+def test_a_cuda_graph_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and before anything has changed: a step asks the device, which a graph cannot."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    made: dict[str, Any] = {
+        "preconditioner": lambda: soframe.Preconditioner(model, lr=0.1),
+        "optimizer": lambda: soframe.Optimizer(model, "muon", lr=0.1),
+        "trust region": lambda: soframe.TrustRegion(model, "cross-entropy"),
+        "stochastic": lambda: soframe.StochasticTrustRegion(model),
+    }
+    own = made[kind]()
+    weights = [p.detach().clone() for p in model.parameters()]
+    closure = (lambda: pytest.fail("it runs"),) if kind in ("trust region", "stochastic") else ()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"\.step cannot be captured in a CUDA graph.*replay"):
+        own.step(*closure)
+    monkeypatch.undo()
+    assert all(map(torch.equal, model.parameters(), weights))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from soframe.kernels import gram
+from soframe.kernels import gram, products
 from soframe.kernels.gram import add_bias, add_moment, column_blocks, mirror
 from soframe.testing import compare
 from tests.curvature import randn
@@ -29,9 +34,16 @@ LAYOUTS = {
 SHAPES = [(1, 3, 5, 4), (1, 2, 40, 6), (1, 1, 1, 1), (3, 2, 4, 2), (2, 3, 2, 1), (1, 4, 1, 7)]
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 3, 7, 150), (1, 2, 200, 130), (2, 3, 2, 520)])
-def test_moment(layout: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (1, 3, 7, 150), (1, 2, 200, 130), (2, 3, 2, 520), (1, 2, 3, 1540)]
+)
+def test_moment(
+    layout: str, shape: tuple[int, ...], gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ways of a processor, and by those of an accelerator."""
+    monkeypatch.setattr(products, "on_gpu", lambda _: gpu)
     rows = LAYOUTS[layout](*shape)
     before = rows.clone()
     start = mirror(randn(shape[0], shape[3], shape[3], seed=1))
@@ -51,6 +63,38 @@ def test_column_blocks_cover_the_triangle(size: int) -> None:
     assert (covered.tril() == torch.ones(size, size).tril()).all()
     bound = {1: 1.0, 2: 1.0, 127: 1.0, 128: 0.75, 255: 0.76, 256: 0.63, 1537: 0.57}[size]
     assert covered.sum() <= bound * size**2
+
+
+@pytest.mark.parametrize(("size", "most"), [(767, 1), (768, 2), (1536, 4), (4608, 4)])
+def test_an_accelerator_has_few_column_blocks(size: int, most: int) -> None:
+    blocks = column_blocks(size, gpu=True)
+    assert len(blocks) == most
+    assert (blocks[0][0], blocks[-1][1]) == (0, size)
+    assert all(one[1] == other[0] for one, other in pairwise(blocks))
+
+
+def test_images_are_multiplied_at_once_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch adds a batch of products into one matrix one by one there."""
+    monkeypatch.setattr(products, "on_gpu", lambda _: True)
+    calls = Counting()
+    for size, positions in ((40, 49), (150, 200), (150, 9)):
+        rows = randn(64, size, positions).permute(0, 2, 1).unsqueeze(0)
+        with calls:
+            add_moment(torch.zeros(1, size, size, dtype=torch.float64), rows)
+    assert calls.counts["addbmm_"] == 0
+    assert calls.counts["bmm"] == 2
+    assert calls.counts["addmm_"] == 1
+
+
+class Counting(TorchFunctionMode):
+    """Counts calls by name."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[getattr(func, "__name__", "")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("size", "number"), [(192, 1), (768, 3), (1000, 3), (1025, 0), (254, 1)])

@@ -379,12 +379,12 @@ def test_layers_choose_by_their_processor(wide: bool, monkeypatch: pytest.Monkey
     helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
     x = torch.ones(2, 1, 4, 4)
     helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    expected = (products.has_primitives(x), wide, products.are_exact(x), True)
+    expected = (products.has_primitives(x), wide, products.are_exact(x), True, False)
     assert [own[2:] for own in asked] == [expected]
     x = torch.ones(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
     helper = conv.Conv2dHelper(torch.nn.Conv2d(2, 1, 3))
     helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    assert asked[-1][-1] is False
+    assert asked[-1][-2] is False
 
 
 @pytest.mark.parametrize("path", ["shifts", "correlation", "unfold"])
@@ -443,3 +443,35 @@ def test_choices(path: str, case: str, numbers: tuple[int, ...]) -> None:
     batch, channels, size, kernel, stride, padding = numbers
     axis = Axis(size, kernel, stride, 1, padding, padding)
     assert choose(Geometry(batch, 1, channels, axis, axis)) == path, case
+
+
+ON_A_GPU = [
+    ("rows", (64, 1, 64, 8, 3, 1)),
+    ("unfold", (8, 1, 3, 224, 7, 2)),
+    ("unfold", (8, 32, 4, 28, 3, 1)),
+    ("unfold", (8, 96, 1, 28, 3, 1)),
+    ("rows", (32, 1, 64, 56, 3, 1)),
+    ("rows", (32, 1, 256, 14, 3, 1)),
+    ("rows", (128, 1, 128, 16, 3, 1)),
+    ("pointwise", (32, 1, 256, 14, 1, 1)),
+]
+"""The fastest as measured: batch, groups, channels of a group, size of the map, kernel, stride."""
+
+
+@pytest.mark.parametrize(("path", "case"), ON_A_GPU)
+def test_choices_on_a_gpu(path: str, case: tuple[int, ...]) -> None:
+    """Whatever the processor beside it would take."""
+    batch, groups, channels, size, kernel, stride = case
+    axis = Axis(size, kernel, stride, 1, kernel // 2, kernel // 2)
+    geometry = Geometry(batch, groups, channels, axis, axis)
+    for own in ((1, False, False, False, True), (2, True, True, True, False)):
+        assert choose(geometry, *own, gpu=True) == path
+
+
+def test_a_layer_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(conv, "on_gpu", lambda _: True)
+    monkeypatch.setattr(conv, "choose", lambda *own: asked.append(own) or "unfold")
+    helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
+    helper.input_moment((torch.ones(2, 1, 4, 4),), helper.output_rows(torch.ones(2, 1, 2, 2)))
+    assert asked[-1][-1] is True

@@ -102,6 +102,7 @@ def test_ranks_are_careful_together() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -112,7 +113,11 @@ def test_ranks_are_careful_together() -> None:
         ([1.0, -math.inf], math.inf),
     ],
 )
-def test_magnitude(values: list[float], expected: float) -> None:
+def test_magnitude(
+    values: list[float], expected: float, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sums, and by all norms at once, as on an accelerator."""
+    monkeypatch.setattr(gradients, "on_gpu", lambda _: gpu)
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))]
     parameters[0].grad, parameters[1].grad = torch.tensor(values), torch.zeros(0)
     assert gradients.magnitude(parameters, PlainGrad()) == pytest.approx(expected)
