@@ -14,6 +14,7 @@ from torch import Tensor
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.comm.tasks import Task, finish
 from soframe.kernels.gram import mirror
+from soframe.kernels.products import sent
 from soframe.solvers.base import mean_of, mean_trace
 from soframe.specs import FactorSpec
 
@@ -184,7 +185,7 @@ class RunningFactors(Mapping[str, Tensor]):
         if isinstance(rate, float):
             self.arrived[name].lerp_(new, rate)
         else:
-            weight = new.new_tensor(rate).view(-1, *(1 for _ in new.shape[1:]))
+            weight = sent(rate, new).view(-1, *(1 for _ in new.shape[1:]))
             self.arrived[name].lerp_(new, weight)
 
     def expect(self, task: Task) -> None:

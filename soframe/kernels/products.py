@@ -23,7 +23,7 @@ differ by roundings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -156,6 +156,17 @@ def on_gpu(x: Tensor) -> bool:
         x: An operand.
     """
     return x.device.type != "cpu"
+
+
+def sent(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Return the host's numbers where a tensor is, in its dtype; the host does not wait for that.
+
+    Args:
+        numbers: The numbers.
+        like: The tensor.
+    """
+    # What is not pinned has been read when the call returns, so that nobody can change it.
+    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
 
 
 def are_exact(x: Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from soframe.kernels.products import sent
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
 from soframe.layers.layout import parameter_of
@@ -290,12 +291,8 @@ class AttentionHelper(LayerHelper):
 
 
 def _beside(reaches: Tensor, like: Tensor) -> Tensor:
-    """Return which projections are called as numbers on a device, which the host does not await."""
-    numbers = like.new_zeros(len(reaches))
-    for place, reached in enumerate(reaches.tolist()):
-        if reached:
-            numbers[place].fill_(1)
-    return numbers
+    """Return which projections are called as numbers of another tensor's dtype and device."""
+    return sent([float(reached) for reached in reaches.tolist()], like)
 
 
 def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:

@@ -24,6 +24,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, Passes, Samples
 from soframe.capture.hooks import Capture, Probe
 from soframe.capture.sampling import Sampler
+from soframe.kernels.products import sent
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
@@ -444,7 +445,7 @@ class Statistics:
             multiplier = contribution.of(factor) * scale
             if factor.mean_over == "group rows":
                 shares = [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
-                total.mul_(total.new_tensor(shares).view(-1, *(1 for _ in total.shape[1:])))
+                total.mul_(sent(shares, total).view(-1, *(1 for _ in total.shape[1:])))
             else:
                 total.mul_(multiplier / divisor)
             sums[factor.name] = total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -55,6 +56,27 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+class Others(nn.Module):
+    """Attention to something else, a bag, a GRU and convolutions of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(7, 6, mode="sum")
+        self.along = nn.Conv1d(1, 4, 3, padding=1, padding_mode="circular")
+        self.back = nn.ConvTranspose1d(4, 6, 3, padding=1)
+        self.norm = nn.BatchNorm1d(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.gru = nn.GRU(6, 5, batch_first=True)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return ``[N, classes]`` of tokens ``[N, T]``."""
+        of_bag = self.bag(tokens).unsqueeze(1)
+        seen = self.norm(self.back(self.along(of_bag).tanh())).mT
+        attended, _ = self.attention(of_bag, seen, seen, need_weights=False)
+        return self.head(self.gru(attended + seen)[0][:, -1])
+
+
 def _images() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -90,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "dense": (_dense, lambda seed: randn(SAMPLES, 5, seed=seed)),
     "images": (_images, lambda seed: randn(SAMPLES, 3, 8, 8, seed=seed)),
     "tokens": (Tokens, lambda seed: (3 * randn(SAMPLES, TOKENS, seed=seed)).long() % 7),
+    "others": (Others, lambda seed: (3 * randn(SAMPLES, TOKENS, seed=seed)).long() % 7),
     "recurrent": (Recurrent, lambda seed: randn(SAMPLES, TOKENS, 5, seed=seed)),
 }
 """What makes a model and the inputs of a step, on the processor, in float64."""
@@ -109,7 +132,7 @@ def batch_on(device: torch.device, name: str, step: int) -> tuple[Tensor, Tensor
 def method_of(name: str) -> Any:
     """Return a method whose products are of full precision on every device."""
     kind = soframe.available("method")[name]
-    return kind(dtype="float64") if "dtype" in getattr(kind, "__dataclass_fields__", {}) else name
+    return kind(dtype="float64") if "dtype" in inspect.signature(kind).parameters else name
 
 
 @dataclass

@@ -140,6 +140,8 @@ def test_ranks_are_one_process(ranks: int, case: str, engine: str) -> None:
     if engine == "nccl" and ranks > 1 and (reason := shares_the_gpu()):
         pytest.skip(f"NCCL lets no two ranks share a GPU: {reason}")
     how, options = CASES[case]
+    if (how, engine, DEVICE.type) == ("fsdp", "gloo", "cuda") and ranks > 1:
+        pytest.skip("torch's reduce-scatter by Gloo on a GPU ends the process")
     found = run_ranks(train, ranks, DEVICE.type, engine, _free_port(), how, options, timeout=60.0)
     plain = alone({k: v for k, v in options.items() if k != "gradients"})
     for weights in found:
