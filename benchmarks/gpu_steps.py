@@ -254,8 +254,14 @@ def torch_muon(model: GPT2) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=LR), fused_adamw(others)]
 
 
-def soframe_method(method: str, model: GPT2) -> list[torch.optim.Optimizer]:
-    """Return soframe's optimizer by a method; what that does not suit is its AdamW's."""
+def soframe_method(method: str, model: GPT2, **settings: Any) -> list[torch.optim.Optimizer]:
+    """Return soframe's optimizer by a method; what that does not suit is its AdamW's.
+
+    Args:
+        method: The method.
+        model: The model.
+        **settings: Further ones.
+    """
     return [
         soframe.Optimizer(
             model,
@@ -264,6 +270,7 @@ def soframe_method(method: str, model: GPT2) -> list[torch.optim.Optimizer]:
             samples="positions",
             statistics_every=1,
             solve_every=SOLVE_EVERY,
+            **settings,
         )
     ]
 
@@ -308,6 +315,11 @@ GPT2_CONTENDERS: dict[str, Optimizers] = {
     "soframe-soap": partial(soframe_method, "soap"),
     "soframe-soap-muon": partial(soframe_method, "soap-muon"),
     "soframe-kfac": partial(soframe_method, "kfac"),
+    "soframe-kfac-inverse": partial(soframe_method, "kfac", solver="inverse"),
+    "soframe-soap-background": partial(soframe_method, "soap", background=SOLVE_EVERY - 1),
+    "soframe-soap-muon-background": partial(
+        soframe_method, "soap-muon", background=SOLVE_EVERY - 1
+    ),
     "pytorch-optimizer-soap": pytorch_optimizer_soap,
     "distributed-shampoo": distributed_shampoo,
 }
@@ -703,6 +715,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="names separated by ';'; the reference is always there")
     parser.add_argument("--profile", action="append", default=[], metavar="NAME")
     parser.add_argument("--batch", type=int, help="windows of a step of gpt2")
+    precisions = ("highest", "high")
+    parser.add_argument("--precision", choices=precisions, default="highest", help="of products")
     parser.add_argument("--seconds", type=float, default=40.0, help="for each workload")
     parser.add_argument("--rounds", type=int, default=3, help="at least, whatever the seconds")
     parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
@@ -710,6 +724,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="a file for the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
+    torch.set_float32_matmul_precision(options.precision)
     options.workloads = options.workloads or list(KNOWN)
     if unknown := set(options.workloads) - set(KNOWN):
         parser.error(f"no workload {sorted(unknown)[0]!r}; there are: {', '.join(KNOWN)}")

@@ -80,10 +80,10 @@ def test_only_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = written(tmp_path, "--profile", "torch-muon", "--profile", "soframe-kfac-inverse")
+    found = written(tmp_path, "--profile", "torch-muon", "--profile", "soframe-kfac-eigen")
     out = capsys.readouterr().out
     assert out.count("Self CPU time total") == 2
-    for key, name in (("gpt2", "torch-muon"), ("resnet50", "soframe-kfac-inverse")):
+    for key, name in (("gpt2", "torch-muon"), ("resnet50", "soframe-kfac-eigen")):
         (only,) = found["workloads"][key]["profiles"].items()
         assert only[0] == name
         assert only[1]["wall_ms"] > 0
