@@ -252,7 +252,7 @@ def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
 
 def _meets(axis: Axis, like: Tensor) -> Tensor:
     """Return ``[kernel, size]``: one where a kernel position meets an input position."""
-    meets = torch.zeros(axis.kernel, axis.size)
+    meets = torch.zeros(axis.kernel, axis.size, device="cpu")
     for k in range(axis.kernel):
         start, stop = axis.inside(k)
         if start < stop:

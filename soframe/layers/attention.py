@@ -201,7 +201,7 @@ class AttentionHelper(LayerHelper):
         meta = node._input_metadata[0]
         groups, out, into = self._groups, self._out, self._into
         positions = torch.Size(meta.shape[:-1]).numel() // batch
-        reaches = torch.zeros(groups, dtype=torch.bool)
+        reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
 
         def read() -> tuple[Tensor, ...]:
