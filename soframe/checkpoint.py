@@ -316,7 +316,8 @@ def _wanted(
     known = saved.get(TENSORS, {})
 
     def room(name: str, shape: tuple[int, ...], block: Block) -> Tensor:
-        return torch.empty(shape, dtype=_DTYPES[known[name][0]] if known else block.dtype)
+        dtype = _DTYPES[known[name][0]] if known else block.dtype
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     wanted = {}
     for block, place in zip(blocks, placement.blocks, strict=True):

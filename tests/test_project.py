@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import soframe
 from soframe._moved import MOVED
@@ -170,6 +171,61 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
             if foreign and (file.name, ast.unparse(node)) not in switches:
                 written.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not written
+
+
+MAKERS = {maker.__name__.removeprefix("fft_") for maker in _device_constructors()}
+"""What makes a tensor on the default device unless it is told another one."""
+
+
+def without_a_device(tree: ast.AST) -> list[tuple[int, str]]:
+    """Where a file makes tensors, or generators of random numbers, and names no device."""
+    found, told = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            text = ast.unparse(node.func)
+            if {"device", None} & {keyword.arg for keyword in node.keywords}:  # None: ``**options``
+                told.add(node.func)
+            elif text == "torch.Generator":
+                found.append((node.lineno, text))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            # By their bare names they would not be found.
+            bare = [alias.name for alias in node.names if alias.name in MAKERS]
+            found += [(node.lineno, f"from {node.module} import {name}") for name in bare]
+        elif isinstance(node, ast.Attribute) and node not in told:  # a call comes before its name
+            text = ast.unparse(node)
+            if text.startswith("torch.") and node.attr in MAKERS:
+                found.append((node.lineno, text))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.zeros(3, device='cpu') + torch.eye(3, device=x.device)", 0),
+        ("torch.zeros(3, **options) + x.new_zeros(3) + torch.zeros_like(x)", 0),
+        ("def f(generator: torch.Generator): ...", 0),
+        ("torch.Generator()", 1),
+        ("torch.tensor([1.0])", 1),
+        ("map(torch.tensor, rows)", 1),
+        ("x + torch.zeros(torch.tensor(3), device='cpu')", 1),
+        ("torch.fft.rfftfreq(3)", 1),
+        ("from torch import Tensor, zeros", 1),
+    ],
+)
+def test_tensors_without_a_device_are_found(source: str, found: int) -> None:
+    assert len(without_a_device(ast.parse(source))) == found
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    """Whatever the user's default device is: see tests/test_default_device.py."""
+    package = ROOT / "soframe"
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        if file.relative_to(package).parts[0] in ("experiments", "testing"):
+            continue  # what chooses the devices itself
+        for line, made in without_a_device(ast.parse(file.read_text(encoding="utf-8"))):
+            found.append(f"{file.relative_to(ROOT)}:{line}: {made}")
+    assert not found, "name the device, that of what it works with or device='cpu'"
 
 
 @pytest.mark.parametrize("old", MOVED)

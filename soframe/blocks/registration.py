@@ -696,7 +696,7 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
         return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
     numbers = {
-        name: torch.arange(p.numel(), dtype=torch.float64).view(p.shape)
+        name: torch.arange(p.numel(), dtype=torch.float64, device="cpu").view(p.shape)
         for name, p in first.parameters.items()
     }
     return all(

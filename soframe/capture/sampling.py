@@ -59,8 +59,8 @@ def chosen(step: int, rank: int, number: int, total: int, wanted: int) -> Tensor
     seed = 0
     for part in (step, rank, number, total):
         seed = (seed * 1_000_003 + part + 1) % 2**63
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(total, generator=generator)[:wanted].sort().values
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randperm(total, generator=generator, device="cpu")[:wanted].sort().values
 
 
 class Sampler:

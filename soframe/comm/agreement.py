@@ -170,7 +170,7 @@ def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agr
     Returns:
         The sums, the same on every rank.
     """
-    vector = torch.tensor(numbers, dtype=torch.float64)
+    vector = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     vector = vector.to(backend.wire_device(vector.device))
     backend.all_reduce(vector, phase).watch()
     sums: list[float] = vector.tolist()
@@ -366,7 +366,7 @@ def gather_texts(backend: Backend, mine: str, phase: str = "agree") -> list[str]
         One text for each rank.
     """
     data = mine.encode()
-    length = torch.tensor([len(data)])
+    length = torch.tensor([len(data)], device="cpu")
     length = length.to(backend.wire_device(length.device))
     lengths = [int(each) for each in backend.all_gather(length, phase)]
     padded = data.ljust(max(1, *lengths), b"\0")
@@ -408,7 +408,7 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
 
 
 def _exchange(backend: Backend, mine: bytes, phase: str, *, first: bool = False) -> list[bytes]:
-    tensor = torch.tensor(list(mine), dtype=torch.uint8)
+    tensor = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
     tensor = tensor.to(backend.wire_device(tensor.device))
     if first:
         return [bytes(t.tolist()) for t in backend.assemble(tensor, phase, STARTING)]

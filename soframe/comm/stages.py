@@ -136,7 +136,7 @@ class Stages:
         names = [field.name for field in fields(seen)]
         digest = fingerprint(common)
         mine = [*(getattr(seen, name) for name in names), *digest]
-        rows = self._gather(torch.tensor(mine, dtype=torch.float64)).tolist()
+        rows = self._gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
         every = [Seen(*row[: len(names)]) for row in rows]
         most = Seen(*(max(getattr(one, name) for one in every) for name in names))
         if most.failed:
@@ -199,7 +199,7 @@ class Stages:
         """
         if self.backend is None:
             return flag
-        return bool(self._gather(torch.tensor([float(flag)])).any())
+        return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())
 
     def largest(self, number: float) -> float:
         """Return the largest of a number over stages.
@@ -209,7 +209,7 @@ class Stages:
         """
         if self.backend is None:
             return number
-        return float(self._gather(torch.tensor([number], dtype=torch.float64)).max())
+        return float(self._gather(torch.tensor([number], dtype=torch.float64, device="cpu")).max())
 
     def total(self, number: Tensor) -> Tensor:
         """Return the sum of a number over stages.

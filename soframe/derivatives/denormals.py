@@ -25,7 +25,7 @@ _ours = threading.local()
 
 def are_flushed() -> bool:
     """Return whether this thread flushes denormals now: torch has a setter only."""
-    smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny)
+    smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
     return bool(smallest_normal * 0.5 == 0)
 
 
@@ -71,4 +71,4 @@ def users_mode() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _start_threads(number: int) -> None:
-    torch.ones(number * GRAIN).add_(1)
+    torch.ones(number * GRAIN, device="cpu").add_(1)

@@ -67,11 +67,13 @@ class LinearEnd:
                 terms += [
                     (i, j, 1.0, _inner(image, other)) for j, other in weights.items() if j <= i
                 ]
-        total = torch.zeros(len(self.tangents), len(self.tangents), dtype=torch.float64)
+        size = len(self.tangents)
+        total = torch.zeros(size, size, dtype=torch.float64, device="cpu")
         if terms:
             rows, columns, factors, inner = zip(*terms, strict=True)
-            values = torch.stack(inner).double().cpu() * torch.tensor(factors, dtype=torch.float64)
-            total.index_put_((torch.tensor(rows), torch.tensor(columns)), values, accumulate=True)
+            values = torch.stack(inner).double().cpu() * total.new_tensor(factors)
+            at = torch.tensor([rows, columns], device="cpu")
+            total.index_put_(tuple(at), values, accumulate=True)
         return total + total.tril(-1).T
 
     def _extended(self, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:

@@ -134,7 +134,7 @@ def clip(
     if not blocks and stages.backend is None:
         return Clipped(finite=True)
     every = [tensor for block in blocks for tensor in directions.tensors(block)]
-    first = every[0] if every else torch.zeros((), dtype=torch.float64)
+    first = every[0] if every else torch.zeros((), dtype=torch.float64, device="cpu")
     like = first.double() if limits.careful else first  # of the same dtype on every rank
     kl_factor = norm_factor = None
     if limits.kl is not None:

@@ -292,8 +292,9 @@ def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
     There the channel comes first, then the row and the column of the kernel; here it comes last.
     """
     shape = (conv.in_channels, *conv.kernel_size)
-    order = torch.arange(conv.weight[0].numel()).view(shape).permute(1, 2, 0).flatten()
-    return torch.cat([order, torch.arange(len(order), size)])  # and the bias, where there is one
+    order = torch.arange(conv.weight[0].numel(), device="cpu").view(shape)
+    bias = torch.arange(order.numel(), size, device="cpu")  # where there is one
+    return torch.cat([order.permute(1, 2, 0).flatten(), bias])
 
 
 def _compare_constants(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:

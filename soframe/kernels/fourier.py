@@ -118,8 +118,11 @@ def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan
     wide = geometry.columns.size + geometry.columns.reach
     half = wide // 2 + 1
 
+    def up_to(number: int) -> Tensor:
+        return torch.arange(number, device="cpu")
+
     def angles(frequencies: int, positions: int, period: int) -> Tensor:
-        steps = torch.outer(torch.arange(frequencies), torch.arange(positions)) % period
+        steps = torch.outer(up_to(frequencies), up_to(positions)) % period
         return steps.double() * (2 * math.pi / period)
 
     def both(real: Tensor, imaginary: Tensor) -> Tensor:
@@ -127,13 +130,13 @@ def _plan(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> _Plan
 
     horizontal = angles(half, geometry.columns.size, wide)
     vertical = angles(high, geometry.rows.size, high)
-    lags = torch.tensor(_lags(geometry))
-    rows = lags[:, :1] * geometry.rows.dilation * torch.arange(high)
-    columns = lags[:, 1:] * geometry.columns.dilation * torch.arange(half)
+    lags = torch.tensor(_lags(geometry), device="cpu")
+    rows = lags[:, :1] * geometry.rows.dilation * up_to(high)
+    columns = lags[:, 1:] * geometry.columns.dilation * up_to(half)
     turns = (columns.double() / wide).unsqueeze(2) + (rows.double() / high).unsqueeze(1)
     inverse = turns % 1 * (2 * math.pi)
     # Frequencies without a conjugate among the others count once.
-    weights = torch.full((half, 1), 2.0, dtype=torch.float64)
+    weights = torch.full((half, 1), 2.0, dtype=torch.float64, device="cpu")
     weights[0] = 1
     if wide % 2 == 0:
         weights[-1] = 1
@@ -361,7 +364,7 @@ def _sums(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tenso
     width = geometry.columns.kernel
     places = geometry.rows.kernel * width
     terms = _terms(geometry)
-    signs = torch.zeros(places, places, len(terms), dtype=dtype)
+    signs = torch.zeros(places, places, len(terms), dtype=dtype, device="cpu")
     for number, term in enumerate(terms):
         for i, j in product(*map(range, term.run)):
             row, column = ((a + i) * width + b + j for a, b in (term.place, term.other))

@@ -261,7 +261,7 @@ class _Transposed(Conv2dHelper):
             num_spatial_dims=self.dimensions,
             dilation=list(conv.dilation),
         )
-        return x, torch.tensor(padding)
+        return x, torch.tensor(padding, device="cpu")
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit

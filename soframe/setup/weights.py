@@ -68,7 +68,7 @@ class Weights:
                     sums.append(sum_of_bits(block.home.local(block.parameters[name])))
         if not parts:
             return
-        mine = torch.tensor(_read(sums))
+        mine = torch.tensor(_read(sums), device="cpu")
         mine = mine.to(self._backend.wire_device(mine.device))
         every = [told.tolist() for told in self._backend.all_gather(mine, "agree")]
         for index, (name, shards) in enumerate(parts):

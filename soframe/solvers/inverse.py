@@ -103,7 +103,8 @@ class Inverse(Solver):
             for a, b, whole in zip(first, second, each, strict=True)
         ]
         return [
-            torch.tensor(column, dtype=torch.float64).to(like) for column in zip(*rows, strict=True)
+            torch.tensor(column, dtype=torch.float64, device="cpu").to(like)
+            for column in zip(*rows, strict=True)
         ]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:

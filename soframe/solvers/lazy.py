@@ -119,6 +119,8 @@ def sketch(matrix: Tensor) -> Tensor:
     Returns:
         ``[groups, n, 8]``.
     """
-    generator = torch.Generator().manual_seed(0)
-    columns = torch.randn(matrix.shape[-1], _COLUMNS, generator=generator, dtype=torch.float64)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    columns = torch.randn(
+        matrix.shape[-1], _COLUMNS, generator=generator, dtype=torch.float64, device="cpu"
+    )
     return whole(matrix) @ columns.to(matrix)

@@ -178,7 +178,7 @@ class Solution:
         with self._backend.phases("solve"):
             self._end = start(tasks(), overlap=self._backend.overlap)
         outcome = [[job.failed for job in self._every], [job.retried for job in self._every]]
-        vector = torch.tensor(outcome, dtype=torch.float32).flatten()
+        vector = torch.tensor(outcome, dtype=torch.float32, device="cpu").flatten()
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement = self._backend.all_reduce(self._outcome, "agree")
 
@@ -360,7 +360,7 @@ def _mean_traces(placed: PlacedBlocks, due: Sequence[Block]) -> dict[Block, list
     backend = placed.backend
     told = [block for block in due if placed.place(block).traces_travel]
     sizes = [factor.groups for block in told for _, factor, _ in block.solved_here]
-    numbers = torch.zeros(sum(sizes), dtype=torch.float64)
+    numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
     for (block, index, factor), part in zip(
         [(b, i, f) for b in told for i, f, _ in b.solved_here],
         numbers.split(sizes),

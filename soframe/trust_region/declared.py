@@ -164,7 +164,7 @@ def _fit_of_curvature(
         _hessian_products(declared, outputs, second),
         strict=True,
     )
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")
     for weight, a, b in rows:
         both = (samples * a - times * weight * b, samples * a)
         squares += torch.stack([one.double().square().sum() for one in both]).cpu()

@@ -73,7 +73,7 @@ class ExactModel:
             self._verify(objective, forwards)
             self._verified = True
         of_this_rank = torch.full(
-            (len(directions), len(directions)), torch.nan, dtype=torch.float64
+            (len(directions), len(directions)), torch.nan, dtype=torch.float64, device="cpu"
         )
         with self._told_to_others() as error:
             of_this_rank = curvature_along(
@@ -93,7 +93,7 @@ class ExactModel:
         """Take the slope along the gradient forward: it is the gradient's square."""
         rows = zip(objective.gradients, objective.parameters, objective.decays, strict=True)
         direction = [g if decay == 0 else g - decay * p.detach() for g, p, decay in rows]
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         with self._told_to_others() as error:
             for one in forwards:
                 (tangents,) = one.jacobian_products(objective.parameters, [direction])

@@ -217,8 +217,8 @@ def slope_and_metric(
         directions, weighed by damping and decays; and those of every two as they are. Float64, on
         the CPU.
     """
-    slope = torch.zeros(len(directions), dtype=torch.float64)
-    metric = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    slope = torch.zeros(len(directions), dtype=torch.float64, device="cpu")
+    metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     lengths = torch.zeros_like(metric)
     for decay in dict.fromkeys(decays):
         rows = [

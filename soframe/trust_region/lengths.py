@@ -86,7 +86,7 @@ class Lengths:
         if tuple(names) != self._names:
             return None
         self._since += 1
-        return torch.tensor(self._mean, dtype=torch.float64)
+        return torch.tensor(self._mean, dtype=torch.float64, device="cpu")
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs."""

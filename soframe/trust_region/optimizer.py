@@ -347,7 +347,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({"step": before, **moved_by, "loss": loss})
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def _propose_and_move(
         self,

@@ -164,7 +164,7 @@ def curvature_along(
     Returns:
         ``[k, k]``, float64, on the CPU: of the sum of the closures' losses.
     """
-    total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     for forward in forwards:
         scale = forward.isotropy() if isotropic else None
         if scale is not None and forward.tape.holds():
@@ -200,7 +200,7 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
     Returns:
         ``[k, k]``, float64, on the CPU; those of large parameters are added up in float64.
     """
-    total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     # Of parts few have the same parameters: each group of directions is added where it belongs.
     groups: dict[Any, list[list[Tensor]]] = {}
     for tensors in zip(*directions, strict=True):
@@ -210,7 +210,7 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
                 [*present.values()]
             )
     for (which, *_), columns in groups.items():
-        at = torch.tensor(which)
+        at = torch.tensor(which, device="cpu")
         for small in _together(columns):
             rows = torch.cat([t.reshape(-1) for row in zip(*small, strict=True) for t in row])
             rows = rows.view(len(which), -1)

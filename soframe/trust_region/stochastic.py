@@ -219,7 +219,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
             self._go_back(parameters)
             undone = "the loss or its gradient is not finite"
             self._tell(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
-            return torch.tensor(loss, dtype=torch.float64)
+            return torch.tensor(loss, dtype=torch.float64, device="cpu")
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter, earlier=self._trend is not None))
@@ -241,7 +241,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         self._steps += 1
         self._average(parameters)
         self._tell(Readout(**seen, **made, notes=said, directions=("AdamW",)))
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def _passes(
         self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter], *, due: bool
@@ -631,7 +631,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 
 def _change(batch: Quadratic, damping: float, length: float) -> float:
     """Return by how much a batch's own damped model changes along its direction."""
-    return batch.damped(damping).change(torch.tensor([length], dtype=torch.float64))
+    return batch.damped(damping).change(torch.tensor([length], dtype=torch.float64, device="cpu"))
 
 
 def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:

@@ -120,13 +120,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 
 def model_on(device: torch.device, name: str) -> nn.Module:
     """Return a model with the same weights on every device."""
-    return fill(MODELS[name][0]()).to(device)
+    with torch.device("cpu"):  # whatever the default device is
+        model = fill(MODELS[name][0]())
+    return model.to(device)
 
 
 def batch_on(device: torch.device, name: str, step: int) -> tuple[Tensor, Tensor]:
     """Return the inputs and labels of a step."""
-    inputs = MODELS[name][1](step)
-    return inputs.to(device), (torch.arange(SAMPLES) * (step + 2) % CLASSES).to(device)
+    with torch.device("cpu"):
+        inputs, targets = MODELS[name][1](step), torch.arange(SAMPLES) * (step + 2) % CLASSES
+    return inputs.to(device), targets.to(device)
 
 
 def method_of(name: str) -> Any:
@@ -180,7 +183,7 @@ def train(
             return nn.functional.cross_entropy(model(inputs), targets)
 
         if closure:
-            losses.append(float(torch.as_tensor(made.step(loss)).detach()))
+            losses.append(float(torch.as_tensor(made.step(loss), device="cpu").detach()))
             continue
         model.zero_grad()
         value = loss()
