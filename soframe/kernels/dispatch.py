@@ -51,19 +51,19 @@ batch, channels, map    with one thread                     with two
 ======================  ==================================  ==================================
 
 On a GPU launches count, and patches that are written out: kernel rows side by side are mostly the
-best, at half the time of shifts. ms on an NVIDIA H200 in float32, and predictions:
+best, and shifts are never much better. ms on an NVIDIA H200 in float32, and predictions:
 
 ======================  ==================  ==================  ======
 batch, channels, map    rows                unfold              shifts
 ======================  ==================  ==================  ======
-64, 3, 32 x 32          0.49 (0.48)         0.55 (0.48)          1.43
-64, 64, 8 x 8           0.74 (0.50)         0.92 (0.77)          1.71
-8, 3, 224 x 224, 7 / 2  2.24 (1.79)         0.59 (0.57)         39.1
-8, 32 of 4, 28 x 28     0.74 (0.68)         0.45 (0.40)          3.11
-8, 512, 7 x 7           0.73 (0.58)         0.72 (0.91)          2.77
-32, 64, 56 x 56         1.08 (1.04)         8.14 (8.81)          1.90
-32, 256, 14 x 14        0.98 (0.95)         1.84 (3.60)          1.97
-128, 128, 16 x 16       1.40 (1.13)         5.19 (7.12)          1.99
+64, 3, 32 x 32          0.42 (0.36)         0.44 (0.38)           1.16
+64, 64, 8 x 8           0.39 (0.38)         0.47 (0.44)           1.07
+8, 3, 224 x 224, 7 / 2  1.41 (1.41)         0.46 (0.47)          24.92
+8, 512, 7 x 7           0.43 (0.47)         0.43 (0.61)           1.48
+8, 32 of 4, 28 x 28     0.54 (0.52)         0.32 (0.30)           2.04
+128, 128, 16 x 16       1.19 (1.00)         2.44 (2.85)           1.12
+32, 64, 56 x 56         0.86 (0.89)         2.30 (2.36)           1.17
+32, 256, 14 x 14        0.76 (0.83)         1.27 (1.92)           1.08
 ======================  ==================  ==================  ======
 
 Threads share a convolution without groups, the rows of an image where these have products of their
@@ -116,11 +116,9 @@ WIDE = 64  # columns of a matrix: products of narrower ones stay on one thread
 
 GPU_MULTIPLY_ADD = 4.5e-14  # seconds: of a large product in float32
 GPU_READ = 2e-12  # seconds: of one element, read and written
-GPU_SCATTERED = 1.2e-10  # seconds: of one element of a patch that is written out, of many channels
-GPU_GATHERED = 1e-11  # seconds: likewise, of few channels
-GPU_FEW = 16  # channels
-GPU_ROWS = (1e-4, 7.5e-5)  # seconds: of calls, and of those for each product
-GPU_UNFOLD = (3e-4, 2.5e-6)  # seconds: of calls, and of those for each image
+GPU_SCATTERED = 1e-11  # seconds: of one element of a patch that is written out
+GPU_ROWS = (6e-5, 6e-5)  # seconds: of calls, and of those for each product
+GPU_UNFOLD = (2e-4, 2.5e-6)  # seconds: of calls, and of those for each image
 
 
 @lru_cache(maxsize=1024)
@@ -229,8 +227,8 @@ def seconds_on_gpu(path: Path, geometry: Geometry) -> float:
     if path == "unfold":
         start, each = GPU_UNFOLD
         elements = float(geometry.positions * geometry.features * groups)
-        write = GPU_GATHERED if channels < GPU_FEW else GPU_SCATTERED
-        return start + each * batch + elements * (write + geometry.features * GPU_MULTIPLY_ADD)
+        multiplied = geometry.features * GPU_MULTIPLY_ADD
+        return start + each * batch + elements * (GPU_SCATTERED + multiplied)
     start, each = GPU_ROWS
     counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
     width = columns.kernel * channels

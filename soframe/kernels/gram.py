@@ -96,9 +96,12 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
 
     Args:
         total: ``[n, n]``, changed in place; what is above the diagonal is undefined afterwards.
-        rows: ``[m, n]``.
+        rows: ``[m, n]``; of half precision where `products.widens` says so.
         scale: The multiplier.
     """
+    if rows.dtype != total.dtype:
+        total.add_(products.inner_in(rows, rows, total.dtype), alpha=scale)
+        return
     if products.pays(rows, rows):
         if rows.shape[1] > SMALL:
             for part in rows.split(_at_once(rows.shape[1])):
@@ -208,7 +211,8 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
 
     Args:
         total: ``[groups, n, n]``, as for `add_rows`.
-        rows: ``[groups, batch, shared, n]``.
+        rows: ``[groups, batch, shared, n]``; of half precision, with one group, where
+            `products.widens` says so.
         scale: The multiplier.
     """
     groups, batch, shared, size = rows.shape
@@ -221,7 +225,7 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         return
     for group in range(groups):
         moment, part = total[group], rows[group]
-        if part.stride(2) != 1 and part.stride(1) == 1:
+        if part.stride(2) != 1 and part.stride(1) == 1 and part.dtype == total.dtype:
             add_maps(moment, part.mT, scale)
         else:
             add_rows(moment, part.reshape(batch * shared, size), scale)

@@ -149,6 +149,35 @@ def serves(x: Tensor, multiply_adds: int) -> bool:
     return multiply_adds >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
 
 
+def widens(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether products of rows of half precision pay, and are as exact as of their copies.
+
+    A product of two such numbers has at most 22 bits, so that single precision does not round it,
+    and the tensor cores of an accelerator multiply them ten times faster and add up in it.
+
+    Args:
+        rows: The rows.
+        dtype: What they are summed in.
+    """
+    return on_gpu(rows) and dtype == torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
+
+
+def inner_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left^T right`` of rows of half precision, summed in another dtype: see `widens`.
+
+    Args:
+        left: ``[rows, m]``.
+        right: ``[rows, n]``.
+        dtype: The dtype.
+
+    Returns:
+        ``[m, n]``.
+    """
+    if left.is_cuda:
+        return torch.mm(left.T, right, out_dtype=dtype)
+    return left.T.to(dtype) @ right.to(dtype)
+
+
 def on_gpu(x: Tensor) -> bool:
     """Return whether a tensor is on an accelerator, where other ways are fast than on the CPU.
 

@@ -76,10 +76,14 @@ class LayerHelper(ABC):
             samples; None, the default, if nothing but all of it.
         transposed: Whether the weight is stored with its inputs first. The matrix of a method that
             reads gradients alone has its outputs first all the same.
+        widens: Whether its moments take rows of half precision, where these are as exact
+            (`soframe.kernels.products.widens`). A class says so for itself alone: what is derived
+            from it may have moments of its own.
     """
 
     unit: ClassVar[Unit | None] = None
     transposed: ClassVar[bool] = False
+    widens: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
@@ -490,10 +494,10 @@ class LayerHelper(ABC):
             meaning.
         """
         if total is None:
-            total = zeros(self.groups, self.shape.in_features, output_rows)
+            total = zeros(self.groups, self.shape.in_features, _widened(output_rows))
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
-            add_bias(total, output_rows.new_zeros(groups, 0), batch * shared, scale)
+            add_bias(total, total.new_zeros(groups, 0), batch * shared, scale)
             return total
         rows = self._weight_rows(inputs, output_rows)
         if self.bias is None:
@@ -502,7 +506,7 @@ class LayerHelper(ABC):
             add_moment(total, F.pad(rows, (0, 1), value=1.0), scale)
         else:
             add_moment(total[:, :-1, :-1], rows, scale)
-            add_bias(total, rows.sum((1, 2)), batch * shared, scale)
+            add_bias(total, rows.sum((1, 2), dtype=total.dtype), batch * shared, scale)
         return total
 
     def mean_moment(
@@ -544,9 +548,14 @@ class LayerHelper(ABC):
             ``[groups, out, out]``. Only the lower triangle has a meaning.
         """
         if total is None:
-            total = zeros(len(output_rows), output_rows.shape[3], output_rows)
+            total = zeros(len(output_rows), output_rows.shape[3], _widened(output_rows))
         add_moment(total, output_rows, scale)
         return total
+
+
+def _widened(rows: Tensor) -> Tensor:
+    """Return something of the dtype that rows are summed in."""
+    return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
 
 
 def moment(rows: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class TransposedLinearHelper(LinearHelper):
     """
 
     transposed: ClassVar[bool] = True
+    widens: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

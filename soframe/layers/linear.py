@@ -16,6 +16,7 @@ class LinearHelper(LayerHelper):
     """``y = x W^T + b``: the first dimension is the batch, those in between are positions."""
 
     unit: ClassVar[Unit | None] = "row"
+    widens: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

@@ -24,7 +24,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, Passes, Samples
 from soframe.capture.hooks import Capture, Probe
 from soframe.capture.sampling import Sampler
-from soframe.kernels.products import sent
+from soframe.kernels.products import sent, widens
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call
@@ -294,6 +294,7 @@ class Statistics:
             block.takes_samples,
             seen.data,
         )
+        halves = vars(type(helper)).get("widens", False) and widens(rows, block.dtype)
         added = block.method.statistics(
             Call(
                 helper=helper,
@@ -301,6 +302,7 @@ class Statistics:
                 output_rows=rows.to(block.dtype),
                 shared=self._shared,
                 data=block.second_order,
+                halves=rows if halves else None,
             )
         )
         for factor in factors:

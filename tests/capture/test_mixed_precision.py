@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
+from soframe.kernels import products
+from soframe.layers.linear import LinearHelper
 from soframe.testing import compare
 from tests.capture.kit import (
     WORLDS,
@@ -345,3 +347,62 @@ def test_scale_by_a_callable() -> None:
         parameter.grad /= 64
     preconditioner.step()
     assert_close(snapshot(model, preconditioner), unscaled_training(0, 1, (0,))[0])
+
+
+class Halved(nn.Module):
+    """Its first layer is called with single precision, the second with what autocast made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).mT.contiguous().mT.tanh())
+
+
+class Derived(LinearHelper):
+    """Sums in a way of its own, and knows of no half precision."""
+
+    def output_moment(self, output_rows: Tensor, *own: Any, **named: Any) -> Tensor:
+        assert output_rows.dtype == torch.float32
+        return super().output_moment(output_rows, *own, **named)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "foof", "kfac-reduce", "eva"])
+@pytest.mark.parametrize("layers", [None, {"second": Derived}], ids=["plain", "derived"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
+    dtype: torch.dtype, layers: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products are exact in single precision, so that sums are those of copies."""
+    found, multiplied = [], []
+    inner_in = products.inner_in
+    monkeypatch.setattr(
+        products, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+    )
+    for gpu in (False, True):
+        monkeypatch.setattr(products, "on_gpu", lambda _, gpu=gpu: gpu)
+        torch.manual_seed(0)
+        model = Halved()
+        own = Preconditioner(
+            model, method, lr=0.1, layers=layers, statistics_every=1, solve_every=2, damping=0.1
+        )
+        for step in range(3):
+            x = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", dtype):
+                output = model(x)
+            model.zero_grad()
+            softplus(output.float()).backward()
+            own.step()
+            assert bool(multiplied) <= gpu
+        sums = {f"{b.name}.{k}": v for b in own._blocks for k, v in b.running.items()}
+        assert {v.dtype for v in sums.values()} == {torch.float32}
+        found.append(sums | {k: p.grad for k, p in model.named_parameters()})
+        own.close()
+    # The outputs' of both layers, and the inputs' of the second, at each step.
+    of_first, of_second = {"kfac": (1, 2), "ekfac": (1, 2), "foof": (0, 1)}.get(method, (0, 0))
+    expected = of_first + (of_second if layers is None else 0)
+    assert multiplied == [dtype] * 3 * expected
+    for name, one in found[0].items():
+        assert one is not None
+        compare(found[1][name], one, name, rtol=1e-5)

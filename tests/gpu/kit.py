@@ -63,7 +63,7 @@ class Others(nn.Module):
         super().__init__()
         self.bag = nn.EmbeddingBag(7, 6, mode="sum")
         self.along = nn.Conv1d(1, 4, 3, padding=1, padding_mode="circular")
-        self.back = nn.ConvTranspose1d(4, 6, 3, padding=1)
+        self.back = nn.ConvTranspose1d(4, 6, 3, padding=1, bias=False)  # a norm takes it off
         self.norm = nn.BatchNorm1d(6)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.gru = nn.GRU(6, 5, batch_first=True)

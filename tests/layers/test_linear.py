@@ -91,3 +91,20 @@ def test_rows_that_do_not_belong_together_name_both() -> None:
         helper.block_rows((randn(4, 2),), helper.output_rows(randn(5, 3)))
     with pytest.raises(ValueError, match=r"\(1, 4, 1, 5\), and a row of the weight has 2 entries"):
         helper.block_rows((randn(4, 5),), helper.output_rows(randn(4, 3)))
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_moments_of_rows_of_half_precision_are_of_single(
+    few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum for the bias as well, which half precision would have three digits of."""
+    monkeypatch.setattr(base, "FEW", 2**30 if few else 0)
+    helper = LinearHelper(nn.Linear(5, 3))
+    x, g = (torch.randn(400, n, generator=torch.Generator().manual_seed(n)) for n in (5, 3))
+    x, g = (x + 1).bfloat16(), g.bfloat16()
+    rows = helper.output_rows(g)
+    own = helper.input_moment((x,), rows)
+    wide = torch.cat([x.double(), torch.ones(400, 1, dtype=torch.float64)], 1)
+    assert own.dtype == helper.output_moment(rows).dtype == torch.float32
+    compare(own[0].double().tril(), (wide.T @ wide).tril(), "A", rtol=1e-6)
+    compare(helper.output_moment(rows)[0].double(), g.double().T @ g.double(), "G", rtol=1e-6)
