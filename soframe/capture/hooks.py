@@ -117,6 +117,13 @@ class _Hook:
         helper = self._helper() if self._helper is not None else None
         # A compiler sees this much: a graph is broken at the layers of statistics steps only.
         if capture is not None and helper is not None and capture.enabled:
+            if getattr(module, "_is_replica", False):
+                raise RuntimeError(
+                    f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each with a "
+                    f"part of the batch on a device of its own, and its statistics are of the "
+                    f"whole batch on one: use DistributedDataParallel with a process for each "
+                    f"device, or a method that reads gradients alone, such as 'muon'"
+                )
             self._deliver(capture, helper, args, kwargs, output)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -195,3 +195,34 @@ def test_a_copy_says_that_it_is_one(kind: Callable[..., Any]) -> None:
             getattr(copied, use)()
     with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
         _ = model.owner.nothing
+
+
+def replica_of(model: nn.Module) -> nn.Module:
+    """A copy as `torch.nn.DataParallel` makes it for another device."""
+    modules = list(model.modules())
+    copies = {module: module._replicate_for_data_parallel() for module in modules}
+    for module, copied in copies.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = copies[child]
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, None if parameter is None else parameter * 1.0)
+    return copies[model]
+
+
+@pytest.mark.parametrize("method", ["kfac", "muon"])
+def test_replicas_in_threads_are_refused(method: str) -> None:
+    """Their calls are parts of a batch, which would count as calls of the whole one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    own = soframe.Preconditioner(model, method, lr=0.1, statistics_every=1, solve_every=1)
+    x = torch.randn(6, 3)
+    model(x).square().mean().backward()
+    own.step()
+    replica = replica_of(model)
+    if method == "kfac":
+        with pytest.raises(RuntimeError, match=r"DataParallel.*of a Linear.*a process for each"):
+            replica(x)
+        return
+    model.zero_grad()
+    replica(x).square().mean().backward()
+    own.step()
+    assert own.updated
