@@ -40,8 +40,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
             raise RuntimeError(
                 f"{function.__qualname__} cannot be captured in a CUDA graph: it asks whether "
                 f"gradients are finite, and what is due differs from step to step. Capture the "
-                f"forward and backward pass, as torch.cuda.make_graphed_callables does or "
-                f"torch.compile(mode='reduce-overhead'), and call it after the graph's replay"
+                f"forward and backward pass alone, as torch.compile(mode='reduce-overhead') does, "
+                f"and call it after their replay"
             )
         return function(*args, **kwargs)
 
