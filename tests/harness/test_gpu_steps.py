@@ -8,6 +8,7 @@ from pathlib import Path
 import gpu_steps
 import pytest
 import torch
+from harness import gpu_workloads
 
 import soframe
 
@@ -50,7 +51,7 @@ def test_all_contenders_take_part(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_turn_is_one_interval() -> None:
     workload = gpu_steps.gpt2(gpu_steps.PRESETS["tiny"], 1, torch.device("cpu"))
     one = workload.contenders["soframe-soap"]()
-    assert isinstance(one, gpu_steps.Training)
+    assert isinstance(one, gpu_workloads.Training)
     optimizer = one.optimizers[0]
     assert isinstance(optimizer, soframe.Optimizer)
     for turn, act in enumerate((one.warm_up, one.turn)):
@@ -113,10 +114,10 @@ class Late(torch.optim.SGD):
 def test_who_fails_does_not_end_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gpu_steps.GPT2_CONTENDERS, "torch-muon", fail)
+    monkeypatch.setitem(gpu_workloads.GPT2_CONTENDERS, "torch-muon", fail)
     late = "soframe-soap"
     monkeypatch.setitem(
-        gpu_steps.GPT2_CONTENDERS, late, lambda model: [Late(model.parameters(), lr=0.0)]
+        gpu_workloads.GPT2_CONTENDERS, late, lambda model: [Late(model.parameters(), lr=0.0)]
     )
     found = written(tmp_path, "gpt2", "--only", f"torch-muon;{late};soframe-muon")
     assert found["status"] == 1
@@ -137,14 +138,14 @@ def test_without_the_reference_there_are_times_and_no_ratios(
     key: str, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if key == "gpt2":
-        monkeypatch.setitem(gpu_steps.GPT2_CONTENDERS, reference, fail)
+        monkeypatch.setitem(gpu_workloads.GPT2_CONTENDERS, reference, fail)
     else:
-        contender = gpu_steps.contender
+        contender = gpu_workloads.contender
 
         def failing(name: str, *rest: object) -> object:
             return fail(None) if name == "sgd" else contender(name, *rest)
 
-        monkeypatch.setattr(gpu_steps, "contender", failing)
+        monkeypatch.setattr(gpu_workloads, "contender", failing)
     found = written(tmp_path, key, "--only", "soframe-muon" if key == "gpt2" else "soframe-shampoo")
     assert found["status"] == 1
     (row,) = found["workloads"][key]["rows"]
