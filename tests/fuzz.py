@@ -314,6 +314,10 @@ def check(target: Target, case: Case) -> str:
             if "torch.distributed is not initialised" not in str(error):
                 raise
             return "refused"  # since of the process, not of the argument
+        except KeyError as error:  # what a user's own callable raises is passed on, here as well
+            if error.args != ("nothing",):
+                raise
+            return "raised by the user's own"
         try:
             for number, kind in enumerate(case.batches):
                 if (error := _step(target, own, model, kind, number)) is not None:
