@@ -16,6 +16,21 @@ Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
 
 
+def _value(name: str, value: object, step: int) -> object:
+    """Return a constant, or what a callable returns; what it raises itself is passed on."""
+    if not callable(value):
+        return value
+    try:
+        return value(step)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise
+        raise TypeError(
+            f"{name} must be a number or a callable of the step, and {value!r} cannot be called "
+            f"with one: {error}"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """A hyper-parameter with the range that it must stay in.
@@ -62,8 +77,9 @@ class Scheduled:
 
         Raises:
             ValueError: If a callable returns a value out of range.
+            TypeError: If it is not one of the step.
         """
-        return self._check(self.value(step) if callable(self.value) else self.value)
+        return self._check(_value(self.name, self.value, step))
 
 
 @dataclass(frozen=True)
@@ -98,8 +114,9 @@ class Every:
 
         Raises:
             ValueError: If a callable returns no positive integer.
+            TypeError: If it is not one of the step.
         """
-        return self._check(self.value(step) if callable(self.value) else self.value)
+        return self._check(_value(self.name, self.value, step))
 
     def due(self, step: int) -> bool:
         """Return whether the step is due.

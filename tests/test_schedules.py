@@ -56,6 +56,23 @@ def test_out_of_range_names_the_setting(name: str, bad: object) -> None:
         one_step(**{name: lambda step: bad})
 
 
+@pytest.mark.parametrize("odd", [object, nn.Linear, lambda: 0.1], ids=repr)
+@pytest.mark.parametrize("name", ["decay", "kl_clip", "lr", *INTERVALS])  # a damping may be a class
+def test_what_cannot_be_called_with_a_step_names_the_setting(name: str, odd: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a number or a callable of the step, and"):
+        one_step(**{name: odd})
+
+
+@pytest.mark.parametrize("name", [*REAL_SETTINGS, *INTERVALS])
+def test_what_a_callable_raises_is_passed_on(name: str) -> None:
+    def own(step: int) -> float:
+        return step + "no number"  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match=r"^unsupported operand") as raised:
+        one_step(**{name: own})
+    assert raised.traceback[-1].name == "own"
+
+
 @pytest.mark.parametrize(("name", "good"), IN_RANGE, ids=str)
 def test_a_callable_is_its_value(name: str, good: Any) -> None:
     constant = one_step(**{name: good})
