@@ -281,13 +281,13 @@ class Twins:
     """Two derivatives by the tape, and two by differentiating the gradient."""
 
     def __init__(self, model: nn.Module, closure: Callable[[], Tensor]) -> None:
-        self.model, self.outputs, self.tape = model, Outputs(model), Tape()
+        replay = Replay(model)
+        self.model, self.outputs, self.tape = model, Outputs(model), Tape(replay.devices)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.directions = [
             [randn(*p.shape, seed=10 * k + i).to(p.dtype) for i, p in enumerate(self.parameters)]
             for k in range(2)
         ]
-        replay = Replay(model)
         found, _ = self.outputs.of(closure, self.tape)
         self.forward = Forward(closure, replay, found, found, self.tape)
 
