@@ -69,7 +69,8 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
 
     Args:
         total: ``[groups, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``.
+        x: ``[batch, channels, height, width]``; of half precision, with one group, where
+            `soframe.kernels.products.widens` says so.
         geometry: Its geometry.
         scale: The multiplier.
     """
@@ -106,6 +107,10 @@ def _add_products(
         a = _rows_of(left, rows.start, rows.count, step)
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
         added = blocks(rows, columns, geometry).of(total)
+        if a.dtype != total.dtype:
+            product = products.inner_in(a.flatten(0, 1), b.flatten(0, 1), total.dtype)
+            added.add_(product[None, None, None], alpha=scale)
+            continue
         if by_row and len(a) > 1:
             added.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
             continue

@@ -31,7 +31,7 @@ from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.specs import FactorSpec
 
-__all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment"]
+__all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment", "widened"]
 
 Unit = Literal["row", "sample"]
 """What can be taken of a call by itself."""
@@ -76,9 +76,9 @@ class LayerHelper(ABC):
             samples; None, the default, if nothing but all of it.
         transposed: Whether the weight is stored with its inputs first. The matrix of a method that
             reads gradients alone has its outputs first all the same.
-        widens: Whether its moments take rows of half precision, where these are as exact
-            (`soframe.kernels.products.widens`). A class says so for itself alone: what is derived
-            from it may have moments of its own.
+        widens: Whether its moments take rows of half precision, of one group, where these are as
+            exact (`soframe.kernels.products.widens`). A class says so for itself alone: what is
+            derived from it may have moments of its own.
     """
 
     unit: ClassVar[Unit | None] = None
@@ -494,7 +494,7 @@ class LayerHelper(ABC):
             meaning.
         """
         if total is None:
-            total = zeros(self.groups, self.shape.in_features, _widened(output_rows))
+            total = zeros(self.groups, self.shape.in_features, widened(output_rows))
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale)
@@ -548,13 +548,17 @@ class LayerHelper(ABC):
             ``[groups, out, out]``. Only the lower triangle has a meaning.
         """
         if total is None:
-            total = zeros(len(output_rows), output_rows.shape[3], _widened(output_rows))
+            total = zeros(len(output_rows), output_rows.shape[3], widened(output_rows))
         add_moment(total, output_rows, scale)
         return total
 
 
-def _widened(rows: Tensor) -> Tensor:
-    """Return something of the dtype that rows are summed in."""
+def widened(rows: Tensor) -> Tensor:
+    """Return something of the dtype and on the device that rows are summed in.
+
+    Args:
+        rows: The rows; of half precision perhaps.
+    """
     return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
 
 

@@ -29,7 +29,7 @@ from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
 from soframe.kernels.products import are_exact, has_primitives, on_gpu, prefers_onednn
 from soframe.kernels.unfold import patches
-from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
 
 __all__ = [
@@ -57,6 +57,7 @@ class Conv2dHelper(LayerHelper):
     transposed: ClassVar[bool] = False
     path: ClassVar[Path | None] = None
     unit: ClassVar[Unit | None] = "sample"
+    widens: ClassVar[bool] = True  # in the ways of an accelerator, which takes no others
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -111,12 +112,13 @@ class Conv2dHelper(LayerHelper):
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
-            total = zeros(self.groups, self.shape.in_features, output_rows)
+            total = zeros(self.groups, self.shape.in_features, widened(output_rows))
         x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
-            add_bias(total, patch_sums(x, geometry), geometry.positions, scale)
+            sums = patch_sums(x.to(total.dtype), geometry)
+            add_bias(total, sums, geometry.positions, scale)
         path = self.path or choose(
             geometry,
             torch.get_num_threads(),

@@ -66,7 +66,8 @@ class Call:
         """
         assert self.inputs is not None
         rows = self.output_rows
-        if self.halves is not None and self.inputs[0].dtype == self.halves.dtype:
+        # A block of a bias alone has no inputs.
+        if self.halves is not None and all(x.dtype == self.halves.dtype for x in self.inputs[:1]):
             rows = self.halves
         if self.shared is None or scale == 0:
             return self.helper.input_moment(self.inputs, rows, total, scale)

@@ -294,7 +294,8 @@ class Statistics:
             block.takes_samples,
             seen.data,
         )
-        halves = vars(type(helper)).get("widens", False) and widens(rows, block.dtype)
+        halves = vars(type(helper)).get("widens", False) and len(rows) == 1
+        halves = halves and widens(rows, block.dtype)
         added = block.method.statistics(
             Call(
                 helper=helper,

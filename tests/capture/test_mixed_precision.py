@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
 from soframe.kernels import products
+from soframe.layers import conv
 from soframe.layers.linear import LinearHelper
 from soframe.testing import compare
 from tests.capture.kit import (
@@ -406,3 +409,53 @@ def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
     for name, one in found[0].items():
         assert one is not None
         compare(found[1][name], one, name, rtol=1e-5)
+
+
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "rows": lambda: nn.Conv2d(4, 5, 3, padding=1),
+    "strided": lambda: nn.Conv2d(4, 5, 3, stride=2, bias=False, padding_mode="circular", padding=2),
+    "unfold": lambda: nn.Conv2d(2, 3, 5),
+    "pointwise": lambda: nn.Conv2d(4, 6, 1),
+    "groups": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "no weight": lambda: nn.Conv2d(4, 5, 3).requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_in_half_precision_on_an_accelerator(
+    name: str, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each of its ways the sums are those of copies in single precision."""
+    if name not in ("pointwise", "no weight"):
+        path = "unfold" if name == "unfold" else "rows"
+        monkeypatch.setattr(conv, "choose", lambda *_: path)
+    form = torch.channels_last if last else torch.contiguous_format
+    found, multiplied = [], []
+    inner_in = products.inner_in
+    monkeypatch.setattr(
+        products, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+    )
+    torch.manual_seed(0)
+    layer = CONVOLUTIONS[name]()
+    if name == "no weight":
+        layer.bias.requires_grad_()
+    for gpu in (False, True):
+        for module in (products, conv):
+            monkeypatch.setattr(module, "on_gpu", lambda _, gpu=gpu: gpu)
+        model = nn.Sequential(copy.deepcopy(layer)).to(memory_format=form)
+        own = Preconditioner(model, lr=0.1, statistics_every=1, solve_every=1, damping=0.1)
+        x = torch.randn(3, layer.in_channels, 9, 8, generator=torch.Generator().manual_seed(1))
+        x = x.bfloat16().to(memory_format=form)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        assert output.dtype == torch.bfloat16
+        softplus(output.float()).backward()
+        own.step()
+        (block,) = own._blocks
+        found.append({k: v.tril() for k, v in block.running.items()})
+        assert {v.dtype for v in found[-1].values()} == {torch.float32}
+        own.close()
+        assert bool(multiplied) == (gpu and name != "groups")
+    for factor, one in found[0].items():
+        compare(found[1][factor], one, factor, rtol=2e-5)

@@ -132,6 +132,33 @@ def test_statistics_under_autocast_are_those_of_the_rounded_numbers(dtype: torch
         assert error < 1e-5, (name, float(error))
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_convolutions_under_autocast(kernel: int, last: bool) -> None:
+    """The factors of what autocast left in half precision, against a float64 sum of patches."""
+    torch.manual_seed(0)
+    form = torch.channels_last if last else torch.contiguous_format
+    net = nn.Conv2d(24, 40, kernel, padding=kernel // 2, bias=False).to(DEVICE, memory_format=form)
+    own = Preconditioner(nn.Sequential(net), lr=0.1, statistics_every=1, solve_every=1)
+    x = torch.randn(16, 24, 20, 20, device=DEVICE).bfloat16().to(memory_format=form)
+    seen: dict[str, Tensor] = {}
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        output = net(x)
+    output.register_hook(lambda gradient: seen.update(G=gradient.detach()))
+    output.float().square().sum((1, 2, 3)).mean().backward()
+    own.step()
+    running = next(iter(own._blocks)).running
+    helper = next(iter(own._blocks)).helpers[0]
+    rows = helper.input_rows(x.double())[0].flatten(0, 1)
+    gradients = helper.output_rows(seen["G"].double() * len(x))[0].flatten(0, 1)
+    for name, each, count in (("A", rows, len(rows)), ("G", gradients, len(gradients))):
+        expected = (each.T @ each).tril()
+        found = running[name][0].double().tril()
+        ratio = expected.norm() / found.norm()  # whatever the factor is a mean over
+        error = (found * ratio - expected).norm() / expected.norm()
+        assert error < 1e-5, (name, count, float(error))
+
+
 @pytest.mark.parametrize("how", ["fused", "capturable", "foreach"])
 def test_first_order_optimizers(how: str) -> None:
     """As torch's optimizers run on a GPU, their steps are those of a plain loop over parameters."""
