@@ -56,7 +56,9 @@ def test_out_of_range_names_the_setting(name: str, bad: object) -> None:
         one_step(**{name: lambda step: bad})
 
 
-@pytest.mark.parametrize("odd", [object, nn.Linear, lambda: 0.1], ids=repr)
+@pytest.mark.parametrize(
+    "odd", [object, nn.Linear, lambda: 0.1], ids=["object", "class", "takes nothing"]
+)
 @pytest.mark.parametrize("name", ["decay", "kl_clip", "lr", *INTERVALS])  # a damping may be a class
 def test_what_cannot_be_called_with_a_step_names_the_setting(name: str, odd: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a number or a callable of the step, and"):
