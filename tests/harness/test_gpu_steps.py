@@ -80,6 +80,7 @@ def test_only_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path, "--profile", "torch-muon", "--profile", "soframe-kfac-eigen")
     out = capsys.readouterr().out
