@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from soframe.kernels import correlation, fourier
-from soframe.kernels.dispatch import PATHS, Path, choose, seconds, seconds_on_gpu
+from soframe.kernels.dispatch import PATHS, Path, Processor, candidates, choose, seconds
 from soframe.kernels.geometry import Axis, Geometry
-from soframe.kernels.products import are_exact, has_primitives, on_gpu, prefers_onednn
+from soframe.kernels.products import are_exact, has_primitives
 
 ELSEWHERE = 12_000_000  # numbers, more than caches hold
 SHOWN: tuple[Path, ...] = ("correlation", "fourier", "shifts", "rows", "unfold")
@@ -131,27 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         geometry = Geometry(batch, groups, channels, axis, axis)
         x = torch.randn(batch, groups * channels, size, size, device=device)
         x = x.contiguous(memory_format=form)
-        wide, threads = prefers_onednn(), options.threads
+        own = {"processor": Processor.of(x), "planes": x.is_contiguous()}
         measured = measure(geometry, x, rounds)
         rows.append(
             {
                 "case": (batch, groups, channels, size, kernel, stride),
-                "chosen": choose(
-                    geometry,
-                    threads,
-                    has_primitives(x),
-                    wide,
-                    are_exact(x),
-                    x.is_contiguous(),
-                    on_gpu(x),
-                ),
+                "chosen": choose(geometry, **own),
                 "measured": measured,
                 "predicted": {
-                    path: seconds_on_gpu(path, geometry)
-                    if on_gpu(x)
-                    else seconds(path, geometry, threads, wide, x.is_contiguous())
-                    for path in measured
-                    if not on_gpu(x) or path in ("rows", "unfold")
+                    path: seconds(path, geometry, **own)
+                    for path in candidates(geometry, own["processor"])
                 },
             }
         )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.comm.tasks import Task, finish
+from soframe.kernels.devices import sent
 from soframe.kernels.gram import mirror
-from soframe.kernels.products import sent
 from soframe.solvers.base import mean_of, mean_trace
 from soframe.specs import FactorSpec
 

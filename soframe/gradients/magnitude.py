@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from soframe.blocks.home import GradientHome
-from soframe.kernels.products import on_gpu
+from soframe.kernels.devices import on_gpu
 
 MODERATE = 1e10
 """What sums of gradients stay below, unless products with them may be out of range."""

@@ -75,14 +75,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from soframe.kernels import correlation, fourier, pointwise, rowwise, shifts, unfold
+from soframe.kernels.devices import on_gpu
 from soframe.kernels.geometry import Geometry, segments
+from soframe.kernels.products import are_exact, has_primitives, prefers_onednn
 
 Path = Literal["pointwise", "correlation", "fourier", "shifts", "rows", "unfold"]
 Kernel = Callable[[Tensor, Tensor, Geometry, float], None]
@@ -121,20 +125,11 @@ GPU_ROWS = (6e-5, 6e-5)  # seconds: of calls, and of those for each product
 GPU_UNFOLD = (2e-4, 2.5e-6)  # seconds: of calls, and of those for each image
 
 
-@lru_cache(maxsize=1024)
-def choose(
-    geometry: Geometry,
-    threads: int = 1,
-    primitive: bool = False,
-    wide: bool = False,
-    transform: bool = False,
-    planes: bool = True,
-    gpu: bool = False,
-) -> Path:
-    """Return the path that is expected to be fastest.
+@dataclass(frozen=True)
+class Processor:
+    """What multiplies an image.
 
-    Args:
-        geometry: The geometry.
+    Attributes:
         threads: How many there are.
         primitive: Whether the gradient of a convolution's weight has a fast and exact primitive
             (`soframe.kernels.products.has_primitives`).
@@ -142,44 +137,92 @@ def choose(
             (`soframe.kernels.products.prefers_onednn`).
         transform: Whether products of channels are fast and of full precision
             (`soframe.kernels.products.are_exact`).
+        gpu: Whether it is an accelerator, of which nothing else is asked.
+    """
+
+    threads: int = 1
+    primitive: bool = False
+    wide: bool = False
+    transform: bool = False
+    gpu: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor) -> Processor:
+        """Return that of a tensor.
+
+        Args:
+            x: An operand.
+        """
+        return cls(
+            threads=torch.get_num_threads(),
+            primitive=has_primitives(x),
+            wide=prefers_onednn(),
+            transform=are_exact(x),
+            gpu=on_gpu(x),
+        )
+
+
+ONE_THREAD = Processor()
+
+
+def candidates(geometry: Geometry, processor: Processor = ONE_THREAD) -> tuple[Path, ...]:
+    """Return the paths that may be the fastest.
+
+    Args:
+        geometry: The geometry.
+        processor: What multiplies.
+    """
+    if geometry.rows.kernel == geometry.columns.kernel == 1:
+        return ("pointwise",)
+    if processor.gpu:
+        return ("rows", "unfold")
+    found: tuple[Path, ...] = ("shifts", "rows", "unfold")
+    if processor.primitive and correlation.serves(geometry):
+        found += ("correlation",)
+    if processor.transform and fourier.serves(geometry):
+        found += ("fourier",)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def choose(geometry: Geometry, processor: Processor = ONE_THREAD, *, planes: bool = True) -> Path:
+    """Return the path that is expected to be fastest.
+
+    Args:
+        geometry: The geometry.
+        processor: What multiplies.
         planes: Whether the image has its channels first, as a transform takes it.
-        gpu: Whether it is on an accelerator; then nothing else counts.
 
     Returns:
         ``"pointwise"`` for every kernel of one position. Otherwise, by the predicted time:
         ``"shifts"`` mostly; ``"correlation"`` for groups of a few channels at a stride of one, and
         for large maps where the primitive is much faster; ``"fourier"`` for many small maps at a
-        stride of one; ``"rows"`` for inputs of fewer channels still;
+        stride of one; ``"rows"`` for inputs of fewer channels still, and on a GPU mostly;
         ``"unfold"`` for maps so small that there is nothing to share.
     """
-    if geometry.rows.kernel == geometry.columns.kernel == 1:
-        return "pointwise"
-    if gpu:
-        ways: tuple[Path, ...] = ("rows", "unfold")
-        return min(ways, key=lambda path: seconds_on_gpu(path, geometry))
-    candidates: tuple[Path, ...] = ("shifts", "rows", "unfold")
-    if primitive and correlation.serves(geometry):
-        candidates += ("correlation",)
-    if transform and fourier.serves(geometry):
-        candidates += ("fourier",)
-    return min(candidates, key=lambda path: seconds(path, geometry, threads, wide, planes))
+    first, *others = candidates(geometry, processor)
+    if not others:
+        return first
+    return min((first, *others), key=lambda path: seconds(path, geometry, processor, planes=planes))
 
 
 def seconds(
-    path: Path, geometry: Geometry, threads: int = 1, wide: bool = False, planes: bool = True
+    path: Path, geometry: Geometry, processor: Processor = ONE_THREAD, *, planes: bool = True
 ) -> float:
     """Predict the time of a path.
 
     Args:
-        path: The path; ``"correlation"`` and ``"fourier"`` where they serve.
+        path: One of `candidates`, but for ``"pointwise"``.
         geometry: The geometry.
-        threads: How many there are.
-        wide: As for `choose`.
-        planes: Likewise.
+        processor: What multiplies.
+        planes: As for `choose`.
 
     Returns:
         Seconds, on the machine where the constants were measured.
     """
+    if processor.gpu:
+        return _on_gpu(path, geometry)
+    threads, wide = processor.threads, processor.wide
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
     # Threads share rows, however narrow these are; of such batches there are no faster products.
@@ -212,16 +255,8 @@ def seconds(
     return copy + sum(product(batch * n, channels) for n in counts)
 
 
-def seconds_on_gpu(path: Path, geometry: Geometry) -> float:
-    """Predict the time of a path on a GPU.
-
-    Args:
-        path: ``"rows"`` or ``"unfold"``.
-        geometry: The geometry.
-
-    Returns:
-        Seconds, on the GPU where the constants were measured.
-    """
+def _on_gpu(path: Path, geometry: Geometry) -> float:
+    """Predict ``"rows"`` and ``"unfold"`` there: launches, what is written out, and products."""
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     channels, groups = geometry.channels, geometry.groups
     if path == "unfold":

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from soframe.kernels import products
+from soframe.kernels import devices, halves, products
 
 # Blocks of columns by the size of the matrix: 1, 2, 4 and 8 from these sizes on. Narrow blocks
 # waste less of the upper triangle, wide ones use the processor better.
@@ -53,7 +53,7 @@ def zeros(groups: int, size: int, like: Tensor) -> Tensor:
         They begin where vectors do, as torch's own do: products into others take up to a quarter
         longer.
     """
-    if groups * size * size < HUGE or like.device.type != "cpu":
+    if groups * size * size < HUGE or devices.on_gpu(like):
         return like.new_zeros(groups, size, size)
     name = str(like.dtype).removeprefix("torch.")
     if name not in ("float32", "float64"):
@@ -96,11 +96,11 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
 
     Args:
         total: ``[n, n]``, changed in place; what is above the diagonal is undefined afterwards.
-        rows: ``[m, n]``; of half precision where `products.widens` says so.
+        rows: ``[m, n]``; of half precision where `halves.widens` says so.
         scale: The multiplier.
     """
     if rows.dtype != total.dtype:
-        total.add_(products.inner_in(rows, rows, total.dtype), alpha=scale)
+        total.add_(halves.inner_in(rows, rows, total.dtype), alpha=scale)
         return
     if products.pays(rows, rows):
         if rows.shape[1] > SMALL:
@@ -109,7 +109,7 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         else:
             products.add_inner(total, rows, rows, scale)
         return
-    shared = torch.get_num_threads() > 1 and not products.on_gpu(rows)
+    shared = torch.get_num_threads() > 1 and not devices.on_gpu(rows)
     shared = shared and rows.shape[1] >= 4 * SMALL
     way = add_by_halves if shared and halvings(rows.shape[1]) else add_by_columns
     way(total, rows, scale)
@@ -175,7 +175,7 @@ def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     if rows.shape[1] < SMALL:  # one block
         total.addmm_(rows.T, rows, alpha=scale)
         return
-    for start, stop in column_blocks(rows.shape[1], gpu=products.on_gpu(rows)):
+    for start, stop in column_blocks(rows.shape[1], gpu=devices.on_gpu(rows)):
         left, right = rows[:, start:stop].T, rows[:, :stop]
         total[start:stop, :stop].addmm_(left, right, alpha=scale)
 
@@ -192,9 +192,9 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0) -> None:
     if size >= SMALL and products.serves(maps, batch * positions * size**2):
         for part in maps.split(max(1, _at_once(size) // positions)):
             add_by_lines(total, part.transpose(0, 1).reshape(size, -1), scale)
-    elif size < SMALL or (products.on_gpu(maps) and size <= positions):
+    elif size < SMALL or (devices.on_gpu(maps) and size <= positions):
         total.add_(torch.bmm(maps, maps.mT).sum(0), alpha=scale)
-    elif positions < size or products.on_gpu(maps):
+    elif positions < size or devices.on_gpu(maps):
         # Many short products into one large matrix: its memory traffic costs more than a copy, of
         # whole maps rather than of their transposes.
         add_rows(total, maps.transpose(0, 1).reshape(size, batch * positions).T, scale)
@@ -212,7 +212,7 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     Args:
         total: ``[groups, n, n]``, as for `add_rows`.
         rows: ``[groups, batch, shared, n]``; of half precision, with one group, where
-            `products.widens` says so.
+            `halves.widens` says so.
         scale: The multiplier.
     """
     groups, batch, shared, size = rows.shape
@@ -254,7 +254,7 @@ def mirror(matrix: Tensor) -> Tensor:
         The same tensor, symmetric to the last bit.
     """
     size = matrix.shape[-1]
-    tile = TILE if matrix.device.type == "cpu" else max(size, 1)
+    tile = max(size, 1) if devices.on_gpu(matrix) else TILE
     tiles = [slice(start, start + tile) for start in range(0, size, tile)]
     for number, rows in enumerate(tiles):
         corner = matrix[..., rows, rows].tril_()

@@ -23,7 +23,7 @@ differ by roundings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -147,55 +147,6 @@ def serves(x: Tensor, multiply_adds: int) -> bool:
         multiply_adds: How many there are.
     """
     return multiply_adds >= LEAST_WORK and prefers_onednn() and has_primitives(x) and are_exact(x)
-
-
-def widens(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether products of rows of half precision pay, and are as exact as of their copies.
-
-    A product of two such numbers has at most 22 bits, so that single precision does not round it,
-    and the tensor cores of an accelerator multiply them ten times faster and add up in it.
-
-    Args:
-        rows: The rows.
-        dtype: What they are summed in.
-    """
-    return on_gpu(rows) and dtype == torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
-
-
-def inner_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left^T right`` of rows of half precision, summed in another dtype: see `widens`.
-
-    Args:
-        left: ``[rows, m]``.
-        right: ``[rows, n]``.
-        dtype: The dtype.
-
-    Returns:
-        ``[m, n]``.
-    """
-    if left.is_cuda and torch.version.hip is None:  # which torch has such products for
-        return torch.mm(left.T, right, out_dtype=dtype)
-    return left.T.to(dtype) @ right.to(dtype)
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Return whether a tensor is on an accelerator, where other ways are fast than on the CPU.
-
-    Args:
-        x: An operand.
-    """
-    return x.device.type != "cpu"
-
-
-def sent(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Return the host's numbers where a tensor is, in its dtype; the host does not wait for that.
-
-    Args:
-        numbers: The numbers.
-        like: The tensor.
-    """
-    # What is not pinned has been read when the call returns, so that nobody can change it.
-    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
 
 
 def are_exact(x: Tensor) -> bool:

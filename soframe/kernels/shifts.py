@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soframe.kernels import products, rowwise
+from soframe.kernels import halves, products, rowwise
 from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
@@ -70,7 +70,7 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
     Args:
         total: ``[groups, features, features]``; the lower triangle is added to.
         x: ``[batch, channels, height, width]``; of half precision, with one group, where
-            `soframe.kernels.products.widens` says so.
+            `soframe.kernels.halves.widens` says so.
         geometry: Its geometry.
         scale: The multiplier.
     """
@@ -108,7 +108,7 @@ def _add_products(
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
         added = blocks(rows, columns, geometry).of(total)
         if a.dtype != total.dtype:
-            product = products.inner_in(a.flatten(0, 1), b.flatten(0, 1), total.dtype)
+            product = halves.inner_in(a.flatten(0, 1), b.flatten(0, 1), total.dtype)
             added.add_(product[None, None, None], alpha=scale)
             continue
         if by_row and len(a) > 1:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from soframe.kernels.products import sent
+from soframe.kernels.devices import sent
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
 from soframe.layers.layout import parameter_of

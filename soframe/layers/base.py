@@ -77,7 +77,7 @@ class LayerHelper(ABC):
         transposed: Whether the weight is stored with its inputs first. The matrix of a method that
             reads gradients alone has its outputs first all the same.
         widens: Whether its moments take rows of half precision, of one group, where these are as
-            exact (`soframe.kernels.products.widens`). A class says so for itself alone: what is
+            exact (`soframe.kernels.halves.widens`). A class says so for itself alone: what is
             derived from it may have moments of its own.
     """
 

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.kernels.dispatch import PATHS, Path, choose
+from soframe.kernels.dispatch import PATHS, Path, Processor, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
-from soframe.kernels.products import are_exact, has_primitives, on_gpu, prefers_onednn
 from soframe.kernels.unfold import patches
 from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
@@ -119,15 +118,7 @@ class Conv2dHelper(LayerHelper):
             weights = total[:, :-1, :-1]
             sums = patch_sums(x.to(total.dtype), geometry)
             add_bias(total, sums, geometry.positions, scale)
-        path = self.path or choose(
-            geometry,
-            torch.get_num_threads(),
-            has_primitives(x),
-            prefers_onednn(),
-            are_exact(x),
-            x.is_contiguous(),
-            on_gpu(x),
-        )
+        path = self.path or choose(geometry, Processor.of(x), planes=x.is_contiguous())
         PATHS[path](weights, x, geometry, scale)
         return total
 

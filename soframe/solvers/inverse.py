@@ -23,8 +23,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import on_gpu
 from soframe.kernels.gram import mirror
-from soframe.kernels.products import on_gpu, times
+from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -112,7 +113,7 @@ class Inverse(Solver):
         if matrix.dim() == 2:
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
         size = matrix.shape[-1]
-        framed = damped(matrix, damping, frame(size) if matrix.device.type == "cpu" else 0)
+        framed = damped(matrix, damping, 0 if on_gpu(matrix) else frame(size))
         # LAPACK's is symmetric to the last bit, and stored by columns: its transpose needs no copy.
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(framed)).mT
         inverse = inverse[..., :size, :size].contiguous()

@@ -24,7 +24,8 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, Passes, Samples
 from soframe.capture.hooks import Capture, Probe
 from soframe.capture.sampling import Sampler
-from soframe.kernels.products import sent, widens
+from soframe.kernels.devices import sent
+from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs, Together
 from soframe.methods.base import Call

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
-from soframe.kernels import products
+from soframe.kernels import devices, dispatch, halves
 from soframe.layers import conv
 from soframe.layers.linear import LinearHelper
 from soframe.testing import compare
@@ -379,12 +379,12 @@ def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
 ) -> None:
     """Their products are exact in single precision, so that sums are those of copies."""
     found, multiplied = [], []
-    inner_in = products.inner_in
+    inner_in = halves.inner_in
     monkeypatch.setattr(
-        products, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+        halves, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
     )
     for gpu in (False, True):
-        monkeypatch.setattr(products, "on_gpu", lambda _, gpu=gpu: gpu)
+        monkeypatch.setattr(devices, "on_gpu", lambda _, gpu=gpu: gpu)
         torch.manual_seed(0)
         model = Halved()
         own = Preconditioner(
@@ -429,19 +429,19 @@ def test_convolutions_in_half_precision_on_an_accelerator(
     """By each of its ways the sums are those of copies in single precision."""
     if name not in ("pointwise", "no weight"):
         path = "unfold" if name == "unfold" else "rows"
-        monkeypatch.setattr(conv, "choose", lambda *_: path)
+        monkeypatch.setattr(conv, "choose", lambda *_, planes: path)
     form = torch.channels_last if last else torch.contiguous_format
     found, multiplied = [], []
-    inner_in = products.inner_in
+    inner_in = halves.inner_in
     monkeypatch.setattr(
-        products, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+        halves, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
     )
     torch.manual_seed(0)
     layer = CONVOLUTIONS[name]()
     if name == "no weight":
         layer.bias.requires_grad_()
     for gpu in (False, True):
-        for module in (products, conv):
+        for module in (devices, dispatch):
             monkeypatch.setattr(module, "on_gpu", lambda _, gpu=gpu: gpu)
         model = nn.Sequential(copy.deepcopy(layer)).to(memory_format=form)
         own = Preconditioner(model, lr=0.1, statistics_every=1, solve_every=1, damping=0.1)

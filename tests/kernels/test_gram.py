@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from soframe.kernels import gram, products
+from soframe.kernels import devices, gram
 from soframe.kernels.gram import add_bias, add_moment, column_blocks, mirror
 from soframe.testing import compare
 from tests.curvature import randn
@@ -43,7 +43,7 @@ def test_moment(
     layout: str, shape: tuple[int, ...], gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the ways of a processor, and by those of an accelerator."""
-    monkeypatch.setattr(products, "on_gpu", lambda _: gpu)
+    monkeypatch.setattr(devices, "on_gpu", lambda _: gpu)
     rows = LAYOUTS[layout](*shape)
     before = rows.clone()
     start = mirror(randn(shape[0], shape[3], shape[3], seed=1))
@@ -75,7 +75,7 @@ def test_an_accelerator_has_few_column_blocks(size: int, most: int) -> None:
 
 def test_images_are_multiplied_at_once_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch adds a batch of products into one matrix one by one there."""
-    monkeypatch.setattr(products, "on_gpu", lambda _: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda _: True)
     calls = Counting()
     for size, positions in ((40, 49), (150, 200), (150, 9)):
         rows = randn(64, size, positions).permute(0, 2, 1).unsqueeze(0)

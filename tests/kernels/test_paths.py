@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.kernels import correlation, products, rowwise, unfold
-from soframe.kernels.dispatch import PATHS, choose
+from soframe.kernels import correlation, dispatch, products, rowwise, unfold
+from soframe.kernels.dispatch import PATHS, Processor, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
 from soframe.kernels.gram import mirror
 from soframe.layers import conv
@@ -342,7 +342,7 @@ WIDE: list[tuple[str, str, int, Geometry]] = [
 def test_choices_with_a_primitive(
     wide: bool, path: str, case: str, threads: int, geometry: Geometry
 ) -> None:
-    assert choose(geometry, threads, primitive=True, wide=wide) == path, case
+    assert choose(geometry, Processor(threads, primitive=True, wide=wide)) == path, case
 
 
 LARGE: list[tuple[str, int, bool, Geometry]] = [
@@ -366,25 +366,32 @@ LARGE: list[tuple[str, int, bool, Geometry]] = [
 def test_large_batches_are_transformed(
     path: str, threads: int, planes: bool, geometry: Geometry
 ) -> None:
-    assert choose(geometry, threads, transform=True, planes=planes) == path
-    without = choose(geometry, threads, planes=planes)
+    assert choose(geometry, Processor(threads, transform=True), planes=planes) == path
+    without = choose(geometry, Processor(threads), planes=planes)
     assert without == ("shifts" if geometry.channels > 3 else "rows")
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_layers_choose_by_their_processor(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(conv, "prefers_onednn", lambda: wide)
-    monkeypatch.setattr(conv, "choose", lambda *own: asked.append(own) or "unfold")
+    monkeypatch.setattr(dispatch, "prefers_onednn", lambda: wide)
+    monkeypatch.setattr(
+        conv, "choose", lambda _, own, planes: asked.append((own, planes)) or "unfold"
+    )
     helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
     x = torch.ones(2, 1, 4, 4)
     helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    expected = (products.has_primitives(x), wide, products.are_exact(x), True, False)
-    assert [own[2:] for own in asked] == [expected]
+    expected = Processor(
+        threads=torch.get_num_threads(),
+        primitive=products.has_primitives(x),
+        wide=wide,
+        transform=products.are_exact(x),
+    )
+    assert asked == [(expected, True)]
     x = torch.ones(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
     helper = conv.Conv2dHelper(torch.nn.Conv2d(2, 1, 3))
     helper.input_moment((x,), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    assert asked[-1][-2] is False
+    assert asked[-1] == (expected, False)
 
 
 @pytest.mark.parametrize("path", ["shifts", "correlation", "unfold"])
@@ -464,14 +471,15 @@ def test_choices_on_a_gpu(path: str, case: tuple[int, ...]) -> None:
     batch, groups, channels, size, kernel, stride = case
     axis = Axis(size, kernel, stride, 1, kernel // 2, kernel // 2)
     geometry = Geometry(batch, groups, channels, axis, axis)
-    for own in ((1, False, False, False, True), (2, True, True, True, False)):
-        assert choose(geometry, *own, gpu=True) == path
+    beside = Processor(threads=2, primitive=True, wide=True, transform=True, gpu=True)
+    for processor in (Processor(gpu=True), beside):
+        assert choose(geometry, processor) == path
 
 
 def test_a_layer_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(conv, "on_gpu", lambda _: True)
-    monkeypatch.setattr(conv, "choose", lambda *own: asked.append(own) or "unfold")
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
+    monkeypatch.setattr(conv, "choose", lambda _, own, planes: asked.append(own) or "unfold")
     helper = conv.Conv2dHelper(torch.nn.Conv2d(1, 1, 3))
     helper.input_moment((torch.ones(2, 1, 4, 4),), helper.output_rows(torch.ones(2, 1, 2, 2)))
-    assert asked[-1][-1] is True
+    assert [own.gpu for own in asked] == [True]
