@@ -124,20 +124,8 @@ def test_settings(setting: str, model: str) -> None:
 
 @pytest.mark.parametrize("fisher", ["monte-carlo", "type-2"])
 def test_observed(fisher: str) -> None:
-    def run() -> Tensor:
-        model = model_on(CPU, "images")
-        own, sgd = with_sgd(model, fisher=fisher, loss="cross-entropy")
-        for step in range(3):
-            inputs, targets = batch_on(CPU, "images", step)
-            model.zero_grad()
-            outputs = model(inputs)
-            own.observe(outputs)
-            nn.functional.cross_entropy(outputs, targets).backward()
-            own.step()
-            sgd.step()
-        return weights_of(model)
-
-    alike(run)
+    settings = {"fisher": fisher, "loss": "cross-entropy"}
+    both("images", lambda net: with_sgd(net, **settings), observe=True)
 
 
 @pytest.mark.parametrize(

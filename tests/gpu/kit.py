@@ -162,6 +162,8 @@ def train(
     *,
     steps: int = 4,
     closure: bool = False,
+    observe: bool = False,
+    seed: int = 0,
 ) -> Trained:
     """Train a model, and return its weights.
 
@@ -171,16 +173,22 @@ def train(
         make: Makes an optimizer, or a pair of a preconditioner and an optimizer.
         steps: How many.
         closure: Whether the optimizer takes its steps by a closure without a backward pass.
+        observe: Whether the preconditioner is shown the outputs.
+        seed: Of what is drawn.
     """
     model = model_on(device, name)
     made = make(model)
+    torch.manual_seed(seed)
     optimizers = made if isinstance(made, tuple) else (made,)
     losses = []
     for step in range(steps):
         inputs, targets = batch_on(device, name, step)
 
         def loss(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
-            return nn.functional.cross_entropy(model(inputs), targets)
+            outputs = model(inputs)
+            if observe:
+                optimizers[0].observe(outputs)
+            return nn.functional.cross_entropy(outputs, targets)
 
         if closure:
             losses.append(float(torch.as_tensor(made.step(loss), device="cpu").detach()))
