@@ -112,13 +112,13 @@ class Inverse(Solver):
         """See `Solver.solve`."""
         if matrix.dim() == 2:
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
-        size = matrix.shape[-1]
-        framed = damped(matrix, damping, 0 if on_gpu(matrix) else frame(size))
+        size, gpu = matrix.shape[-1], on_gpu(matrix)
+        framed = damped(matrix, damping, 0 if gpu else frame(size))
         # LAPACK's is symmetric to the last bit, and stored by columns: its transpose needs no copy.
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(framed)).mT
         inverse = inverse[..., :size, :size].contiguous()
         # CUDA's is not: ranks that are sent a triangle would differ from the one that has solved.
-        return {"inverse": mirror(inverse) if on_gpu(inverse) else inverse}
+        return {"inverse": mirror(inverse) if gpu else inverse}
 
     def usable(self, data: Mapping[str, Tensor]) -> bool:
         """See `Solver.usable`: not if an inverse is zero, since the factor was too large."""
