@@ -71,6 +71,8 @@ def random_devices(model: nn.Module) -> list[int]:
     Args:
         model: The model.
     """
+    if not torch.cuda.is_initialized():  # then no parameter is on one: a few calls less per layer
+        return []
     return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 

@@ -51,7 +51,7 @@ def check(model: nn.Module, group: Group) -> None:
         raise ValueError(f"weight_decay must not be negative, not {decay!r}")
     if decay > MOST:
         raise ValueError(f"weight_decay must not be above {MOST:g}, not {decay!r}")
-    _require_own(model, group["params"])
+    _require_own(model.parameters(), set(group["params"]))
 
 
 def check_last(model: nn.Module, groups: list[dict[str, Any]]) -> None:
@@ -82,10 +82,11 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
         ValueError: If a parameter that needs a gradient is in no group, or none needs one; or one
             in a group is not the model's, which may have exchanged a layer; or one is sharded.
     """
-    stacks.require_whole(model.named_parameters(), "TrustRegion")
+    named = list(model.named_parameters())
+    stacks.require_whole(named, "TrustRegion")
     grouped = {p for group in groups for p in group["params"]}
-    _require_own(model, grouped)
-    for name, parameter in model.named_parameters():
+    _require_own([parameter for _, parameter in named], grouped)
+    for name, parameter in named:
         if parameter.requires_grad and parameter not in grouped:
             raise ValueError(
                 f"TrustRegion: {name!r} needs a gradient, and is in no param group: add it to "
@@ -119,8 +120,8 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
     return checked
 
 
-def _require_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    for foreign in set(parameters) - set(model.parameters()):
+def _require_own(own: Iterable[nn.Parameter], grouped: set[nn.Parameter]) -> None:
+    for foreign in grouped.difference(own):
         raise ValueError(
             f"TrustRegion: a param group has a parameter of shape {list(foreign.shape)} that is "
             f"not, or no longer, the model's: make an optimizer without it"
