@@ -58,7 +58,7 @@ from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
 from soframe.gradients.incoming import Incoming
-from soframe.gradients.moving import AgreedSettings
+from soframe.gradients.moving import as_agreed
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -304,6 +304,7 @@ class Preconditioner(Uncopied, Joinable):
             self._scaling, self._samples = curvature.scaling, curvature.samples
             self._loss_average = curvature.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
+            self._agreed = as_agreed(optimizer)
             self._optimizer_steps = OptimizerSteps(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._background = Background(cadence.background, overlap=self.backend.overlap)
@@ -724,9 +725,8 @@ class Preconditioner(Uncopied, Joinable):
                 "blocks with gradients": self._raw.alike(),
                 **self._weights.common(),
             }
-            optimizer: object = self._optimizer
-            if isinstance(optimizer, AgreedSettings):
-                common.update(optimizer.settings_now())
+            if self._agreed is not None:
+                common.update(self._agreed.settings_now())
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
         return now, common, None

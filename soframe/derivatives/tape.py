@@ -109,6 +109,7 @@ class Tape:
         self._versions: list[int] = []
         self._numbers: dict[int, int] = {}  # by the id of a tensor; of leaves only, once at its end
         self._tensors: list[Tensor] = []  # so that no other tensor gets such an id
+        self._leaves: list[Tensor] = []  # of these, those that have a gradient of their own
         self._ends: list[int | None] = []
         self._ended = False
 
@@ -216,6 +217,8 @@ class Tape:
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._versions)  # those that are forgotten keep theirs
             self._tensors.append(tensor)
+            if tensor.is_leaf and tensor.requires_grad:  # at `end` each question would be noted
+                self._leaves.append(tensor)
             self._values[self._numbers[id(tensor)]] = tensor.detach()
             self._versions.append(tensor._version)
         return self._numbers[id(tensor)]
@@ -254,9 +257,8 @@ class Tape:
         self._calls = kept[::-1] if self.problem is None else []
         used = {n for call in self._calls for n in (*call.inputs, *call.results)}
         self._values = {n: value for n, value in self._values.items() if n in used}
-        leaves = [tensor for tensor in self._tensors if tensor.is_leaf and tensor.requires_grad]
-        self._numbers = {id(tensor): self._numbers[id(tensor)] for tensor in leaves}
-        self._tensors = leaves
+        self._numbers = {id(leaf): self._numbers[id(leaf)] for leaf in self._leaves}
+        self._tensors = []
 
     def holds(self) -> bool:
         """Return whether the tape is that of the pass, and what it notes is as it was."""

@@ -45,6 +45,15 @@ class AgreedSettings(Protocol):
         """
 
 
+def as_agreed(optimizer: object) -> AgreedSettings | None:
+    """Return an optimizer if it has settings on which ranks agree; else None.
+
+    Args:
+        optimizer: The optimizer, or None.
+    """
+    return optimizer if isinstance(optimizer, AgreedSettings) else None
+
+
 @dataclass(frozen=True)
 class Move:
     """The settings by which the parameters of a group move.
