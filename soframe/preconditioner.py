@@ -158,7 +158,8 @@ class Preconditioner(Uncopied, Joinable):
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
-        kl_clip: Bound on the KL divergence of a step; None turns it off.
+        kl_clip: Bound on ``sum lr^2 <direction, gradient>``, about twice the KL divergence of a
+            step; None turns it off.
         norm_clip: Bound on the Euclidean length of a step; None turns it off.
         clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
             rate down from its peak; with ``"live"`` it has the bound's length whatever the rate.

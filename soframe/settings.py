@@ -53,7 +53,7 @@ class Clips:
     """How long a step may be.
 
     Attributes:
-        kl: Bound on its KL divergence (``kl_clip``).
+        kl: Bound on about twice its KL divergence (``kl_clip``).
         norm: Bound on its Euclidean length (``norm_clip``).
         lr: Which learning rates count (``clip_lr``).
     """

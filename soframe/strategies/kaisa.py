@@ -89,7 +89,7 @@ class CommOpt(_Grid):
 @register("strategy", "mem-opt")
 @dataclass(frozen=True)
 class MemOpt(_Grid):
-    """One rank preconditions a gradient and sends it to the others: least memory.
+    """One rank preconditions a gradient and sends it to the others: least memory of the grid.
 
     Attributes:
         colocate: Kept for symmetry; a single rank owns all factors of a block.

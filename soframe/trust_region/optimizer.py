@@ -144,6 +144,15 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
             `soframe.trust_region.candidates`. ``auxiliary``, the method of what the first leaves
             out, is ``"adamw"`` by default where a method remembers gradients, and else none.
 
+    Attributes:
+        preconditioner: What makes the directions of the first method.
+        damping: The damping policy, in a copy.
+        counters: How many steps were ``"rejected_steps"``, since the objective rose, and how many
+            ``"skipped_steps"``, since something was not finite or the loss far above the last ones.
+        last: Of the last step that was taken ``"loss"``, ``"damping"`` and, if it had a model,
+            ``"predicted"``; ``"change"`` and ``"ratio"`` of the last one that was judged.
+        readout: What the last step saw and did; None before the first.
+
     Raises:
         ValueError: If a setting is out of range, or a parameter that needs a gradient in no group.
         TypeError: If a setting has the wrong type, or does not exist.
