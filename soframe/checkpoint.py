@@ -86,9 +86,8 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
         owed_statistics=preconditioner._refresh.owed,
         scaling=preconditioner._scaling,
     )
-    header.update(preconditioner.whose())
-    header["initial_lrs"] = [float(rate) for rate in preconditioner._lrs.state()]
-    header["history"] = preconditioner._placed.history.state()
+    header.update(preconditioner.beside_blocks())
+    header["initial_lrs"] = [float(rate) for rate in header["initial_lrs"]]
     tensors: dict[str, Tensor] = {}
     for block, place in zip(blocks, preconditioner.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.

@@ -76,7 +76,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
         auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
         auxiliary_constraint: Its constraint; by default none, whatever ``constraint`` is.
-        optimizer: Not to be given: this is the optimizer.
         **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
             ``solver``, ``damping``, ``solve_every``, ``gradients``.
 
@@ -106,9 +105,8 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         **preconditioner: Any,
     ) -> None:
         check_model(model)
-        for name in ("optimizer", "lr"):
-            if name in preconditioner:
-                raise TypeError(f"{name}= is this optimizer's own; leave it out")
+        if "optimizer" in preconditioner:
+            raise TypeError("optimizer= is this optimizer's own; leave it out")
         _require_known(preconditioner)
         if auxiliary is None:
             raise TypeError(
@@ -373,7 +371,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
     # -- what users ask -----------------------------------------------------------------------
 
-    def observe(self, outputs: Tensor) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """See `soframe.Preconditioner.observe`."""
         self.preconditioner.observe(outputs)
 

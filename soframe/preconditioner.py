@@ -51,8 +51,7 @@ from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
-from soframe.gradients import averaging
-from soframe.gradients import magnitude as gradients
+from soframe.gradients import averaging, magnitude
 from soframe.gradients.accumulation import Accumulation, OptimizerSteps
 from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
@@ -489,7 +488,7 @@ class Preconditioner(Uncopied, Joinable):
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
-            gradients.discard(self._model, self.home)
+            magnitude.discard(self._model, self.home)
 
     def _taken(
         self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped
@@ -631,7 +630,7 @@ class Preconditioner(Uncopied, Joinable):
         size, bad_statistics = math.nan, False
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
-            size = gradients.magnitude(self._watch.parameters(), self.home)
+            size = magnitude.magnitude(self._watch.parameters(), self.home)
             bad_statistics = with_statistics and not self._statistics.finite()
             present, reached = self._raw.present(), self._effect.said(due)
         except Exception as raised:  # whatever it is: the other ranks wait, and must be told
@@ -1095,16 +1094,16 @@ class Preconditioner(Uncopied, Joinable):
             owed_statistics=self._refresh.owed,
             scaling=self._scaling,
         )
-        history = self._placed.history.state()
-        lrs = self._lrs.state()
-        return checksums.seal({**saved, "initial_lrs": lrs, "history": history, **self.whose()})
+        return checksums.seal({**saved, **self.beside_blocks()})
 
-    def whose(self) -> dict[str, str]:
-        """Return what a state says of whose it is: nothing of a whole model's.
+    def beside_blocks(self) -> dict[str, Any]:
+        """Return what a state has beside the blocks, and beside what `state.save` has of them.
 
         :meta private:
         """
-        return {STAGES: self.stage} if self.stage else {}
+        stages = {STAGES: self.stage} if self.stage else {}
+        history = self._placed.history.state()
+        return {"initial_lrs": self._lrs.state(), "history": history, **stages}
 
     @property
     def stage(self) -> str:

@@ -251,8 +251,8 @@ class Registration:
                 continue
             other, _, why = refused[0]
             shared = f"its weight is shared with {other}, which has no block: {why}"
-            for n, m, reason in reasons:
-                self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared, n)
+            for _, m, reason in reasons:
+                self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared)
 
     def _reason(self, name: str, module: nn.Module, uncalled: Mapping[str, str]) -> str | None:
         """Return why a module has no block, or None if it can have one."""
@@ -614,7 +614,7 @@ class Registration:
                 return f"{kind}: sparse=True makes sparse gradients; build it with sparse=False"
         return None
 
-    def _explain(self, module: nn.Module, reason: str, name: str = "") -> None:
+    def _explain(self, module: nn.Module, reason: str) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 frozen = not parameter.requires_grad

@@ -189,7 +189,7 @@ class Sum:
         wire: The dtype in which they travel and are added up.
         device: Their device.
         tensor: This rank's part: ``[groups, n, n]``, or packed ``[groups, n (n + 1) / 2]``; None
-            for zeros. After `add_up`, on every rank that is to have it, the sum: packed if it
+            for zeros. After `add_up_sums`, on every rank that is to have it, the sum: packed if it
             travelled, else the part itself.
         symmetric: Whether they are symmetric matrices, of which triangles travel.
     """
@@ -252,7 +252,7 @@ class Sum:
         self.tensor = part.view(self.packed_shape).to(self.device, self.dtype)
 
 
-def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
+def add_up_sums(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
     """Add up symmetric matrices over ranks, as packed triangles in fused buffers.
 
     Every rank must pass the same sums in the same order; each joins those that concern it.
@@ -269,12 +269,12 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> None:
 def additions(
     backend: Backend, sums: Sequence[Sum], phase: str
 ) -> Iterator[tuple[list[Sum], Task]]:
-    """Yield the tasks of `add_up`, each with its sums, but for those that spread sums further.
+    """Yield the tasks of `add_up_sums`, each with its sums, but for those that spread sums further.
 
     Args:
         backend: The backend.
-        sums: See `add_up`.
-        phase: See `add_up`.
+        sums: See `add_up_sums`.
+        phase: See `add_up_sums`.
     """
     mine = [s for s in sums if backend.rank in s.way.group and s.travels]
     for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine]):

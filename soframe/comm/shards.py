@@ -123,7 +123,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
     for split in splits:
         way = (split.workers, split.sources)
         for other in split.shards.receivers(rank, *way):
-            gives[other].append(_given(split, rank, other).flatten())
+            gives[other].append(_given(split, other).flatten())
         for other in split.shards.senders(rank, *way):
             takes[other].append((split, rank if split.sources else other))
     given = [part for parts in gives for part in parts]
@@ -148,8 +148,8 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
             split.shards.part(split.whole, owner).copy_(numbers.view(shape))
 
 
-def _given(split: Split, rank: int, other: int) -> Tensor:
-    """Return what a rank sends to another, in the dtype in which it travels."""
+def _given(split: Split, other: int) -> Tensor:
+    """Return what this rank sends to another, in the dtype in which it travels."""
     if split.sources:
         return split.shards.part(split.produce(), other).to(split.dtype)
     assert split.part is not None

@@ -64,12 +64,11 @@ AsJson = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of weights, data order and data split.")]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that share each batch, over Gloo.")]
-Strategy = Annotated[
+WHICH_STRATEGY = "Which rank solves, keeps and sends what; `soframe components` lists all."
+Strategy = Annotated[str, typer.Option(help=WHICH_STRATEGY)]
+StrategyOfSecondOrder = Annotated[
     str,
-    typer.Option(
-        help="Which rank solves, keeps and sends what; `soframe components` lists all. "
-        "Not of sgd, adamw and stochastic-trust-region."
-    ),
+    typer.Option(help=f"{WHICH_STRATEGY} Not of sgd, adamw and stochastic-trust-region."),
 ]
 
 
@@ -143,7 +142,7 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Of all optimizers.")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, cosine or linear.")] = None,
     schedule_steps: Annotated[int | None, typer.Option(help="Its length.")] = None,
-    strategy: Strategy = "comm-opt",
+    strategy: StrategyOfSecondOrder = "comm-opt",
     solver: Annotated[str | None, typer.Option(help="Of the factors, by name.")] = None,
     damping: Annotated[float | None, typer.Option(help="Added to the curvature.")] = None,
     decay: Annotated[float | None, typer.Option(help="Of the running factors.")] = None,

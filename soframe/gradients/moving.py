@@ -125,16 +125,13 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1
 
 
-def descend(
-    parameters: Sequence[nn.Parameter], home: GradientHome, move: Move, *, decays: bool = True
-) -> None:
+def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
     """Move parameters along their directions, without any constraint.
 
     Args:
         parameters: The parameters; those without a direction stay.
         home: Where the directions are.
         move: The settings.
-        decays: Whether weights decay, if the settings say so.
     """
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in parameters:
@@ -144,7 +141,7 @@ def descend(
             same[0].append(home.local(parameter))
             same[1].append(direction)
     for weights, directions in alike.values():
-        if decays and move.weight_decay:
+        if move.weight_decay:
             _decay(weights, directions, move)
         torch._foreach_add_(weights, directions, alpha=-move.lr)
 

@@ -267,7 +267,7 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
     if isinstance(version, bool) or version not in READABLE:
         raise ValueError(
             f"the state has version {version!r}; this soframe reads versions "
-            f"{READABLE[0]} to {READABLE[-1]}: load it with the soframe that wrote it or newer"
+            f"{READABLE[0]} to {READABLE[-1]}: load it with the soframe that wrote it"
         )
     keys: tuple[str, ...] = ("step", "owed_statistics", "scaling", "counters", "blocks")
     if version > 2:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Sum, add_up, additions, own_memory
+from soframe.comm.fusion import Sum, add_up_sums, additions, own_memory
 from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.specs import FactorSpec
@@ -72,7 +72,7 @@ def enter(
     jobs = _jobs(backend, eager, contributions)
     if any(len(job.sum.way.spread) > 1 for job in jobs):
         # What travels twice is waited for here: the second way would start out of order.
-        add_up(backend, [job.sum for job in jobs], "reduce")
+        add_up_sums(backend, [job.sum for job in jobs], "reduce")
         for job in jobs:
             _enter(job, rates)
         return
@@ -205,7 +205,7 @@ def _settled(backend: Backend, due: Sequence[Placed], phase: str) -> list[_Total
     locals_ = {block: dict(block.running.accumulators) for block, _ in due}
     totals: list[_Total] = []
     jobs = _jobs(backend, due, locals_)
-    add_up(backend, [job.sum for job in jobs], phase)
+    add_up_sums(backend, [job.sum for job in jobs], phase)
     for job in jobs:
         new = None
         block, name = job.block, job.factor.name

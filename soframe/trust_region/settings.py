@@ -286,7 +286,7 @@ def check_state(
     if version not in (1, VERSION) or isinstance(version, bool):
         raise ValueError(
             f"the state of the TrustRegion has version {version!r}; this soframe reads versions up "
-            f"to {VERSION}: load it with the soframe that wrote it or newer"
+            f"to {VERSION}: load it with the soframe that wrote it"
         )
     keys = ["burn_in", "counters", "damping", "preconditioner_damping", "steps"]
     keys += ["losses", "reduction", checksums.KEY] if version == VERSION else []

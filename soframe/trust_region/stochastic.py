@@ -642,7 +642,7 @@ def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
     if saved["version"] != VERSION:
         raise ValueError(
             f"the state of the StochasticTrustRegion has version {saved['version']!r}; this "
-            f"soframe reads version {VERSION}: load it with the soframe that wrote it or newer"
+            f"soframe reads version {VERSION}: load it with the soframe that wrote it"
         )
     checksums.verify({**settings.sealed_part(state), checksums.KEY: saved[checksums.KEY]})
     settings.check_groups(state["param_groups"], optimizer.param_groups)
