@@ -181,6 +181,16 @@ class Registry:
                     return known[key]
         return None
 
+    def has(self, module_type: type) -> bool:
+        """Return whether a module type is itself a key, here or for those who ask for it.
+
+        Args:
+            module_type: The type.
+        """
+        name = f"{module_type.__module__}.{module_type.__qualname__}"
+        known = {**self._optional, **self._components}
+        return module_type in known or name in known
+
     def build(self, choice: Any, base: type) -> Any:
         """Return a component from a name, a class or an instance.
 

@@ -40,6 +40,7 @@ from soframe.blocks import dtensors, zero
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
+from soframe.layers.overriding import computes_otherwise
 from soframe.layers.sharing import Together
 
 TRANSFORMED = (
@@ -421,6 +422,7 @@ class Capture:
             for call in inner:
                 self._watch_inner(helper, trained, call, keeps=keeps, again=again)
             return
+        self._hold_to_class(helper, args, kwargs, output)
         inputs = tuple(helper.inputs(args, kwargs))
         if self.together is not None:
             # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
@@ -432,6 +434,22 @@ class Capture:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append((get_gradient_edge(where), None))
         where.register_hook(self._hook(helper, trained, inputs if keeps else (), view))
+
+    def _hold_to_class(
+        self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        """Let the step raise where a subclass computes what the helper of its class does not."""
+        if (why := computes_otherwise(helper, args, kwargs, output)) is None:
+            return
+        name, kind = self.names[helper], type(helper.module).__name__
+        self.fail(
+            ValueError(
+                f"{name}: {why}, and {type(helper).__name__} would take the rows of that for those "
+                f"of the gradient: register a helper for it (@soframe.register('layer', {kind})), "
+                f"choose a method that reads gradients alone for it, such as 'muon' or 'soap' "
+                f"(method={{pattern: ...}}), or skip it"
+            )
+        )
 
     def _has_rows_of_a_part(
         self, helper: LayerHelper, trained: Sequence[Tensor], tensors: Iterable[Tensor]

@@ -1,0 +1,180 @@
+"""Subclasses of known layers: served where they compute what the class does, refused otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import soframe
+from soframe.layers import LinearHelper
+from soframe.testing import dense_fisher
+
+
+class Masked(nn.Linear):
+    """Its weight has zeros in places, as MADE's."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.ones(3, 3).triu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Standardised(nn.Conv2d):
+    """It overrides what torch's convolutions have beneath ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 3, 1)
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class Normed(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 + x.square())
+
+
+class Counting(nn.Linear):
+    """It computes what its class does, and something besides."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Cast(nn.Linear):
+    """As many language models have it: parameters in float32, products in the inputs' type."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+def stepped(layer: nn.Module, x: Tensor, **settings: Any) -> soframe.Preconditioner:
+    model = nn.Sequential(layer)
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1, **settings)
+    model(x).float().square().mean().backward()
+    own.step()
+    return own
+
+
+def rows() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 3)
+
+
+@pytest.mark.parametrize("build", [Masked, Scaled, Normed])
+def test_a_subclass_that_computes_otherwise_is_named(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=rf"0: {build.__name__}.forward does not compute what"):
+        stepped(build(), rows(), layers="all")
+
+
+def test_what_a_convolution_overrides_beneath_its_forward_counts() -> None:
+    with pytest.raises(ValueError, match=r"Standardised\.forward does not compute what Conv2d's"):
+        stepped(Standardised(), torch.randn(4, 1, 2, 2))
+
+
+def test_a_forward_that_an_instance_was_given_counts() -> None:
+    layer = nn.Linear(3, 3)
+    plain = layer.forward
+    layer.forward = plain  # type: ignore[method-assign]
+    stepped(layer, rows()).close()
+    layer.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"Linear\.forward does not compute"):
+        stepped(layer, rows())
+
+
+def test_one_that_begins_to_compute_otherwise_is_named_at_that_step() -> None:
+    class Gated(nn.Linear):
+        gate = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate * super().forward(x)
+
+    model = nn.Sequential(Gated(3, 3))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    for gate in (1.0, 0.5):
+        model[0].gate = gate
+        model(rows()).square().mean().backward()
+        if gate == 1.0:
+            own.step()
+    with pytest.raises(ValueError, match="Gated"):
+        own.step()
+
+
+def test_a_subclass_that_computes_the_same_is_served_as_its_class() -> None:
+    one, two = Counting().double(), nn.Linear(3, 3).double()
+    two.load_state_dict({k: v for k, v in one.state_dict().items() if k != "calls"})
+    found = [stepped(layer, rows().double()) for layer in (one, two)]
+    for name in ("A", "G"):
+        assert torch.equal(*(own.blocks[0].running[name] for own in found))
+    assert torch.equal(one.weight.grad, two.weight.grad)
+    assert one.calls == 1, "the comparison calls the class, not the module"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_subclass_may_cast(dtype: torch.dtype) -> None:
+    assert stepped(Cast(), rows().to(dtype)).blocks[0].mass > 0
+
+
+def test_buffers_of_a_norm_are_left_alone() -> None:
+    class Same(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    found = []
+    for kind in (Same, nn.BatchNorm1d):
+        layer = kind(3)
+        stepped(layer, rows(), layers="all")
+        found.append(layer.running_mean)
+    assert torch.equal(*found)
+
+
+def test_other_methods_and_other_helpers_are_not_concerned() -> None:
+    class Own(LinearHelper):
+        """A helper for this layer."""
+
+        def output_rows(self, gradient: Tensor) -> Tensor:
+            return super().output_rows(3 * gradient)
+
+    torch.manual_seed(0)
+    layer, x = Scaled().double(), rows().double()
+    twin = copy.deepcopy(layer)
+    optimizer = soframe.Optimizer(nn.Sequential(twin), "muon", lr=0.1)
+    twin(x).square().mean().backward()
+    optimizer.step()
+    own = stepped(layer, x, layers={"^0$": Own}, damping=1e-12)
+    # Of one sample's rows in each factor, and exact: of the same scale as the dense Fisher.
+    dense = dense_fisher(
+        nn.Sequential(layer), x, lambda y, _: y.square().mean(), x, parameters=["0.weight"]
+    )
+    a, g = (own.blocks[0].running[name][0] for name in ("A", "G"))
+    ratio = torch.trace(a[:3, :3]) * torch.trace(g) / torch.trace(dense)
+    assert 0.3 < ratio < 3
