@@ -173,6 +173,7 @@ def load(
         )
         _check_tensors_named(saved, preconditioner._blocks)
         state.verify(saved)
+        preconditioner.check_beside_blocks(saved)
 
     # DCP's failures are those of all ranks together; so are others, before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
@@ -220,11 +221,11 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not parts:
         raise ValueError("merge() takes the states of the stages of a pipeline, one of each")
     first = parts[0]
-    for key in ("version", "step", "owed_statistics", "scaling", "initial_lrs"):
-        if any(one[key] != first[key] for one in parts):
+    for key in ("version", "step", "owed_statistics", "scaling", "initial_lrs", "damping"):
+        if any(one.get(key) != first.get(key) for one in parts):
             raise ValueError(
                 f"these states are of different runs or steps: {key} is "
-                f"{', '.join(str(one[key]) for one in parts)}"
+                f"{', '.join(str(one.get(key)) for one in parts)}"
             )
     blocks: dict[str, Any] = {}
     history: dict[str, dict[str, Any]] = {}

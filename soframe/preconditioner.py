@@ -12,6 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,6 +49,7 @@ from soframe.comm.agreement import (
 from soframe.comm.base import Backend
 from soframe.comm.stages import PHASE, Seen
 from soframe.damping.policies import DampingChoice
+from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
@@ -63,7 +65,7 @@ from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.methods.returned import observed_by
 from soframe.methods.scaling import LossAverage, Scale, Scaling
-from soframe.registry import KINDS
+from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining, unread
@@ -711,7 +713,7 @@ class Preconditioner(Uncopied, Joinable):
             self._accumulation.check()
             self._raw.check()
             self._pipeline.check(self._model.parameters)
-            now = Now(self._damping.at(step), self._decay.at(step), self._bounds.at(step))
+            now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
             common: dict[str, object] = {
@@ -1102,8 +1104,24 @@ class Preconditioner(Uncopied, Joinable):
         :meta private:
         """
         stages = {STAGES: self.stage} if self.stage else {}
+        policy = self._damping.state()
+        damping = {"damping": policy} if policy else {}  # most policies have nothing to keep
         history = self._placed.history.state()
-        return {"initial_lrs": self._lrs.state(), "history": history, **stages}
+        return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
+
+    def check_beside_blocks(self, saved: Mapping[str, Any]) -> None:
+        """Check that a preconditioner can go on from what `beside_blocks` returned in another run.
+
+        Args:
+            saved: A state, which has been checked otherwise.
+
+        Raises:
+            ValueError: If its damping is another policy's, or damaged.
+
+        :meta private:
+        """
+        if self._damping.state() and "damping" in saved:
+            check_damping(saved["damping"], self._damping, saved["step"])
 
     @property
     def stage(self) -> str:
@@ -1141,6 +1159,7 @@ class Preconditioner(Uncopied, Joinable):
     def _check(self, saved: Any) -> None:
         """Raise if a state cannot be loaded."""
         state.check(saved, self._blocks, self._scaling, self._lrs)
+        self.check_beside_blocks(saved)
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context: what all copies of a stage raise in it, all stages of a model raise.
@@ -1167,6 +1186,13 @@ class Preconditioner(Uncopied, Joinable):
         self._refresh.owe(saved["owed_statistics"])
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
         self._lrs.load(saved.get("initial_lrs", ()))
+        if "damping" in saved and self._damping.state():
+            self._damping.load(saved["damping"])
+        elif self._damping.state():
+            warnings.warn(
+                f"soframe: the state has nothing of {describe(self._damping)}: it begins anew",
+                stacklevel=3,
+            )
         self._placed.history.load(saved.get("history", {}), self._steps)
         self._measuring.note(None)
         self._begin()

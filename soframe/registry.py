@@ -288,12 +288,33 @@ def describe(component: object) -> str:
     """Return what a component is and its options, the same in every process.
 
     Args:
-        component: An instance.
+        component: An instance; or a tuple, list or dict of such.
 
     Returns:
-        Its ``repr`` without addresses.
+        Its ``repr`` without addresses; of a class without one of its own with its options: the
+        public attributes that are numbers, texts, or tuples of these.
     """
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(component))
+    text = repr(component)
+    if " at 0x" not in text:
+        return text
+    if type(component) in (tuple, list):
+        assert isinstance(component, tuple | list)
+        inner = ", ".join(map(describe, component))
+        return f"({inner})" if isinstance(component, tuple) else f"[{inner}]"
+    if type(component) is dict:
+        return f"{{{', '.join(f'{k!r}: {describe(v)}' for k, v in component.items())}}}"
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    if type(component).__repr__ is not object.__repr__:
+        return text
+    options = getattr(component, "__dict__", {}).items()
+    shown = [f"{k}={v!r}" for k, v in options if not k.startswith("_") and _is_plain(v)]
+    return f"{text}({', '.join(shown)})" if shown else text
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def first_match(patterns: Iterable[str], *names: str) -> str | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import soframe
 from soframe import registry
-from soframe.registry import Registry, first_match
+from soframe.registry import Registry, describe, first_match
 from soframe.solvers import Eigen, Inverse
 
 
@@ -165,3 +165,18 @@ def test_what_is_optional_is_found_by_who_asks_for_it() -> None:
     own.register(nn.Linear)(Plugin)
     assert own.lookup(nn.Linear, optional=True) is Plugin
     assert own.available() == {nn.Module: Plugin, derived: Plugin, nn.Linear: Plugin}
+
+
+def test_parts_without_a_text_of_their_own_are_told_apart_by_their_options() -> None:
+    class Plain:
+        def __init__(self, rate: object) -> None:
+            self.rate = rate
+            self._made = object()
+
+    one, other = Plain(1.0), Plain(2.0)
+    assert describe(one) == describe(Plain(1.0)) != describe(other)
+    assert describe([("a", one)]) == describe([("a", Plain(1.0))]) != describe([("a", other)])
+    assert describe({"a": (one,)}) != describe({"a": (other,)})
+    assert " at 0x" not in describe({"a": (one, object())})
+    assert describe(Plain(object())) == describe(Plain(object()))  # nothing that has an address
+    assert describe(("a", [1, 2.5])) == repr(("a", [1, 2.5]))

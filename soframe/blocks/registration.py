@@ -237,7 +237,7 @@ class Registration:
             helper = self._helper_class(name, module)
             if helper is not None and self._reason(name, module, uncalled) is None:
                 names = helper.names(module)
-                if not set(names) <= {"weight", "bias"}:
+                if not set(names) <= {"weight", "bias"} or _chooses(helper):
                     done.update(self._add_blocks(name, module, helper, names))
                     continue
             weight = module._parameters.get("weight")
@@ -366,6 +366,10 @@ class Registration:
         """
         method: Method = self._methods.choose(name)
         trained = []
+        for key, parameter in module._parameters.items():
+            if parameter is not None and key not in names:
+                left_out = f"{helper.__name__}.names() leaves it out"
+                self._reasons[id(parameter)] = left_out if parameter.requires_grad else FROZEN
         for key in names:
             parameter = parameter_of(module, key)
             if parameter is None:
@@ -713,6 +717,15 @@ def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueE
         f"while {helper.__name__}.unsupported() accepts it: let {helper.__name__}.names() "
         f"return the names of its parameters, let unsupported() return a reason, or skip the "
         f"module (skip=[{name!r}])"
+    )
+
+
+def _chooses(helper: type[LayerHelper]) -> bool:
+    """Return whether a helper says itself which parameters it takes, or in which blocks."""
+    return any(
+        getattr(getattr(helper, name), "__func__", None)
+        is not getattr(getattr(LayerHelper, name), "__func__", None)
+        for name in ("names", "of")
     )
 
 

@@ -25,6 +25,12 @@ from soframe.strategies.placement import Placement
 _SIZE = hashlib.sha256().digest_size
 
 
+UNLIKE = (
+    "the names of what ranks compare differ, or the backend adds up inexactly: what its all_reduce "
+    "and all_gather return must be the exact sum, and the exact bytes"
+)
+"""What differs where no value does."""
+
 _TOLD = 8
 """How many differences between ranks a message names."""
 
@@ -280,7 +286,7 @@ def require_common(
         told[_TOLD:] = [f"and {len(told) - _TOLD} more"]
     hints = hints or {}
     advice = [hint for start, hint in hints.items() if any(n.startswith(start) for n in problems)]
-    differs = "; ".join(told or ["the names of what ranks compare differ"])
+    differs = "; ".join(told or [UNLIKE])
     error = ValueError(
         "these must be the same on every rank, and are not; no gradient was changed. "
         + ". ".join([differs, *advice])

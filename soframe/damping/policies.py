@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -234,6 +235,9 @@ def adopted(policy: DampingPolicy) -> DampingPolicy:
         policy: What the user passed, perhaps once more; it stays as it is.
     """
     fresh = copy.copy(policy)
+    for name, value in vars(fresh).items():
+        if isinstance(value, list | dict | set | deque):  # else both would write into one
+            vars(fresh)[name] = copy.copy(value)
     fresh.restart()
     return fresh
 

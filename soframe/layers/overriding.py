@@ -65,7 +65,8 @@ def computes_otherwise(
         sharded ones are between their layers' calls.
     """
     module = helper.module
-    base = _known_class(type(module), type(helper), "forward" in module.__dict__)
+    kind: type = type(module)
+    base = _known_class(kind, type(helper), "forward" in module.__dict__)
     if base is None:
         return None
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

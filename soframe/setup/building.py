@@ -22,7 +22,7 @@ from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.comm.stages import Stages
-from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
+from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 from soframe.gradients import averaging
 from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
@@ -163,7 +163,7 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
     Raises:
         ValueError: If it waits for reduction ratios, which nobody measures here.
     """
-    policy = damping_policy(choice)
+    policy = adopted(damping_policy(choice))
     if policy.interval > 0:
         raise ValueError(
             f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "

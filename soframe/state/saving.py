@@ -483,6 +483,7 @@ def load(
         numbers = {key: state[key] for key in ("step", "owed_statistics", "counters")}
         numbers["history"] = state.get("history")
         numbers["initial_lrs"] = [float(rate) for rate in state.get("initial_lrs", ())]
+        numbers["damping"] = state.get("damping")
         known = {
             name: [
                 b["mass"],

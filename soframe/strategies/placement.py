@@ -453,7 +453,16 @@ def complete(placement: Placement) -> Placement:
 
     Returns:
         The same object, where nothing is to be changed.
+
+    Raises:
+        ValueError: If it has not a block for each work.
     """
+    if len(placement.work) != len(placement.blocks):
+        raise ValueError(
+            f"a strategy has placed {len(placement.blocks)} block(s), and the model has "
+            f"{len(placement.work)}: Strategy.place() returns a BlockPlacement for each BlockWork, "
+            f"in their order"
+        )
     pairs = list(zip(placement.work, placement.blocks, strict=True))
     if all(work.plain for work, _ in pairs):
         return placement

@@ -174,8 +174,10 @@ class _Case:
 
     def check_statistics(self, name: str) -> None:
         """Hold what a preconditioner averages to the plain moments of the rows."""
+        names = self.helper.names(self.module)
         holder = nn.Module()
-        holder.module = self._copy(self.helper.names(self.module))
+        # All that the module itself has is trained: a block may have only what is named.
+        holder.module = self._copy([*names, *self.module._parameters])
         samples = self._call(holder.module).shape[self.batch_dim]
         preconditioner = Preconditioner(
             holder,
@@ -186,7 +188,7 @@ class _Case:
             solve_every=1,
         )
         blocks = {tuple(block.parameters): block for block in preconditioner._blocks}
-        made = self.helper.of(holder.module, self.helper.names(self.module))
+        made = self.helper.of(holder.module, names)
         missing = {tuple(one.parameters) for one in made} - set(blocks)
         assert not missing, f"{name}: a Preconditioner has no block of {missing}"
         output = self._call(holder.module)
@@ -198,7 +200,10 @@ class _Case:
         preconditioner.close()
         after = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
         changed = {key for key, grad in after.items() if not torch.equal(grad, before[key])}
-        assert changed == set(before), f"{name}: step() leaves {set(before) - changed} as it was"
+        named = {f"module.{key}" for key in names}
+        left, taken = set(before) & named - changed, changed - named
+        assert not left, f"{name}: step() leaves {left} as it was"
+        assert not taken, f"{name}: step() changes {taken}, which names() leaves out"
         calls, _ = self._calls(holder.module, made)
         for one in made:
             running = blocks[tuple(one.parameters)].running

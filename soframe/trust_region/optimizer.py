@@ -33,6 +33,7 @@ from soframe.checks.copies import Uncopied
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
+from soframe.damping.saved import damping_at
 from soframe.derivatives.denormals import flushed_denormals
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.derivatives.replay import Replay, Snapshot
@@ -345,6 +346,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
         """
         groups.check_all(self._model, self.param_groups)
         closures = closures_of(closure)
+        damping_at(self.damping, self._steps)
         parameters = groups.trainable(self.param_groups)
         self._undone, self._notes, before = None, [], self._steps
         if self._parts.follow(parameters):

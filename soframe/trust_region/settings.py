@@ -16,6 +16,7 @@ from soframe.checks.arguments import check_model
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, DampingPolicy, damping_policy
+from soframe.damping.saved import check_damping
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
 from soframe.preconditioner import Preconditioner
@@ -469,37 +470,6 @@ def _check_parameters(saved: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
                     f"{'a weight decay' if key == 'decay' else f'finite and of shape {shape}'}"
                 )
     return waits
-
-
-def check_damping(saved: Any, damping: DampingPolicy, steps: int) -> None:
-    """Check that a policy can go on from a state of its own.
-
-    Args:
-        saved: The state.
-        damping: The policy.
-        steps: Completed steps.
-
-    Raises:
-        ValueError: If it is another policy's, or damaged.
-    """
-    before = damping.state()
-    if set(_mapping("damping", saved)) != set(before):
-        raise ValueError(f"the state is that of another damping policy than {damping!r}")
-    for key, value in saved.items():
-        if _is_number(before[key]) and not (_is_number(value) and math.isfinite(value)):
-            raise ValueError(f"the state is damaged: {key} of the damping is {value!r}")
-    if not saved:
-        return
-    # Only the policy knows what it makes of its state.
-    try:
-        damping.load(saved)
-        value = damping.at(steps)
-    except Exception as error:
-        raise ValueError(f"the state is damaged: {damping!r} cannot load it: {error}") from error
-    finally:
-        damping.load(before)
-    if not 0 < value < math.inf:
-        raise ValueError(f"the state is damaged: its damping is {value!r}")
 
 
 def _check_losses(saved: Any) -> None:

@@ -38,6 +38,7 @@ from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice, adopted
+from soframe.damping.saved import check_damping, damping_at
 from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
 from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
@@ -207,6 +208,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         if self._swapped:
             raise RuntimeError("leave averaged() before the next step: it has other parameters")
         closures = closures_of(closure)
+        damping_at(self.damping, self._steps)
         due = self._steps < FIRST or self._since + 1 >= self._every
         if due:
             groups.check_all(self._model, self.param_groups)
@@ -658,4 +660,4 @@ def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
             )
     averaged.check(saved["model"])
     trend.check(saved["trend"])
-    settings.check_damping(saved["damping"], optimizer.damping, saved["steps"])
+    check_damping(saved["damping"], optimizer.damping, saved["steps"])

@@ -14,7 +14,7 @@ import soframe
 from soframe.layers import LayerHelper
 from soframe.methods import Call, Direction, Given, Method
 from soframe.specs import VALUE, FactorSpec
-from soframe.testing import check_method
+from soframe.testing import check_layer_helper, check_method
 from tests.distributed.harness import run_ranks
 
 
@@ -258,3 +258,60 @@ def test_recurrent_layers_have_a_reason(layer: nn.Module) -> None:
     for row in report:
         assert (row.block is None) == row.parameter.startswith("recurrent")
         assert row.block is not None or "no layer helper" in row.reason
+
+
+class Gate(nn.Module):
+    """Its bias multiplies what its weight makes, so that no column of ones belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+        self.bias = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias * (x @ self.weight.T)
+
+
+class GateHelper(LayerHelper):
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        return ("weight",)
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        return None
+
+    def input_rows(self, inputs: Tensor) -> Tensor:
+        return inputs.unsqueeze(0).unsqueeze(2)
+
+    def output_rows(self, gradient: Tensor) -> Tensor:
+        return (gradient * self.module.bias).detach().unsqueeze(0).unsqueeze(2)
+
+
+class GateHelperOfBlocks(GateHelper):
+    """It leaves the bias out of the block, and not out of its names."""
+
+    names = LayerHelper.names
+
+    @classmethod
+    def of(cls, module, trained, *, joint=True):
+        return [cls(module, bias=False)] if "weight" in trained else []
+
+
+@pytest.mark.parametrize("helper", [GateHelper, GateHelperOfBlocks])
+def test_what_a_helper_leaves_out_is_in_no_block(helper: type[LayerHelper]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gate()).double()
+    layers = {"^0$": helper}
+    own = soframe.Preconditioner(model, layers=layers, kl_clip=None, statistics_every=1)
+    model(torch.randn(5, 3).double()).square().mean().backward()
+    before = model[0].bias.grad.clone()
+    own.step()
+    assert torch.equal(model[0].bias.grad, before)
+    assert set(own.blocks[0].parameters) == {"weight"}
+    (row,) = [row for row in own.report() if row.parameter == "0.bias"]
+    assert helper is GateHelperOfBlocks or row.reason == "GateHelper.names() leaves it out"
+
+
+def test_the_kit_trains_what_a_helper_leaves_out() -> None:
+    check_layer_helper(Gate(), torch.randn(5, 3), helper=GateHelper)

@@ -1,0 +1,159 @@
+"""Damping policies of a user's own, within a preconditioner: asked, copied, saved."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import soframe
+from soframe import checkpoint
+from soframe.damping.policies import DampingPolicy, adopted
+
+
+class Halving(DampingPolicy):
+    """Each step has half the damping of the last one that was asked for."""
+
+    def __init__(self, first: float = 1.0) -> None:
+        self.asked: list[int] = []
+        self.first = first
+
+    def at(self, step: int) -> float:
+        if step not in self.asked:
+            self.asked.append(step)
+        return self.first * 0.5 ** len(self.asked)
+
+    def restart(self) -> None:
+        self.asked.clear()
+
+    def state(self) -> dict[str, float]:
+        return {"asked": float(len(self.asked))}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        self.asked[:] = range(int(state["asked"]))
+
+
+class Fixed(DampingPolicy):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def at(self, step: int) -> float:
+        damping: float = self.value
+        return damping
+
+
+def build(damping: Any) -> tuple[nn.Module, soframe.Preconditioner]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
+    return model, soframe.Preconditioner(model, damping=damping, **settings)
+
+
+def train(model: nn.Module, own: soframe.Preconditioner, *steps: int) -> list[Tensor]:
+    for step in steps:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
+        model.zero_grad()
+        model(x).square().mean().backward()
+        own.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_policy_goes_on_from_a_state() -> None:
+    model, own = build(Halving())
+    train(model, own, 0, 1, 2)
+    weights, state = model.state_dict(), own.state_dict()
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    expected = train(model, own, 3, 4)
+    other, resumed = build(Halving())
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert all(map(torch.equal, train(other, resumed, 3, 4), expected))
+    assert resumed.damping == own.damping
+
+
+def test_and_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+    model, own = build(Halving())
+    train(model, own, 0, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"preconditioner": checkpoint.part(own)}, checkpoint_id=tmp_path / "saved")
+    _, resumed = build(Halving())
+    checkpoint.load(resumed, tmp_path / "saved")
+    assert resumed.damping == own.damping
+
+
+def test_a_state_of_another_policy_is_refused_and_changes_nothing() -> None:
+    class Other(Halving):
+        def state(self) -> dict[str, float]:
+            return {"number": float(len(self.asked))}
+
+        def load(self, state: Mapping[str, float]) -> None:
+            self.asked[:] = range(int(state["number"]))
+
+    model, own = build(Other())
+    train(model, own, 0, 1)
+    state = own.state_dict()
+    _, resumed = build(Halving())
+    with pytest.raises(ValueError, match=r"another damping policy than <.*Halving"):
+        resumed.load_state_dict(state)
+    assert resumed.steps == 0
+
+
+def test_a_policy_without_its_state_says_that_it_begins_anew() -> None:
+    model, own = build(0.1)
+    train(model, own, 0)
+    _, resumed = build(Halving())
+    with pytest.warns(UserWarning, match="begins anew") as caught:
+        resumed.load_state_dict(own.state_dict())
+    assert [warning.filename for warning in caught] == [__file__]
+    _, plain = build(0.1)
+    model, own = build(Halving())
+    train(model, own, 0)
+    plain.load_state_dict(own.state_dict())  # a number in the place of a policy is a wish
+    assert plain.damping == 0.1
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "x", None, True])
+def test_what_no_damping_can_be_is_named_before_anything_is_changed(value: Any) -> None:
+    model, own = build(Fixed(value))
+    model(torch.ones(2, 3).double()).sum().backward()
+    before = model[0].weight.grad.clone()
+    with pytest.raises(ValueError, match=r"Fixed object.* gives the damping .* at step 0"):
+        own.step()
+    assert torch.equal(model[0].weight.grad, before)
+
+
+@pytest.mark.parametrize("kind", [soframe.TrustRegion, soframe.StochasticTrustRegion])
+def test_nor_within_a_trust_region(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    given = {"loss": "squared-error"} if kind is soframe.TrustRegion else {}
+    optimizer = kind(model, damping=Fixed(-1.0), **given)
+    x = torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"gives the damping -1.0 at step 0"):
+        optimizer.step(lambda: 0.5 * model(x).square().sum(1).mean())
+
+
+def test_preconditioners_share_no_policy() -> None:
+    policy = Halving()
+    (one, first), (two, second) = build(policy), build(policy)
+    assert all(map(torch.equal, train(one, first, 0, 1), train(two, second, 0, 1)))
+    assert first.damping == second.damping
+    assert policy.asked == []
+
+
+def test_a_copy_shares_no_container() -> None:
+    policy = Halving()
+    policy.asked.append(3)
+    fresh = adopted(policy)
+    fresh.at(0)
+    assert policy.asked == [3]
