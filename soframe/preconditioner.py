@@ -437,7 +437,13 @@ class Preconditioner(Uncopied, Joinable):
         with phase("agree"):
             agreed = self._agree()
         with self.not_unnoticed():
-            self._take_agreed_step(agreed)
+            try:
+                self._take_agreed_step(agreed)
+            except BaseException:
+                # Once more, it would take its statistics again, of sums that have been emptied.
+                self.reset_batch()
+                self._accumulation.begin()
+                raise
 
     def not_unnoticed(self) -> AbstractContextManager[None]:
         """Return a context: the other ranks, which may wait, learn of what this one raises in it.
@@ -462,7 +468,6 @@ class Preconditioner(Uncopied, Joinable):
         directions = self._update(incoming, now, () if weights is None else self._statistics.due)
         with phase("write"):
             self._write(incoming, directions, now, finite=finite)
-        self._accumulation.wrote(directions.matrices if finite else ())
         self._steps += 1
         self._refresh.end_step()
         self._begin()
@@ -486,9 +491,12 @@ class Preconditioner(Uncopied, Joinable):
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
             directions.write()
+            # Noted at once: a solve may fail yet, and what is written is not to be taken again.
+            self._accumulation.wrote(directions.matrices)
             directions.commit()
             self._solve_after(now)
         else:
+            self._accumulation.wrote(directions.matrices if finite else ())
             self.counters["skipped_updates"] += finite
             magnitude.discard(self._model, self.home)
 
