@@ -295,14 +295,18 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         return moves
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, wherever they live.
+        """Zero the gradients of all parameters of the model, wherever they live.
+
+        Those that were frozen since their backward pass are among them.
 
         Args:
             set_to_none: Whether parameters have none afterwards.
         """
         super().zero_grad(set_to_none)
-        every = (p for group in self.param_groups for p in group["params"])
-        home.empty(self.preconditioner.home, every, set_to_none=set_to_none)
+        grouped = [p for group in self.param_groups for p in group["params"]]
+        known = {id(p) for p in grouped}
+        others = (p for p in self._model.parameters() if id(p) not in known)
+        home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
 
     # -- state --------------------------------------------------------------------------------

@@ -283,6 +283,37 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
         assert block.state.updates == updates[block.name] + 2
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("frozen", ["at once", "after backward()"])
+def test_gradients_of_frozen_parameters_are_zeroed(frozen: str, set_to_none: bool) -> None:
+    """Else the next gradient after the thaw would be added to what stayed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(frozen != "at once")
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1)
+    if frozen == "at once":
+        model[0].bias.grad = torch.ones(4)
+    model(torch.ones(2, 4)).square().sum().backward()
+    model[0].requires_grad_(False)
+    optimizer.step()
+    assert model[0].bias.grad is not None
+    kept = {id(p.grad) for p in model.parameters()}
+    optimizer.zero_grad(set_to_none)
+    for parameter in model.parameters():
+        if set_to_none:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            assert id(parameter.grad) in kept
+    model[0].requires_grad_(True)
+    model(torch.ones(2, 4)).square().sum().backward()
+    expected = copy.deepcopy([p.grad for p in model.parameters()])
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
 def test_groups_follow_blocks_that_a_step_made_before_it_raised() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
