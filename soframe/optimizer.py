@@ -336,6 +336,9 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
 
+        The param groups are those of the state from then on, in its order, by which schedulers know
+        them.
+
         Args:
             state_dict: What `state_dict` returned.
 
@@ -368,10 +371,21 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
         radii = state_dict.get(RADII, {}).get(RADII, {})
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
-        by_method = {group["method"]: group for group in state_dict["param_groups"]}
-        for group in self.param_groups:
-            settings = by_method.get(group["method"], {})
+        self._take_groups(state_dict["param_groups"])
+
+    def _take_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Let the param groups be those of a state, in its order, by which schedulers know them.
+
+        Those that have parameters are the same on both sides. One that has none, and was not here,
+        has its place for parameters that are thawed later; one that the state lacks goes.
+        """
+        groups = {group["method"]: group for group in self.param_groups}
+        self.param_groups.clear()
+        for method, settings in {group["method"]: group for group in saved}.items():
+            group = groups.get(method, {**self.defaults, "params": []})
             group.update({key: value for key, value in settings.items() if key != "params"})
+            self.param_groups.append(group)
+        self._find_balls()
 
     # -- what users ask -----------------------------------------------------------------------
 

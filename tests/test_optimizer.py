@@ -158,6 +158,77 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
         assert torch.equal(mine, own)
 
 
+def late(frozen: bool) -> tuple[nn.Sequential, soframe.Optimizer]:
+    """A model of two groups of one size each; the first comes last if it is thawed later."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))
+    model = nn.Sequential(*layers).double()
+    model[0].requires_grad_(not frozen)
+    methods = {"2": "ekfac", "": "kfac"}
+    settings = {"kl_clip": 1e-9, "statistics_every": 1, "solve_every": 2}
+    return model, soframe.Optimizer(model, methods, lr=0.02, **settings)
+
+
+def scheduled(optimizer: soframe.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 0.9**step, lambda step: 0.5**step]
+    )
+
+
+def pass_and_step(model: nn.Module, optimizer: soframe.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.eye(5).double()).square().sum(-1).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("frozen_again", [False, True])
+def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool) -> None:
+    model, optimizer = late(frozen=True)
+    pass_and_step(model, optimizer)
+    model[0].requires_grad_(True)
+    pass_and_step(model, optimizer)
+    schedule = scheduled(optimizer)
+    model[0].requires_grad_(not frozen_again)
+    for _ in range(2):
+        pass_and_step(model, optimizer)
+        schedule.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+    again, other = late(frozen=frozen_again)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    resumed = scheduled(other)
+    resumed.load_state_dict(saved[2])
+    for group, rate in zip(other.param_groups, resumed.get_last_lr(), strict=True):
+        group["lr"] = rate  # which a scheduler that is made sets to the first one
+    for step in range(4):
+        for one in (model, again):
+            one[0].requires_grad_(not frozen_again or step > 1)
+        pass_and_step(model, optimizer)
+        pass_and_step(again, other)
+        schedule.step()
+        resumed.step()
+        for name in ("method", "lr", "initial_lr"):
+            expected = [group[name] for group in optimizer.param_groups]
+            assert [group[name] for group in other.param_groups] == expected
+        for mine, own in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, own)
+
+
+def test_a_group_that_a_state_lacks_has_no_place_in_its_order() -> None:
+    model, optimizer = late(frozen=False)
+    model[0].requires_grad_(False)
+    pass_and_step(model, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    again, other = late(frozen=True)
+    pass_and_step(again, other)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    (group,) = optimizer.param_groups
+    assert group["params"] == [model[2].weight]
+    model[0].requires_grad_(True)
+    pass_and_step(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+
+
 def test_states_of_others_are_refused_and_change_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "muon", **SETTINGS)
