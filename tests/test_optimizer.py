@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,44 @@ def test_a_group_that_a_state_lacks_has_no_place_in_its_order() -> None:
     model[0].requires_grad_(True)
     pass_and_step(model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize("how", ["torch", "by hand", "no schedule"])
+def test_a_group_that_begins_beside_a_schedule_is_warned_of_once(how: str) -> None:
+    model, optimizer = late(frozen=True)
+    schedule = None
+    if how == "torch":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if how == "by hand":
+        optimizer.param_groups[0]["lr"] = 0.01
+    pass_and_step(model, optimizer)
+    if schedule is not None:
+        schedule.step()
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pass_and_step(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+    assert len(seen) == (how != "no schedule")
+    for one in seen:
+        assert "KFAC(" in str(one.message)
+        assert "at lr=0.02." in str(one.message)
+        assert one.filename == __file__
+
+
+def test_a_group_that_was_there_follows_a_schedule_while_it_is_frozen() -> None:
+    model, optimizer = late(frozen=False)
+    schedule = scheduled(optimizer)
+    model[0].requires_grad_(False)
+    for step in range(4):
+        model[0].requires_grad_(step >= 2)
+        pass_and_step(model, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [int(step >= 2), 1]
+        schedule.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.02 * 0.9**4, 0.02 * 0.5**4])
 
 
 def test_states_of_others_are_refused_and_change_nothing() -> None:
