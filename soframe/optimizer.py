@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,11 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
     the model: ``group["method"]`` says which, and begins with ``"auxiliary: "`` for that. Learning
     rates and weight decays may be changed there at any time, and schedulers do; so may
     ``"weight_decay_kind"`` and ``"constraint"``, alike on all ranks.
+
+    A group is made once one of its parameters is trained. For gradual unfreezing build the
+    optimizer and its schedulers first, and freeze parameters afterwards: their group stays, empty,
+    and follows the schedule. A group that is made later begins at ``lr`` or ``auxiliary_lr``; a
+    warning says so where a schedule has changed the rates of others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -165,10 +171,13 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             raise
         self._ready = True
 
-    def _group(self) -> None:
+    def _group(self) -> list[dict[str, Any]]:
         """Let every method have a param group of its own.
 
         A group that is there keeps its settings and its place, by which schedulers know it.
+
+        Returns:
+            The groups that were not there.
         """
         params_of: dict[str, list[nn.Parameter]] = {}
         for block in self.preconditioner.blocks:
@@ -181,6 +190,26 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
         self._grouped = self.preconditioner.placement
         self._find_balls()
+        return [group for group in self.param_groups if group["method"] not in groups]
+
+    def _first_rate(self, group: Mapping[str, Any]) -> float:
+        """Return the learning rate at which a group begins."""
+        return self._moves["auxiliary_" * group["method"].startswith("auxiliary: ")].lr
+
+    def _warn_of_new(self, new: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of groups that begin where a schedule has changed the rates of the others."""
+        others = [g for g in self.param_groups if not any(g is one for one in new)]
+        scheduler = any("initial_lr" in group for group in others)  # which wraps the step
+        if new and (scheduler or any(float(g["lr"]) != self._first_rate(g) for g in others)):
+            said = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
+            warnings.warn(
+                f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
+                f"or added: {said}. No schedule has changed this rate, as it has others, and a "
+                f"scheduler of torch that is there already may raise. Build the optimizer and its "
+                f"schedulers while the parameters are trained, and freeze them afterwards; or set "
+                f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
+                stacklevel=8 if scheduler else 7,
+            )
 
     def _find_balls(self) -> None:
         """Find the weights that a constraint could keep on spheres, by the names of groups."""
@@ -251,8 +280,9 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             trained = [p for p in self._model.parameters() if p.requires_grad]
             self.param_groups[0]["params"] += [p for p in trained if id(p) not in known]
         self.preconditioner.step()
+        new: list[dict[str, Any]] = []
         if self._rebuilt:
-            self._group()
+            new = self._group()
             self._measure()
         self._moved = {}
         if self.preconditioner.updated:
@@ -265,6 +295,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
                 for group in self.param_groups:
                     self._move(group)
             self._moved = changes(before, blocks) if before else {}
+        self._warn_of_new(new)
         return loss
 
     def _move(self, group: Mapping[str, Any]) -> None:
@@ -295,14 +326,18 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         return moves
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, wherever they live.
+        """Zero the gradients of all parameters of the model, wherever they live.
+
+        Those that were frozen since their backward pass are among them.
 
         Args:
             set_to_none: Whether parameters have none afterwards.
         """
         super().zero_grad(set_to_none)
-        every = (p for group in self.param_groups for p in group["params"])
-        home.empty(self.preconditioner.home, every, set_to_none=set_to_none)
+        grouped = [p for group in self.param_groups for p in group["params"]]
+        known = {id(p) for p in grouped}
+        others = (p for p in self._model.parameters() if id(p) not in known)
+        home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
 
     # -- state --------------------------------------------------------------------------------
@@ -331,6 +366,9 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
+
+        The param groups are those of the state from then on, in its order, by which schedulers know
+        them.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -364,10 +402,21 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
         radii = state_dict.get(RADII, {}).get(RADII, {})
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
-        by_method = {group["method"]: group for group in state_dict["param_groups"]}
-        for group in self.param_groups:
-            settings = by_method.get(group["method"], {})
+        self._take_groups(state_dict["param_groups"])
+
+    def _take_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Let the param groups be those of a state, in its order, by which schedulers know them.
+
+        Those that have parameters are the same on both sides. One that has none, and was not here,
+        has its place for parameters that are thawed later; one that the state lacks goes.
+        """
+        groups = {group["method"]: group for group in self.param_groups}
+        self.param_groups.clear()
+        for method, settings in {group["method"]: group for group in saved}.items():
+            group = groups.get(method, {**self.defaults, "params": []})
             group.update({key: value for key, value in settings.items() if key != "params"})
+            self.param_groups.append(group)
+        self._find_balls()
 
     # -- what users ask -----------------------------------------------------------------------
 

@@ -445,6 +445,20 @@ def test_a_run_with_parts_goes_on() -> None:
             torch.testing.assert_close(weight, whole[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_frozen_parameters_are_zeroed_in_a_home(set_to_none: bool) -> None:
+    model, home = net(), MainGrad()
+    home.hook(model)
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, home=home)
+    model(torch.zeros(2, 3, dtype=torch.long)).square().sum().backward()
+    model.first.requires_grad_(False)
+    optimizer.step()
+    assert home.has(model.first.weight)
+    optimizer.zero_grad(set_to_none)
+    assert home.has(model.first.weight) != set_to_none
+    assert not any(gradient.any() for gradient in home.of(model.parameters()))
+
+
 def test_a_step_says_where_it_looked_for_gradients() -> None:
     """A home that nobody fills is as if gradients had been removed."""
     model = net()

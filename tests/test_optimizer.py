@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,115 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
         assert torch.equal(mine, own)
 
 
+def late(frozen: bool) -> tuple[nn.Sequential, soframe.Optimizer]:
+    """A model of two groups of one size each; the first comes last if it is thawed later."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))
+    model = nn.Sequential(*layers).double()
+    model[0].requires_grad_(not frozen)
+    methods = {"2": "ekfac", "": "kfac"}
+    settings = {"kl_clip": 1e-9, "statistics_every": 1, "solve_every": 2}
+    return model, soframe.Optimizer(model, methods, lr=0.02, **settings)
+
+
+def scheduled(optimizer: soframe.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 0.9**step, lambda step: 0.5**step]
+    )
+
+
+def pass_and_step(model: nn.Module, optimizer: soframe.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.eye(5).double()).square().sum(-1).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("frozen_again", [False, True])
+def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool) -> None:
+    model, optimizer = late(frozen=True)
+    pass_and_step(model, optimizer)
+    model[0].requires_grad_(True)
+    pass_and_step(model, optimizer)
+    schedule = scheduled(optimizer)
+    model[0].requires_grad_(not frozen_again)
+    for _ in range(2):
+        pass_and_step(model, optimizer)
+        schedule.step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+    again, other = late(frozen=frozen_again)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    resumed = scheduled(other)
+    resumed.load_state_dict(saved[2])
+    for group, rate in zip(other.param_groups, resumed.get_last_lr(), strict=True):
+        group["lr"] = rate  # which a scheduler that is made sets to the first one
+    for step in range(4):
+        for one in (model, again):
+            one[0].requires_grad_(not frozen_again or step > 1)
+        pass_and_step(model, optimizer)
+        pass_and_step(again, other)
+        schedule.step()
+        resumed.step()
+        for name in ("method", "lr", "initial_lr"):
+            expected = [group[name] for group in optimizer.param_groups]
+            assert [group[name] for group in other.param_groups] == expected
+        for mine, own in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, own)
+
+
+def test_a_group_that_a_state_lacks_has_no_place_in_its_order() -> None:
+    model, optimizer = late(frozen=False)
+    model[0].requires_grad_(False)
+    pass_and_step(model, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    again, other = late(frozen=True)
+    pass_and_step(again, other)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    (group,) = optimizer.param_groups
+    assert group["params"] == [model[2].weight]
+    model[0].requires_grad_(True)
+    pass_and_step(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize("how", ["torch", "by hand", "no schedule"])
+def test_a_group_that_begins_beside_a_schedule_is_warned_of_once(how: str) -> None:
+    model, optimizer = late(frozen=True)
+    schedule = None
+    if how == "torch":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if how == "by hand":
+        optimizer.param_groups[0]["lr"] = 0.01
+    pass_and_step(model, optimizer)
+    if schedule is not None:
+        schedule.step()
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pass_and_step(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+    assert len(seen) == (how != "no schedule")
+    for one in seen:
+        assert "KFAC(" in str(one.message)
+        assert "at lr=0.02." in str(one.message)
+        assert one.filename == __file__
+
+
+def test_a_group_that_was_there_follows_a_schedule_while_it_is_frozen() -> None:
+    model, optimizer = late(frozen=False)
+    schedule = scheduled(optimizer)
+    model[0].requires_grad_(False)
+    for step in range(4):
+        model[0].requires_grad_(step >= 2)
+        pass_and_step(model, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [int(step >= 2), 1]
+        schedule.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.02 * 0.9**4, 0.02 * 0.5**4])
+
+
 def test_states_of_others_are_refused_and_change_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "muon", **SETTINGS)
@@ -281,6 +391,37 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     assert untouched
     for block in untouched:  # its state has gone on
         assert block.state.updates == updates[block.name] + 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("frozen", ["at once", "after backward()"])
+def test_gradients_of_frozen_parameters_are_zeroed(frozen: str, set_to_none: bool) -> None:
+    """Else the next gradient after the thaw would be added to what stayed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].bias.requires_grad_(frozen != "at once")
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1)
+    if frozen == "at once":
+        model[0].bias.grad = torch.ones(4)
+    model(torch.ones(2, 4)).square().sum().backward()
+    model[0].requires_grad_(False)
+    optimizer.step()
+    assert model[0].bias.grad is not None
+    kept = {id(p.grad) for p in model.parameters()}
+    optimizer.zero_grad(set_to_none)
+    for parameter in model.parameters():
+        if set_to_none:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            assert id(parameter.grad) in kept
+    model[0].requires_grad_(True)
+    model(torch.ones(2, 4)).square().sum().backward()
+    expected = copy.deepcopy([p.grad for p in model.parameters()])
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
 
 
 def test_groups_follow_blocks_that_a_step_made_before_it_raised() -> None:

@@ -338,17 +338,28 @@ class PlainGrad(GradientHome):
         return [g if type(g) is Tensor else dtensors.local(g) for g in gradients]
 
 
-def empty(home: GradientHome, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-    """Zero gradients as ``zero_grad`` does, in a home that torch's optimizers do not know.
+def empty(
+    home: GradientHome,
+    parameters: Iterable[nn.Parameter],
+    others: Iterable[nn.Parameter] = (),
+    *,
+    set_to_none: bool,
+) -> None:
+    """Zero the gradients that ``zero_grad`` of torch's optimizers has left.
 
     Args:
-        home: Where the gradients live; nothing is done where that is ``.grad``.
-        parameters: The parameters.
+        home: Where the gradients live.
+        parameters: Those of its param groups, which have gradients left where the home is not
+            ``.grad``.
+        others: Parameters in none of its groups.
         set_to_none: Whether they have no gradient afterwards, rather than zeros.
     """
+    others = list(others)
+    if left := [parameter for parameter in others if parameter.grad is not None]:
+        nn.ParameterList(left).zero_grad(set_to_none)
     if type(home) is PlainGrad:
         return
-    for parameter in parameters:
+    for parameter in (*parameters, *(p for p in others if home.has(p))):
         if set_to_none:
             home.clear(parameter)
         else:

@@ -68,7 +68,7 @@ class LearningRates:
         self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
         # By index: an optimizer that loads its state has new groups in place of the old.
         self._group_of: dict[int, int] = {}
-        self._sizes: list[int] = []
+        self._members: list[list[int]] = []  # the ids of each group's parameters
         self.which = which
         # The reference of each group: the rate at which it was first seen, until a step was taken.
         self._initial: list[float | Tensor] = []
@@ -141,7 +141,7 @@ class LearningRates:
         """
         if self._optimizer is None:
             return [self._scheduled(step)] * len(blocks)
-        if [len(g["params"]) for g in self._optimizer.param_groups] != self._sizes:
+        if _members(self._optimizer.param_groups) != self._members:
             self.check(blocks)
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
         return [self._rate(block, rates) for block in blocks]
@@ -258,7 +258,7 @@ class LearningRates:
 
     def _read_groups(self, optimizer: torch.optim.Optimizer, home: GradientHome) -> None:
         groups = optimizer.param_groups
-        self._sizes = [len(group["params"]) for group in groups]
+        self._members = _members(groups)
         self._begin_groups(groups)
         self._group_of = {id(p): i for i, group in enumerate(home.groups(optimizer)) for p in group}
 
@@ -267,6 +267,11 @@ class LearningRates:
             rate = group["lr"]
             # Schedulers fill a tensor in place.
             self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
+
+
+def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return the ids of the parameters of each group, without a call for each."""
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:

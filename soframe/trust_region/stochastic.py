@@ -431,7 +431,8 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
     def averaged(self) -> Iterator[None]:
         """Within it the model has the average of the iterates: for evaluation, and for saving it.
 
-        Running statistics of batch norm stay those of the iterates.
+        Running statistics of batch norm stay those of the iterates. Parameters that have an average
+        take part whether they are frozen meanwhile or not.
 
         Yields:
             Nothing.
@@ -441,8 +442,8 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("averaged() is entered already")
-        moving = groups.trainable(self.param_groups)
-        kept = {p: p.detach().clone() for p in moving if p in self.state}
+        every = (p for group in self.param_groups for p in group["params"])
+        kept = {p: p.detach().clone() for p in every if p in self.state}
         self._swapped = True
         try:
             self._put({p: self.state[p]["average"] for p in kept})

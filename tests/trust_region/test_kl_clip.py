@@ -194,6 +194,27 @@ def test_weight_and_bias_in_different_groups() -> None:
         compare(one, factor * other, "clipped")
 
 
+def test_parameters_that_groups_of_one_size_exchange() -> None:
+    plain, model = net(), net()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": list(model[0].parameters()), "lr": 0.1},
+            {"params": list(model[3].parameters()), "lr": 7.0},
+        ]
+    )
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    own = soframe.Preconditioner(model, kl_clip=1e-3, optimizer=optimizer, statistics_every=1)
+    one, other = optimizer.param_groups
+    with closing(unclipped), closing(own):
+        for number, rates in enumerate(([0.1, 0.1, 7.0, 7.0], [7.0, 7.0, 0.1, 0.1])):
+            if number == 1:
+                one["params"], other["params"] = other["params"], one["params"]
+            raw, p = step(plain, unclipped, number)
+            _, clipped = step(model, own, number)
+            for mine, direction in zip(clipped, p, strict=True):
+                compare(mine, clip(raw, p, rates, 1e-3) * direction, f"step {number}")
+
+
 def test_learning_rates_of_an_optimizer_that_has_loaded_its_state() -> None:
     plain, model = net(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=99.0)

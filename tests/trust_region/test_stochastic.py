@@ -309,6 +309,23 @@ def test_the_average_is_for_evaluation_alone() -> None:
     own.step(closure)
 
 
+def test_the_average_is_there_where_parameters_are_frozen_for_evaluation() -> None:
+    model = deep()
+    own = soframe.StochasticTrustRegion(model)
+    (closure,) = closures(model, [classes_of(0)], F.cross_entropy)
+    for _ in range(3):
+        own.step(closure)
+    iterate = vector(model)
+    with own.averaged():
+        average = vector(model)
+    model.requires_grad_(False)
+    with own.averaged():
+        assert torch.equal(vector(model), average)
+        model.requires_grad_(True)  # whatever becomes of that, the iterates come back
+    assert torch.equal(vector(model), iterate)
+    assert not torch.equal(average, iterate)
+
+
 def test_any_loss_will_do() -> None:
     """A mean and a log-variance, whose Hessian depends on the targets, and may be indefinite."""
     model = fill(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2)))
