@@ -330,7 +330,9 @@ def check_solver(
 
     A solver with ``damps_factors`` is held to ``(left + share I)^-1 V (right + share I)^-1``, any
     other to ``(left ⊗ right + damping I)^-1 vec(V)``, and all to ``V (right + damping I)^-1`` where
-    there is no left factor. Besides: the announced tensors, that inputs
+    there is no left factor. ``solve_again`` is held to the same, from the data of other factors and
+    of another damping; it may take several solves of the same factors to get there, and may keep
+    its data where factors have changed little. Besides: the announced tensors, that inputs
     are not changed, float32, zero factors, and that a matrix that is not finite is refused.
 
     Args:
@@ -349,6 +351,26 @@ def check_solver(
                 left, right = (_psd(2, n, condition) for n in (out, into))
                 name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
                 _check_solution(solver, left, right, damping=damping, name=name, rtol=rtol)
+                for scale, may_keep in ((0.8, True), (0.1, False)):
+                    _check_again(
+                        solver,
+                        {"left": scale * left, "right": scale * right},
+                        {"left": left, "right": right},
+                        damping=damping,
+                        name=f"{name}, solved again after {scale:g} of the factors",
+                        rtol=rtol,
+                        may_keep=may_keep,
+                    )
+    for damping in dampings:
+        _check_again(
+            solver,
+            {"left": 0.1 * _psd(2, 5, 10.0), "right": 0.1 * _psd(2, 7, 10.0)},
+            {"left": _psd(2, 5, 10.0, seed=1), "right": _psd(2, 7, 10.0, seed=1)},
+            damping=damping,
+            name=f"{solver!r}, damping {damping:g}, solved again in another basis",
+            rtol=rtol,
+            may_keep=False,
+        )
     if solver.diagonals:
         for damping in dampings:
             _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
@@ -373,45 +395,18 @@ def check_solver(
 def _check_solution(
     solver: Solver, left: Tensor, right: Tensor, damping: float, name: str, rtol: float
 ) -> None:
-    # The inputs' factor comes first, as in K-FAC's (A, G).
-    shares = dict(
-        zip(
-            ("right", "left"),
-            solver.shares([mean_trace(right), mean_trace(left)], damping),
-            strict=True,
-        )
-    )
+    factors = {"left": left, "right": right}
+    shares = _shares(solver, factors, damping)
     data = {}
-    for side, matrix in (("left", left), ("right", right)):
+    for side, matrix in factors.items():
         before = matrix.clone()
         data[side] = solver.solve(matrix, shares[side])
         assert torch.equal(matrix, before), f"{name}: solve changes the factor"
-        spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
-        assert list(spec) == list(data[side]), f"{name}: tensors() announces {list(spec)}"
-        for key, tensor in data[side].items():
-            shape = tuple(tensor.shape)
-            assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"
-            if spec[key].symmetric:
-                assert torch.equal(tensor, tensor.mT), f"{name}: {key} is not symmetric to the bit"
-    shape = (left.shape[0], left.shape[1], right.shape[1])
-    gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
+        _check_announced(solver, side, matrix, data[side], name)
+    gradient, expected = _problem(solver, factors, damping, shares)
     given = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
-    expected = torch.stack(
-        [
-            _dense_solution(
-                solver,
-                left=left[g],
-                right=right[g],
-                gradient=gradient[g],
-                damping=damping,
-                shares=shares,
-                group=g,
-            )
-            for g in range(shape[0])
-        ]
-    )
     compare(result, expected, name, rtol=rtol)
     # The inputs' factor alone takes the whole damping, and the other one is the identity.
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
@@ -425,6 +420,101 @@ def _check_solution(
         gradient.float(), left=single["left"], right=single["right"], damping=damping
     )
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
+
+
+_Data = dict[str, dict[str, Tensor]]
+
+
+def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+    """Return the share of the damping of the factor of each side."""
+    # The inputs' factor comes first, as in K-FAC's (A, G).
+    sides = ("right", "left")
+    traces = [mean_trace(factors[side]) for side in sides]
+    return dict(zip(sides, solver.shares(traces, damping), strict=True))
+
+
+def _check_announced(
+    solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
+) -> None:
+    """Hold the tensors that are made of a factor to those that are announced."""
+    spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
+    assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
+    for key, tensor in data.items():
+        shape = tuple(tensor.shape)
+        assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"
+        if spec[key].symmetric:
+            assert torch.equal(tensor, tensor.mT), f"{name}: {key} is not symmetric to the bit"
+
+
+def _problem(
+    solver: Solver,
+    factors: Mapping[str, Tensor],
+    damping: float,
+    shares: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return a gradient, and what a dense solve makes of it."""
+    left, right = factors["left"], factors["right"]
+    shape = (left.shape[0], left.shape[1], right.shape[1])
+    gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
+    expected = [
+        _dense_solution(
+            solver,
+            left=left[g],
+            right=right[g],
+            gradient=gradient[g],
+            damping=damping,
+            shares=shares,
+            group=g,
+        )
+        for g in range(shape[0])
+    ]
+    return gradient, torch.stack(expected)
+
+
+_SETTLES = 50  # solves of one matrix within which an iteration from the last data has converged
+
+
+def _check_again(
+    solver: Solver,
+    before: Mapping[str, Tensor],
+    now: Mapping[str, Tensor],
+    damping: float,
+    name: str,
+    rtol: float,
+    *,
+    may_keep: bool,
+) -> None:
+    """Hold `Solver.solve_again`, from the data of other factors, to a dense solve.
+
+    An iteration need not have converged after one solve, so the same factors are solved again until
+    the result is right. A solver may keep its data, to the bit, of factors that have changed
+    little; where these have changed by several times their norm, it may not.
+    """
+    # The last solve had another damping.
+    shares = _shares(solver, before, 2 * damping)
+    data: _Data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}
+    shares = _shares(solver, now, damping)
+    gradient, expected = _problem(solver, now, damping, shares)
+    for count in range(1, _SETTLES + 1):
+        last, data, kept = data, {}, False
+        for side, matrix in now.items():
+            factor = matrix.clone()
+            given = {key: tensor.clone() for key, tensor in last[side].items()}
+            data[side] = solver.solve_again(matrix, shares[side], last[side])
+            assert torch.equal(matrix, factor), f"{name}: solve_again changes the factor"
+            assert _equal(last[side], given), f"{name}: solve_again changes the last data"
+            _check_announced(solver, side, matrix, data[side], name)
+            kept |= _equal(data[side], given)
+        if may_keep and kept and count == 1:
+            return
+        result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
+        if count == _SETTLES or bool((result - expected).norm() <= rtol * expected.norm()):
+            break
+    compare(result, expected, name, rtol=rtol)
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
 def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
@@ -493,8 +583,8 @@ def _dense_solution(
     return solution.view_as(gradient)
 
 
-def _psd(groups: int, n: int, condition: float) -> Tensor:
-    random = torch.randn(groups, n, n, dtype=torch.float64, generator=_generator())
+def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:
+    random = torch.randn(groups, n, n, dtype=torch.float64, generator=_generator(seed))
     basis: Tensor = torch.linalg.qr(random).Q
     values = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
     matrix = basis * values @ basis.mT
@@ -622,5 +712,5 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
     assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -265,9 +265,50 @@ class SwallowsNaN(Eigen):
         return super().solve(matrix.nan_to_num(1.0), damping)
 
 
+class Stale(Inverse):
+    """Returns what it has, whatever has become of the factor."""
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in last.items()}
+
+
+class Doubling(Inverse):
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return {name: 2 * tensor for name, tensor in self.solve(matrix, damping).items()}
+
+
+class KeepsTheBasis(Eigen):
+    """Right as long as the factor does not turn."""
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        vectors = last["vectors"]
+        values = (vectors * (matrix @ vectors)).sum(-2)
+        return {"vectors": vectors.clone(), "values": values.clamp(min=0)}
+
+
+class WritesIntoTheLast(Eigen):
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        data = self.solve(matrix, damping)
+        for name, tensor in last.items():
+            tensor.copy_(data[name])
+        return data
+
+
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
+        (Stale(), "solved again after 0.1 of the factors: .*relative error"),
+        (Doubling(), "solved again after 0.8 of the factors: .*relative error"),
+        (KeepsTheBasis(), "solved again in another basis: .*relative error"),
+        (WritesIntoTheLast(), "solve_again changes the last data"),
         (IgnoresDamping(), "relative error"),
         (SwapsSides(), "shape|relative error"),
         (InPlace(), "changes the factor"),
