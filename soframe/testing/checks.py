@@ -332,8 +332,9 @@ def check_solver(
     other to ``(left ⊗ right + damping I)^-1 vec(V)``, and all to ``V (right + damping I)^-1`` where
     there is no left factor. ``solve_again`` is held to the same, from the data of other factors and
     of another damping; it may take several solves of the same factors to get there, and may keep
-    its data where factors have changed little. Besides: the announced tensors, that inputs
-    are not changed, float32, zero factors, and that a matrix that is not finite is refused.
+    its data where factors have changed little. Two shares must add the damping to their block at
+    least. Besides: the announced tensors, that inputs are not changed, float32, zero factors, and
+    that a matrix that is not finite is refused.
 
     Args:
         solver: The solver.
@@ -371,6 +372,8 @@ def check_solver(
             rtol=rtol,
             may_keep=False,
         )
+    if solver.damps_factors:
+        _check_shares(solver)
     if solver.diagonals:
         for damping in dampings:
             _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
@@ -431,6 +434,23 @@ def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> di
     sides = ("right", "left")
     traces = [mean_trace(factors[side]) for side in sides]
     return dict(zip(sides, solver.shares(traces, damping), strict=True))
+
+
+def _check_shares(solver: Solver) -> None:
+    """Hold the damping that two shares add to a block to the damping of the block, at least.
+
+    The factors are multiples of the identity, one of them at least of one: the whole damping to
+    each factor is enough there, too.
+    """
+    for damping in (1e2, 1.0, 1e-3, 1e-6):
+        for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
+            a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
+            first, second = solver.shares([a, g], damping)
+            added = float((a * second + g * first + first * second).min())
+            assert added >= damping * (1 - 1e-6), (
+                f"{solver!r}: shares() of the factors {scales[0]:g} I and {scales[1]:g} I add "
+                f"{added:.3e} to their block, and the damping is {damping:g}"
+            )
 
 
 def _check_announced(

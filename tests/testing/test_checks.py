@@ -302,9 +302,25 @@ class WritesIntoTheLast(Eigen):
         return data
 
 
+class HardlyDamps(Inverse):
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        shares = super().shares(mean_traces, damping)
+        return shares if len(shares) == 1 else [share / 100 for share in shares]
+
+
+class DampsOneOfTwo(Inverse):
+    """Enough beside the identity, and not beside a small factor."""
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        whole = Solver.shares(self, mean_traces, damping)
+        return [whole[0], *(1e-12 * share for share in whole[1:])]
+
+
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
+        (HardlyDamps(), "add .* to their block, and the damping is 100"),
+        (DampsOneOfTwo(), "factors 100 I and 0.01 I add"),
         (Stale(), "solved again after 0.1 of the factors: .*relative error"),
         (Doubling(), "solved again after 0.8 of the factors: .*relative error"),
         (KeepsTheBasis(), "solved again in another basis: .*relative error"),
