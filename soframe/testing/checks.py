@@ -333,8 +333,9 @@ def check_solver(
     there is no left factor. ``solve_again`` is held to the same, from the data of other factors and
     of another damping; it may take several solves of the same factors to get there, and may keep
     its data where factors have changed little. Two shares must add the damping to their block at
-    least. Besides: the announced tensors, that inputs are not changed, float32, zero factors, and
-    that a matrix that is not finite is refused.
+    least. Tensors that ``follow`` makes of the same factor must be as good, and ``follows`` says
+    that there are some. Besides: the announced tensors, that inputs are not changed, float32, zero
+    factors, and that a matrix that is not finite is refused.
 
     Args:
         solver: The solver.
@@ -406,6 +407,7 @@ def _check_solution(
         data[side] = solver.solve(matrix, shares[side])
         assert torch.equal(matrix, before), f"{name}: solve changes the factor"
         _check_announced(solver, side, matrix, data[side], name)
+        data[side] = _followed(solver, side, matrix, data[side], name)
     gradient, expected = _problem(solver, factors, damping, shares)
     given = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
@@ -464,6 +466,30 @@ def _check_announced(
         assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"
         if spec[key].symmetric:
             assert torch.equal(tensor, tensor.mT), f"{name}: {key} is not symmetric to the bit"
+
+
+def _followed(
+    solver: Solver, side: str, matrix: Tensor, data: dict[str, Tensor], name: str
+) -> dict[str, Tensor]:
+    """Return the data after `Solver.follow` of the very factor that was solved.
+
+    How data follow a factor that has changed is the solver's own. Of one that has not, they must
+    remain as good as they were.
+    """
+    factor, given = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
+    followed = solver.follow(matrix, data)
+    assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
+    assert _equal(data, given), f"{name}: follow changes the data that it is given"
+    if followed is None:
+        return data
+    assert solver.follows, (
+        f"{name}: follow() makes tensors and `follows` is false, so nobody calls it"
+    )
+    unknown = set(followed) - set(data)
+    assert not unknown, f"{name}: follow() makes {unknown}, which solve() does not"
+    changed = {**data, **followed}
+    _check_announced(solver, side, matrix, changed, f"{name}, followed")
+    return changed
 
 
 def _problem(

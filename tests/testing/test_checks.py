@@ -218,6 +218,7 @@ def test_a_module_without_helper_is_refused() -> None:
     "solver",
     [
         Eigen(),
+        Eigen(follows=True),
         Inverse(),
         Inverse(split="sqrt"),
         Inverse(split="full"),
@@ -316,9 +317,35 @@ class DampsOneOfTwo(Inverse):
         return [whole[0], *(1e-12 * share for share in whole[1:])]
 
 
+class FollowsUnasked(Eigen):
+    """It has the method, and does not say so."""
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return Eigen(follows=True).follow(matrix, data)
+
+
+class FollowsTooFar(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"values": data["values"] + matrix.diagonal(dim1=1, dim2=2)}
+
+
+class FollowsInPlace(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"values": data["values"].mul_(1.01)}
+
+
+class FollowsAnotherName(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"eigenvalues": data["values"].clone()}
+
+
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
+        (FollowsUnasked(), "`follows` is false"),
+        (FollowsTooFar(follows=True), "relative error"),
+        (FollowsInPlace(follows=True), "follow changes the data"),
+        (FollowsAnotherName(follows=True), "follow.. makes {'eigenvalues'}"),
         (HardlyDamps(), "add .* to their block, and the damping is 100"),
         (DampsOneOfTwo(), "factors 100 I and 0.01 I add"),
         (Stale(), "solved again after 0.1 of the factors: .*relative error"),
