@@ -44,8 +44,9 @@ def check_layer_helper(
     The identity that defines a right helper: for every sample, the sum of ``g a^T`` over the rows
     of that sample is the gradient of that sample alone, packed as the helper packs it. So the trace
     of the block that the rows make is that of the exact block. Besides: packing and unpacking,
-    parameters that are frozen one by one, inputs by keyword, fast moments equal to plain ones; and
-    the statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
+    which keep the sum of squares; parameters that are frozen one by one; inputs by keyword; fast
+    moments equal to plain ones; and the statistics that a `soframe.Preconditioner` takes of the
+    module equal to those of the rows.
 
     Args:
         module: A module with parameters; it is not changed.
@@ -316,6 +317,9 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
         compare(back[key], given, f"{name}: {key} after pack and unpack")
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
+    # Norms, and bounds on steps, are of the matrix.
+    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
+    compare(matrix.square().sum(), squares, f"{name}: the sum of squares after pack")
 
 
 def check_solver(

@@ -81,9 +81,24 @@ class LosesBias(LinearHelper):
         return super().from_matrix(matrix)[0], None
 
 
+class PacksTwice(LinearHelper):
+    """Unpacks what it has packed, and its rows make what it packs."""
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return 2 * super().input_rows(*inputs)
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return super().to_matrix(None if weight is None else 2 * weight, bias)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super().from_matrix(matrix)
+        return None if weight is None else weight / 2, bias
+
+
 @pytest.mark.parametrize(
     ("helper", "message"),
     [
+        (PacksTwice, "sum of squares after pack"),
         (Averaged, "gradient of sample 0"),
         (WrongFastPath, "fast output_moment"),
         (ForgetsTheTotal, "fast input_moment, added"),
