@@ -45,8 +45,8 @@ def check_layer_helper(
     of that sample is the gradient of that sample alone, packed as the helper packs it. So the trace
     of the block that the rows make is that of the exact block. Besides: packing and unpacking,
     which keep the sum of squares; parameters that are frozen one by one; inputs by keyword; fast
-    moments equal to plain ones; and the statistics that a `soframe.Preconditioner` takes of the
-    module equal to those of the rows.
+    moments equal to plain ones; two calls, of which each has the rows of its own; and the
+    statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
 
     Args:
         module: A module with parameters; it is not changed.
@@ -95,8 +95,8 @@ class _Case:
             parameter.requires_grad_(name in trained)
         return copied
 
-    def _call(self, module: nn.Module) -> Tensor:
-        output = module(*self.inputs, **self.settings)
+    def _call(self, module: nn.Module, inputs: Sequence[Tensor] | None = None) -> Tensor:
+        output = module(*(self.inputs if inputs is None else inputs), **self.settings)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
@@ -123,6 +123,21 @@ class _Case:
         lost = len(by_keyword) != len(made[0].inputs(self.inputs, {}))
         assert not lost, f"{name}: inputs given by keyword are lost"
         calls, exact = self._calls(module, made)
+        self._check_gradients(made, calls, exact, name)
+        for one in made:
+            for inputs, gradient in calls[one]:
+                rows = one.output_rows(gradient)
+                _check_moments(one, inputs, rows, name)
+                _check_taking(one, inputs, rows, name)
+        if every:
+            both = self._calls_of(module, made, [self.inputs, _other(self.inputs)])
+            for which, (calls, exact) in zip(("first", "second"), both, strict=True):
+                self._check_gradients(made, calls, exact, f"{name}, the {which} of two calls")
+
+    def _check_gradients(
+        self, made: Sequence[LayerHelper], calls: _Calls, exact: _Exact, name: str
+    ) -> None:
+        """Hold the gradient of each sample that rows make to the exact one."""
         for one in made:
             seen = calls[one]
             assert seen, f"{name}: no call was seen"
@@ -130,16 +145,17 @@ class _Case:
             assert isinstance(by_rows, Tensor)
             for n, gradient in enumerate(exact[one]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
-            for inputs, gradient in seen:
-                rows = one.output_rows(gradient)
-                _check_moments(one, inputs, rows, name)
-                _check_taking(one, inputs, rows, name)
 
-    def _calls(
-        self, module: nn.Module, made: Sequence[LayerHelper]
-    ) -> tuple[dict[LayerHelper, list[_Seen]], dict[LayerHelper, list[Tensor]]]:
+    def _calls(self, module: nn.Module, made: Sequence[LayerHelper]) -> tuple[_Calls, _Exact]:
         """Return what is seen of a call, and the exact gradients of its samples."""
-        calls: dict[LayerHelper, list[_Seen]] = {one: [] for one in made}
+        return self._calls_of(module, made, [self.inputs])[0]
+
+    def _calls_of(
+        self, module: nn.Module, made: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[_Calls, _Exact]]:
+        """Return the same of several calls: all forward passes come before the backward passes."""
+        each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
+        now = 0
 
         def sink(
             helper: LayerHelper,
@@ -151,16 +167,32 @@ class _Case:
             earlier: int | None = None,
         ) -> None:
             del number, probe, said, earlier
-            calls[helper].append((inputs, gradient))
+            each[now][helper].append((inputs, gradient))
 
         capture = Capture()
         capture.listen(sink, dict.fromkeys(made, "module"), frozenset(made))
-        output = self._call(module)
-        start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
-        output.backward(start)
+        outputs = [self._call(module, one) for one in inputs]
+        starts = [
+            torch.randn(output.shape, dtype=output.dtype, generator=_generator(seed))
+            for seed, output in enumerate(outputs)
+        ]
+        for now, (output, start) in enumerate(zip(outputs, starts, strict=True)):  # noqa: B007
+            output.backward(start)
         capture.close()
-        output = self._call(module)
-        exact: dict[LayerHelper, list[Tensor]] = {one: [] for one in made}
+        return [
+            (calls, self._exact(module, made, one, start))
+            for calls, one, start in zip(each, inputs, starts, strict=True)
+        ]
+
+    def _exact(
+        self,
+        module: nn.Module,
+        made: Sequence[LayerHelper],
+        inputs: Sequence[Tensor],
+        start: Tensor,
+    ) -> _Exact:
+        output = self._call(module, inputs)
+        exact: _Exact = {one: [] for one in made}
         parameters = {key: p for one in made for key, p in one.parameters.items()}
         for n in range(output.shape[self.batch_dim]):
             alone = torch.zeros_like(start)
@@ -171,7 +203,7 @@ class _Case:
             by_name = dict(zip(parameters, grads, strict=True))
             for one in made:
                 exact[one].append(one.pack({key: by_name[key] for key in one.parameters}))
-        return calls, exact
+        return exact
 
     def check_statistics(self, name: str) -> None:
         """Hold what a preconditioner averages to the plain moments of the rows."""
@@ -209,6 +241,24 @@ class _Case:
 
 
 _Seen = tuple[tuple[Tensor, ...], Tensor]
+_Calls = dict[LayerHelper, list[_Seen]]
+_Exact = dict[LayerHelper, list[Tensor]]
+
+
+def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return inputs of another call, of the same shapes: the same numbers in another order.
+
+    Integers in one ascending row stay as they are, since they may be offsets; and so do masks.
+    """
+    other = []
+    for given in inputs:
+        turned = given.flatten().flip(0).view_as(given)
+        if given.is_floating_point():
+            other.append(turned / 2)
+        else:
+            ascending = given.dim() < 2 and bool((given.diff() >= 0).all())
+            other.append(given if given.dtype == torch.bool or ascending else turned)
+    return tuple(other)
 
 
 def _samples(

@@ -95,6 +95,32 @@ class PacksTwice(LinearHelper):
         return None if weight is None else weight / 2, bias
 
 
+class Remembering(nn.Linear):
+    """Leaves what it was called with on itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        return super().forward(x)
+
+
+class ReadsTheLastCall(LinearHelper):
+    """Right where every call is followed by its backward pass."""
+
+    unit = None
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        seen = getattr(self.module, "seen", None)
+        assert isinstance(seen, Tensor)
+        return super().input_rows(seen)
+
+
+def test_a_helper_that_reads_what_the_last_call_left_is_found() -> None:
+    module, x = Remembering(4, 3), torch.randn(5, 2, 4)
+    check_layer_helper(module, x, helper=LinearHelper)
+    with pytest.raises(AssertionError, match="the first of two calls: gradient of sample 0"):
+        check_layer_helper(module, x, helper=ReadsTheLastCall)
+
+
 @pytest.mark.parametrize(
     ("helper", "message"),
     [
