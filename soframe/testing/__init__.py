@@ -2,6 +2,7 @@
 
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
 from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio
+from soframe.testing.damping import check_damping
 from soframe.testing.dense import dense_fisher, sample_gradients
 from soframe.testing.exactness import (
     BlockError,
@@ -22,6 +23,7 @@ __all__ = [
     "BlockError",
     "Cosines",
     "block_errors",
+    "check_damping",
     "check_layer_helper",
     "check_method",
     "check_solver",

@@ -44,8 +44,9 @@ def check_layer_helper(
     The identity that defines a right helper: for every sample, the sum of ``g a^T`` over the rows
     of that sample is the gradient of that sample alone, packed as the helper packs it. So the trace
     of the block that the rows make is that of the exact block. Besides: packing and unpacking,
-    parameters that are frozen one by one, inputs by keyword, fast moments equal to plain ones; and
-    the statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
+    which keep the sum of squares; parameters that are frozen one by one; inputs by keyword; fast
+    moments equal to plain ones; two calls, of which each has the rows of its own; and the
+    statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
 
     Args:
         module: A module with parameters; it is not changed.
@@ -94,8 +95,8 @@ class _Case:
             parameter.requires_grad_(name in trained)
         return copied
 
-    def _call(self, module: nn.Module) -> Tensor:
-        output = module(*self.inputs, **self.settings)
+    def _call(self, module: nn.Module, inputs: Sequence[Tensor] | None = None) -> Tensor:
+        output = module(*(self.inputs if inputs is None else inputs), **self.settings)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
@@ -122,6 +123,21 @@ class _Case:
         lost = len(by_keyword) != len(made[0].inputs(self.inputs, {}))
         assert not lost, f"{name}: inputs given by keyword are lost"
         calls, exact = self._calls(module, made)
+        self._check_gradients(made, calls, exact, name)
+        for one in made:
+            for inputs, gradient in calls[one]:
+                rows = one.output_rows(gradient)
+                _check_moments(one, inputs, rows, name)
+                _check_taking(one, inputs, rows, name)
+        if every:
+            both = self._calls_of(module, made, [self.inputs, _other(self.inputs)])
+            for which, (calls, exact) in zip(("first", "second"), both, strict=True):
+                self._check_gradients(made, calls, exact, f"{name}, the {which} of two calls")
+
+    def _check_gradients(
+        self, made: Sequence[LayerHelper], calls: _Calls, exact: _Exact, name: str
+    ) -> None:
+        """Hold the gradient of each sample that rows make to the exact one."""
         for one in made:
             seen = calls[one]
             assert seen, f"{name}: no call was seen"
@@ -129,16 +145,17 @@ class _Case:
             assert isinstance(by_rows, Tensor)
             for n, gradient in enumerate(exact[one]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
-            for inputs, gradient in seen:
-                rows = one.output_rows(gradient)
-                _check_moments(one, inputs, rows, name)
-                _check_taking(one, inputs, rows, name)
 
-    def _calls(
-        self, module: nn.Module, made: Sequence[LayerHelper]
-    ) -> tuple[dict[LayerHelper, list[_Seen]], dict[LayerHelper, list[Tensor]]]:
+    def _calls(self, module: nn.Module, made: Sequence[LayerHelper]) -> tuple[_Calls, _Exact]:
         """Return what is seen of a call, and the exact gradients of its samples."""
-        calls: dict[LayerHelper, list[_Seen]] = {one: [] for one in made}
+        return self._calls_of(module, made, [self.inputs])[0]
+
+    def _calls_of(
+        self, module: nn.Module, made: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[_Calls, _Exact]]:
+        """Return the same of several calls: all forward passes come before the backward passes."""
+        each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
+        now = 0
 
         def sink(
             helper: LayerHelper,
@@ -150,16 +167,32 @@ class _Case:
             earlier: int | None = None,
         ) -> None:
             del number, probe, said, earlier
-            calls[helper].append((inputs, gradient))
+            each[now][helper].append((inputs, gradient))
 
         capture = Capture()
         capture.listen(sink, dict.fromkeys(made, "module"), frozenset(made))
-        output = self._call(module)
-        start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
-        output.backward(start)
+        outputs = [self._call(module, one) for one in inputs]
+        starts = [
+            torch.randn(output.shape, dtype=output.dtype, generator=_generator(seed))
+            for seed, output in enumerate(outputs)
+        ]
+        for now, (output, start) in enumerate(zip(outputs, starts, strict=True)):  # noqa: B007
+            output.backward(start)
         capture.close()
-        output = self._call(module)
-        exact: dict[LayerHelper, list[Tensor]] = {one: [] for one in made}
+        return [
+            (calls, self._exact(module, made, one, start))
+            for calls, one, start in zip(each, inputs, starts, strict=True)
+        ]
+
+    def _exact(
+        self,
+        module: nn.Module,
+        made: Sequence[LayerHelper],
+        inputs: Sequence[Tensor],
+        start: Tensor,
+    ) -> _Exact:
+        output = self._call(module, inputs)
+        exact: _Exact = {one: [] for one in made}
         parameters = {key: p for one in made for key, p in one.parameters.items()}
         for n in range(output.shape[self.batch_dim]):
             alone = torch.zeros_like(start)
@@ -170,7 +203,7 @@ class _Case:
             by_name = dict(zip(parameters, grads, strict=True))
             for one in made:
                 exact[one].append(one.pack({key: by_name[key] for key in one.parameters}))
-        return calls, exact
+        return exact
 
     def check_statistics(self, name: str) -> None:
         """Hold what a preconditioner averages to the plain moments of the rows."""
@@ -213,6 +246,24 @@ class _Case:
 
 
 _Seen = tuple[tuple[Tensor, ...], Tensor]
+_Calls = dict[LayerHelper, list[_Seen]]
+_Exact = dict[LayerHelper, list[Tensor]]
+
+
+def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return inputs of another call, of the same shapes: the same numbers in another order.
+
+    Integers in one ascending row stay as they are, since they may be offsets; and so do masks.
+    """
+    other = []
+    for given in inputs:
+        turned = given.flatten().flip(0).view_as(given)
+        if given.is_floating_point():
+            other.append(turned / 2)
+        else:
+            ascending = given.dim() < 2 and bool((given.diff() >= 0).all())
+            other.append(given if given.dtype == torch.bool or ascending else turned)
+    return tuple(other)
 
 
 def _samples(
@@ -321,6 +372,9 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
         compare(back[key], given, f"{name}: {key} after pack and unpack")
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
+    # Norms, and bounds on steps, are of the matrix.
+    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
+    compare(matrix.square().sum(), squares, f"{name}: the sum of squares after pack")
 
 
 def check_solver(
@@ -335,8 +389,12 @@ def check_solver(
 
     A solver with ``damps_factors`` is held to ``(left + share I)^-1 V (right + share I)^-1``, any
     other to ``(left ⊗ right + damping I)^-1 vec(V)``, and all to ``V (right + damping I)^-1`` where
-    there is no left factor. Besides: the announced tensors, that inputs
-    are not changed, float32, zero factors, and that a matrix that is not finite is refused.
+    there is no left factor. ``solve_again`` is held to the same, from the data of other factors and
+    of another damping; it may take several solves of the same factors to get there, and may keep
+    its data where factors have changed little. Two shares must add the damping to their block at
+    least. Tensors that ``follow`` makes of the same factor must be as good, and ``follows`` says
+    that there are some. Besides: the announced tensors, that inputs are not changed, float32, zero
+    factors, and that a matrix that is not finite is refused.
 
     Args:
         solver: The solver.
@@ -354,6 +412,28 @@ def check_solver(
                 left, right = (_psd(2, n, condition) for n in (out, into))
                 name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
                 _check_solution(solver, left, right, damping=damping, name=name, rtol=rtol)
+                for scale, may_keep in ((0.8, True), (0.1, False)):
+                    _check_again(
+                        solver,
+                        {"left": scale * left, "right": scale * right},
+                        {"left": left, "right": right},
+                        damping=damping,
+                        name=f"{name}, solved again after {scale:g} of the factors",
+                        rtol=rtol,
+                        may_keep=may_keep,
+                    )
+    for damping in dampings:
+        _check_again(
+            solver,
+            {"left": 0.1 * _psd(2, 5, 10.0), "right": 0.1 * _psd(2, 7, 10.0)},
+            {"left": _psd(2, 5, 10.0, seed=1), "right": _psd(2, 7, 10.0, seed=1)},
+            damping=damping,
+            name=f"{solver!r}, damping {damping:g}, solved again in another basis",
+            rtol=rtol,
+            may_keep=False,
+        )
+    if solver.damps_factors:
+        _check_shares(solver)
     if solver.diagonals:
         for damping in dampings:
             _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
@@ -378,45 +458,19 @@ def check_solver(
 def _check_solution(
     solver: Solver, left: Tensor, right: Tensor, damping: float, name: str, rtol: float
 ) -> None:
-    # The inputs' factor comes first, as in K-FAC's (A, G).
-    shares = dict(
-        zip(
-            ("right", "left"),
-            solver.shares([mean_trace(right), mean_trace(left)], damping),
-            strict=True,
-        )
-    )
+    factors = {"left": left, "right": right}
+    shares = _shares(solver, factors, damping)
     data = {}
-    for side, matrix in (("left", left), ("right", right)):
+    for side, matrix in factors.items():
         before = matrix.clone()
         data[side] = solver.solve(matrix, shares[side])
         assert torch.equal(matrix, before), f"{name}: solve changes the factor"
-        spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
-        assert list(spec) == list(data[side]), f"{name}: tensors() announces {list(spec)}"
-        for key, tensor in data[side].items():
-            shape = tuple(tensor.shape)
-            assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"
-            if spec[key].symmetric:
-                assert torch.equal(tensor, tensor.mT), f"{name}: {key} is not symmetric to the bit"
-    shape = (left.shape[0], left.shape[1], right.shape[1])
-    gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
+        _check_announced(solver, side, matrix, data[side], name)
+        data[side] = _followed(solver, side, matrix, data[side], name)
+    gradient, expected = _problem(solver, factors, damping, shares)
     given = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
-    expected = torch.stack(
-        [
-            _dense_solution(
-                solver,
-                left=left[g],
-                right=right[g],
-                gradient=gradient[g],
-                damping=damping,
-                shares=shares,
-                group=g,
-            )
-            for g in range(shape[0])
-        ]
-    )
     compare(result, expected, name, rtol=rtol)
     # The inputs' factor alone takes the whole damping, and the other one is the identity.
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
@@ -430,6 +484,142 @@ def _check_solution(
         gradient.float(), left=single["left"], right=single["right"], damping=damping
     )
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
+
+
+_Data = dict[str, dict[str, Tensor]]
+
+
+def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+    """Return the share of the damping of the factor of each side."""
+    # The inputs' factor comes first, as in K-FAC's (A, G).
+    sides = ("right", "left")
+    traces = [mean_trace(factors[side]) for side in sides]
+    return dict(zip(sides, solver.shares(traces, damping), strict=True))
+
+
+def _check_shares(solver: Solver) -> None:
+    """Hold the damping that two shares add to a block to the damping of the block, at least.
+
+    The factors are multiples of the identity, one of them at least of one: the whole damping to
+    each factor is enough there, too.
+    """
+    for damping in (1e2, 1.0, 1e-3, 1e-6):
+        for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
+            a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
+            first, second = solver.shares([a, g], damping)
+            added = float((a * second + g * first + first * second).min())
+            assert added >= damping * (1 - 1e-6), (
+                f"{solver!r}: shares() of the factors {scales[0]:g} I and {scales[1]:g} I add "
+                f"{added:.3e} to their block, and the damping is {damping:g}"
+            )
+
+
+def _check_announced(
+    solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
+) -> None:
+    """Hold the tensors that are made of a factor to those that are announced."""
+    spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
+    assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
+    for key, tensor in data.items():
+        shape = tuple(tensor.shape)
+        assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"
+        if spec[key].symmetric:
+            assert torch.equal(tensor, tensor.mT), f"{name}: {key} is not symmetric to the bit"
+
+
+def _followed(
+    solver: Solver, side: str, matrix: Tensor, data: dict[str, Tensor], name: str
+) -> dict[str, Tensor]:
+    """Return the data after `Solver.follow` of the very factor that was solved.
+
+    How data follow a factor that has changed is the solver's own. Of one that has not, they must
+    remain as good as they were.
+    """
+    factor, given = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
+    followed = solver.follow(matrix, data)
+    assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
+    assert _equal(data, given), f"{name}: follow changes the data that it is given"
+    if followed is None:
+        return data
+    assert solver.follows, (
+        f"{name}: follow() makes tensors and `follows` is false, so nobody calls it"
+    )
+    unknown = set(followed) - set(data)
+    assert not unknown, f"{name}: follow() makes {unknown}, which solve() does not"
+    changed = {**data, **followed}
+    _check_announced(solver, side, matrix, changed, f"{name}, followed")
+    return changed
+
+
+def _problem(
+    solver: Solver,
+    factors: Mapping[str, Tensor],
+    damping: float,
+    shares: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return a gradient, and what a dense solve makes of it."""
+    left, right = factors["left"], factors["right"]
+    shape = (left.shape[0], left.shape[1], right.shape[1])
+    gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
+    expected = [
+        _dense_solution(
+            solver,
+            left=left[g],
+            right=right[g],
+            gradient=gradient[g],
+            damping=damping,
+            shares=shares,
+            group=g,
+        )
+        for g in range(shape[0])
+    ]
+    return gradient, torch.stack(expected)
+
+
+_SETTLES = 50  # solves of one matrix within which an iteration from the last data has converged
+
+
+def _check_again(
+    solver: Solver,
+    before: Mapping[str, Tensor],
+    now: Mapping[str, Tensor],
+    damping: float,
+    name: str,
+    rtol: float,
+    *,
+    may_keep: bool,
+) -> None:
+    """Hold `Solver.solve_again`, from the data of other factors, to a dense solve.
+
+    An iteration need not have converged after one solve, so the same factors are solved again until
+    the result is right. A solver may keep its data, to the bit, of factors that have changed
+    little; where these have changed by several times their norm, it may not.
+    """
+    # The last solve had another damping.
+    shares = _shares(solver, before, 2 * damping)
+    data: _Data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}
+    shares = _shares(solver, now, damping)
+    gradient, expected = _problem(solver, now, damping, shares)
+    for count in range(1, _SETTLES + 1):
+        last, data, kept = data, {}, False
+        for side, matrix in now.items():
+            factor = matrix.clone()
+            given = {key: tensor.clone() for key, tensor in last[side].items()}
+            data[side] = solver.solve_again(matrix, shares[side], last[side])
+            assert torch.equal(matrix, factor), f"{name}: solve_again changes the factor"
+            assert _equal(last[side], given), f"{name}: solve_again changes the last data"
+            _check_announced(solver, side, matrix, data[side], name)
+            kept |= _equal(data[side], given)
+        if may_keep and kept and count == 1:
+            return
+        result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
+        if count == _SETTLES or bool((result - expected).norm() <= rtol * expected.norm()):
+            break
+    compare(result, expected, name, rtol=rtol)
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
 def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
@@ -498,8 +688,8 @@ def _dense_solution(
     return solution.view_as(gradient)
 
 
-def _psd(groups: int, n: int, condition: float) -> Tensor:
-    random = torch.randn(groups, n, n, dtype=torch.float64, generator=_generator())
+def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:
+    random = torch.randn(groups, n, n, dtype=torch.float64, generator=_generator(seed))
     basis: Tensor = torch.linalg.qr(random).Q
     values = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
     matrix = basis * values @ basis.mT
@@ -627,5 +817,5 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
     assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

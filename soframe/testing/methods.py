@@ -70,6 +70,7 @@ class Training:
         strategy: The distribution strategy.
         fisher: The Fisher; those that are observed take squared errors as the loss.
         passes: How many micro-batches each rank's batch is cut into.
+        copies: How often each sample is in the batch; the loss is a mean all the same.
         begin: The first step.
         end: The step after the last.
         state: What to begin from; None for the start. A path is that of a sharded checkpoint.
@@ -81,6 +82,7 @@ class Training:
     strategy: Strategy | str = "comm-opt"
     fisher: str = "empirical"
     passes: int = 1
+    copies: int = 1
     begin: int = 0
     end: int = STEPS
     state: dict[str, Any] | Path | None = None
@@ -139,9 +141,9 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         optimizer.load_state_dict(training.state["optimizer"])
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
-        x, y = _batch(step)
-        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
-        size = SAMPLES // ranks // training.passes
+        x, y = (one.repeat(training.copies, 1) for one in _batch(step))
+        mine = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
+        size = len(x) // ranks // training.passes
         for inputs, targets in zip(x[mine].split(size), y[mine].split(size), strict=True):
             outputs = model(inputs)
             if observes:
@@ -179,6 +181,8 @@ def check_method(
     A small network of square layers is trained in float64 by `soframe.Optimizer`, on one process
     with the whole batch, and then
 
+    - with every sample twice in the batch, which changes no mean: so it shows a factor whose
+      ``degree`` in the gradient is another than the method says;
     - in micro-batches, and with a copy of the method for every layer in place of one instance,
       which shows what a method keeps in itself, and what it makes of all groups together;
     - saved in the middle and resumed by a fresh optimizer, to the bit;
@@ -211,6 +215,8 @@ def check_method(
         one = Training(chosen, fisher=fisher, options=options)
         whole = train(0, 1, one)
         _check_moves(name, whole)
+        twice = train(0, 1, replace(one, copies=2))
+        _same(twice, whole, f"{name}, every sample twice", rtol)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
         patterns = {name: _unequal(chosen) for name in ("first", "second", "twice", "head")}
         apart = train(0, 1, replace(one, method=patterns))

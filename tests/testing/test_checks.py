@@ -81,9 +81,50 @@ class LosesBias(LinearHelper):
         return super().from_matrix(matrix)[0], None
 
 
+class PacksTwice(LinearHelper):
+    """Unpacks what it has packed, and its rows make what it packs."""
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return 2 * super().input_rows(*inputs)
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return super().to_matrix(None if weight is None else 2 * weight, bias)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super().from_matrix(matrix)
+        return None if weight is None else weight / 2, bias
+
+
+class Remembering(nn.Linear):
+    """Leaves what it was called with on itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        return super().forward(x)
+
+
+class ReadsTheLastCall(LinearHelper):
+    """Right where every call is followed by its backward pass."""
+
+    unit = None
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        seen = getattr(self.module, "seen", None)
+        assert isinstance(seen, Tensor)
+        return super().input_rows(seen)
+
+
+def test_a_helper_that_reads_what_the_last_call_left_is_found() -> None:
+    module, x = Remembering(4, 3), torch.randn(5, 2, 4)
+    check_layer_helper(module, x, helper=LinearHelper)
+    with pytest.raises(AssertionError, match="the first of two calls: gradient of sample 0"):
+        check_layer_helper(module, x, helper=ReadsTheLastCall)
+
+
 @pytest.mark.parametrize(
     ("helper", "message"),
     [
+        (PacksTwice, "sum of squares after pack"),
         (Averaged, "gradient of sample 0"),
         (WrongFastPath, "fast output_moment"),
         (ForgetsTheTotal, "fast input_moment, added"),
@@ -218,6 +259,7 @@ def test_a_module_without_helper_is_refused() -> None:
     "solver",
     [
         Eigen(),
+        Eigen(follows=True),
         Inverse(),
         Inverse(split="sqrt"),
         Inverse(split="full"),
@@ -265,9 +307,92 @@ class SwallowsNaN(Eigen):
         return super().solve(matrix.nan_to_num(1.0), damping)
 
 
+class Stale(Inverse):
+    """Returns what it has, whatever has become of the factor."""
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in last.items()}
+
+
+class Doubling(Inverse):
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return {name: 2 * tensor for name, tensor in self.solve(matrix, damping).items()}
+
+
+class KeepsTheBasis(Eigen):
+    """Right as long as the factor does not turn."""
+
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        vectors = last["vectors"]
+        values = (vectors * (matrix @ vectors)).sum(-2)
+        return {"vectors": vectors.clone(), "values": values.clamp(min=0)}
+
+
+class WritesIntoTheLast(Eigen):
+    def solve_again(
+        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        data = self.solve(matrix, damping)
+        for name, tensor in last.items():
+            tensor.copy_(data[name])
+        return data
+
+
+class HardlyDamps(Inverse):
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        shares = super().shares(mean_traces, damping)
+        return shares if len(shares) == 1 else [share / 100 for share in shares]
+
+
+class DampsOneOfTwo(Inverse):
+    """Enough beside the identity, and not beside a small factor."""
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        whole = Solver.shares(self, mean_traces, damping)
+        return [whole[0], *(1e-12 * share for share in whole[1:])]
+
+
+class FollowsUnasked(Eigen):
+    """It has the method, and does not say so."""
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return Eigen(follows=True).follow(matrix, data)
+
+
+class FollowsTooFar(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"values": data["values"] + matrix.diagonal(dim1=1, dim2=2)}
+
+
+class FollowsInPlace(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"values": data["values"].mul_(1.01)}
+
+
+class FollowsAnotherName(Eigen):
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {"eigenvalues": data["values"].clone()}
+
+
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
+        (FollowsUnasked(), "`follows` is false"),
+        (FollowsTooFar(follows=True), "relative error"),
+        (FollowsInPlace(follows=True), "follow changes the data"),
+        (FollowsAnotherName(follows=True), "follow.. makes {'eigenvalues'}"),
+        (HardlyDamps(), "add .* to their block, and the damping is 100"),
+        (DampsOneOfTwo(), "factors 100 I and 0.01 I add"),
+        (Stale(), "solved again after 0.1 of the factors: .*relative error"),
+        (Doubling(), "solved again after 0.8 of the factors: .*relative error"),
+        (KeepsTheBasis(), "solved again in another basis: .*relative error"),
+        (WritesIntoTheLast(), "solve_again changes the last data"),
         (IgnoresDamping(), "relative error"),
         (SwapsSides(), "shape|relative error"),
         (InPlace(), "changes the factor"),

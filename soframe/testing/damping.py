@@ -1,0 +1,138 @@
+"""The check of a damping policy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+
+from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
+
+STEPS = 24
+"""Steps at which a policy is asked."""
+RATIOS = (0.9, 1.0, 0.1, 0.5, -math.inf, 0.8, 0.95, 2.5, 0.3, -1.0, 0.9)
+"""Good and bad predictions, and one of a loss that was not finite."""
+OTHER_RATIOS = (0.2, 0.2, -math.inf, 0.6, 0.0)
+"""Of another run, worse."""
+
+
+def check_damping(policy: DampingChoice) -> None:
+    """Check a damping policy: it is positive, begins anew, and continues from its state exactly.
+
+    - The damping of every step is positive and finite, whatever the policy has heard, and the same
+      however often it is asked for.
+    - Optimizers that are given the same policy have a copy each, and what one of them hears
+      changes no other, nor the policy itself.
+    - ``state`` is plain numbers and does not change later. A policy that loads it, fresh or in use,
+      goes on as the one that it was of.
+    - After ``restart`` it is as one that has heard nothing.
+
+    Args:
+        policy: The policy, which is not changed; or its name or class.
+
+    Raises:
+        AssertionError: If the policy is wrong.
+    """
+    given = copy.deepcopy(damping_policy(policy))
+    name = repr(given)
+    _check_positive(given, name)
+    _check_apart(given, name)
+    for count in range(len(RATIOS) + 1):
+        _check_state(given, name, RATIOS[:count])
+        _check_restart(given, name, RATIOS[:count])
+
+
+def _check_positive(given: DampingPolicy, name: str) -> None:
+    own = adopted(given)
+    _begin(own)
+    for count in range(len(RATIOS) + 1):
+        for step, damping in enumerate(_dampings(own)):
+            number = type(damping) in (int, float) and 0 < damping < math.inf
+            assert number, f"{name}: at({step}) is {damping!r} after {count} ratios"
+        assert _dampings(own) == _dampings(own), f"{name}: at() differs from one call to the next"
+        if count < len(RATIOS):
+            own.observe(RATIOS[count])
+
+
+def _check_apart(given: DampingPolicy, name: str) -> None:
+    """What a copy hears is its own, and so is what the policy hears that it is of."""
+    given = copy.deepcopy(given)
+    one, other = adopted(given), adopted(given)
+    policies = {"the policy": given, "a copy": one, "another copy": other}
+    for listening, policy in policies.items():
+        before = {key: _seen(each) for key, each in policies.items()}
+        _begin(policy)
+        _hear(policy, RATIOS)
+        for key, each in policies.items():
+            apart = key == listening or _seen(each) == before[key]
+            assert apart, f"{name}: what {listening} hears changes {key}: they share something"
+
+
+def _check_state(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
+    own = adopted(given)
+    _begin(own)
+    _hear(own, ratios)
+    state = own.state()
+    for key, value in state.items():
+        plain = type(key) is str and type(value) in (bool, int, float)
+        assert plain, f"{name}: state() has {key!r}: {value!r}, which is no plain number by name"
+    saved = dict(state)
+    used = adopted(given)
+    _begin(used)
+    _hear(used, OTHER_RATIOS)
+    for which, resumed in (("a fresh policy", adopted(given)), ("one in use", used)):
+        resumed.load(dict(saved))
+        goes_on = copy.deepcopy(own)
+        for heard, ratio in enumerate((None, *OTHER_RATIOS, *RATIOS)):
+            for each in (resumed, goes_on):
+                if ratio is not None:
+                    each.observe(ratio)
+            same = _seen(resumed) == _seen(goes_on)
+            assert same, (
+                f"{name}: {which} that loads the state goes on otherwise, after {heard} ratios: "
+                f"{_text(resumed)}, and not {_text(goes_on)}"
+            )
+    _hear(own, OTHER_RATIOS)
+    kept = _numbers(state) == _numbers(saved)
+    assert kept, f"{name}: a state that was saved changes with what the policy hears: {state}"
+
+
+def _check_restart(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
+    fresh, own = adopted(given), adopted(given)
+    _begin(own)
+    _hear(own, ratios)
+    own.restart()
+    for ratio in (None, *OTHER_RATIOS):
+        for each in (own, fresh):
+            if ratio is not None:
+                each.observe(ratio)
+        same = _seen(own) == _seen(fresh)
+        assert same, f"{name}: restart() does not begin anew: {_text(own)}, and not {_text(fresh)}"
+
+
+def _begin(policy: DampingPolicy) -> None:
+    """Begin with a damping that was found, where the policy asks for that."""
+    if policy.to_be_measured():
+        policy.begin(policy.at(0) / 10)
+
+
+def _hear(policy: DampingPolicy, ratios: Sequence[float]) -> None:
+    for ratio in ratios:
+        policy.observe(ratio)
+
+
+def _dampings(policy: DampingPolicy) -> list[float]:
+    return [policy.at(step) for step in range(STEPS)]
+
+
+def _seen(policy: DampingPolicy) -> tuple[list[float], dict[str, str]]:
+    """Return all that shows of a policy from outside, in a form that compares NaNs too."""
+    return _dampings(policy), _numbers(policy.state())
+
+
+def _numbers(state: Mapping[str, float]) -> dict[str, str]:
+    return {key: repr(value) for key, value in state.items()}
+
+
+def _text(policy: DampingPolicy) -> str:
+    return f"at(0) is {policy.at(0)!r} and the state {policy.state()}"
