@@ -784,7 +784,7 @@ class Preconditioner(Uncopied, Joinable):
             *self._common(),
             self._lrs,
             building.averaged_tensors(self._model, self._gradients),
-            self.home,
+            type(self.home),  # which may know the rank that it is on
             self.backend.fused,
         )
         registration, placement = building.build(
