@@ -13,7 +13,8 @@ backward passes does not matter. A backward pass uses it up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -271,19 +272,25 @@ class Passes:
     Attributes:
         samples: Samples by the number of the pass.
         failure: What cannot be counted, to be raised at the step, on every rank.
+        warned: Whether it was said, in this window or before, that passes look like those of
+            several losses of one batch.
     """
 
     def __init__(self, samples: Samples, *, compares: bool) -> None:
         self._setting, self._compares = samples, compares
         self.samples: dict[int, int] = {}
         self.failure: Exception | None = None
+        self.warned = False
         self._first: dict[int, str] = {}  # the layers that told, by pass
         self._batches: dict[int, Batch] = {}
         self._most: dict[int, dict[str, int]] = {}
+        self._calls: dict[int, dict[object, tuple[str, int]]] = {}
 
     def anew(self) -> Passes:
         """Return those of a new window."""
-        return Passes(self._setting, compares=self._compares)
+        passes = Passes(self._setting, compares=self._compares)
+        passes.warned = self.warned
+        return passes
 
     def enter(
         self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch | None
@@ -330,6 +337,54 @@ class Passes:
             most[layer] = max(here, most.get(layer, 0))
         return self.samples[number]
 
+    def note(self, number: int, layer: str, helper: object) -> None:
+        """Note a call whose positions are counted; not needed for other settings.
+
+        Args:
+            number: The number of its backward pass.
+            layer: The name of its block.
+            helper: What was called: a block may have several.
+        """
+        if number in self._first:  # else it is said how many count
+            calls = self._calls.setdefault(number, {})
+            calls[helper] = (layer, calls.get(helper, (layer, 0))[1] + 1)
+
+    def look_at(self, reached: Iterable[tuple[str, Collection[int]]]) -> None:
+        """Warn once where backward passes look like those of several losses of one batch.
+
+        Micro-batches reach blocks in common. Passes that do not are of networks without common
+        layers, which in most cases go backward one by one for the same samples. It may also be that
+        heads or experts take turns, each with samples of its own; then each pass has a declaration
+        of its own, if any.
+
+        Args:
+            reached: The blocks of one stage, each with the numbers of the passes that reached it.
+        """
+        if self.warned or not self._compares:
+            return
+        groups: list[tuple[str, set[int]]] = []
+        for layer, own in reached:
+            if not own:
+                continue
+            met = [group for group in groups if not group[1].isdisjoint(own)]
+            first = met[0][0] if met else layer
+            joined = set(own).union(*(numbers for _, numbers in met))
+            groups = [group for group in groups if group not in met] + [(first, joined)]
+        each = [{self._batches.get(number) for number in numbers} for _, numbers in groups]
+        said = [batch for own in each for batch in own]
+        if len(groups) > 1 and (None in said or len(set(said)) < len(said)):
+            self.warned = True
+            (one, _), (other, _) = groups[:2]
+            warnings.warn(
+                f"some backward passes of this step reached {one!r}, others {other!r}, and no "
+                f"block has both. If these are losses of one batch, each counts as samples of its "
+                f"own, and they are the same: of k passes the factors of inputs are k times too "
+                f"small, those of outputs k^2 times too large. Add the losses up, and call "
+                f"backward() once. If each pass has samples of its own, as where heads take turns, "
+                f"all is well: preconditioner.count(n) before each forward pass says so",
+                stacklevel=2,
+            )
+
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
             return checked(setting())
@@ -350,7 +405,8 @@ class Passes:
 
         Raises:
             Exception: The first failure.
-            ValueError: If layers of one backward pass tell different numbers of samples.
+            ValueError: If layers of one backward pass tell different numbers of samples, or if all
+                of them were called several times in one where positions are counted.
         """
         if self.failure is not None:
             raise self.failure
@@ -370,3 +426,13 @@ class Passes:
                         f"{layer!r} with {size}, so how many the loss is a mean over cannot be "
                         f"told, and the scale of the curvature would be wrong; {REMEDY}"
                     )
+        for calls in self._calls.values() if self._compares else ():
+            layer, times = min(calls.values(), key=lambda call: call[1])
+            if times > 1:
+                raise ValueError(
+                    f"in one backward pass {layer!r} was called {times} times, and no layer less "
+                    f"often, as where a model is called for one position after the other. Whether "
+                    f"the loss is a mean over the positions of one call or of all cannot be told "
+                    f"with samples='positions', and the scale of the curvature would be wrong; "
+                    f"{REMEDY}"
+                )

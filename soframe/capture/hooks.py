@@ -1,12 +1,14 @@
 """Capture: which tensors belong to which call of which layer.
 
-A forward hook puts a tensor hook on the module's output. When that output's gradient arrives, the
-call is complete: its inputs and its output gradient are handed on as one pair. So nothing can be
-paired wrongly, whatever the order of calls and backward passes, and a forward that is never
-differentiated (``no_grad``, validation, the first pass of a checkpoint) leaves no trace. Tensor
-hooks, unlike full-backward hooks, bear an in-place activation after the layer. Where an output is a
-view, an in-place change gives it another past, and its base keeps what the hook was put on: there
-the hook is put on the base.
+A forward hook puts a hook on the node of the module's output in the graph. When that output's
+gradient arrives, the call is complete: its inputs and its output gradient are handed on as one
+pair. So nothing can be paired wrongly, whatever the order of calls and backward passes, and a
+forward that is never differentiated (``no_grad``, validation, the first pass of a checkpoint)
+leaves no trace. Such hooks, unlike full-backward hooks, bear an in-place activation after the
+layer, and run after all hooks of the tensor, which may change the gradient: the layer's own
+gradients are made of what these return. Where an output is a view, an in-place change gives it
+another past, and its base keeps what the hook was put on: there the hook is put on the base. A
+probe ends at the outputs, where hooks of nodes do not run: for it the hook is one of the tensor.
 
 A call inside a module, which no hook of modules sees, is found in the graph by its helper
 (`LayerHelper.observe`): the hook is put on the node of its product, and the inputs are those that
@@ -430,10 +432,17 @@ class Capture:
         if self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
         where, view = _lasting(output, inputs)
+        self._watch(where, self._hook(helper, trained, inputs if keeps else (), view), again=again)
+
+    def _watch(self, where: Tensor, hook: _GradientHook, *, again: bool) -> None:
+        """Put the hook of a call on its output, or on the base of that."""
+        if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
+            node.register_prehook(_NodeHook(hook, where.output_nr))
+            return
         if self.probing and not again:
             # What a checkpoint recomputes is reached through the graph of its first pass.
             self._edges.append((get_gradient_edge(where), None))
-        where.register_hook(self._hook(helper, trained, inputs if keeps else (), view))
+        where.register_hook(hook)
 
     def _hold_to_class(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -646,7 +655,7 @@ class Capture:
 
 
 class _GradientHook:
-    """The tensor hook of one call.
+    """The hook of one call, as a hook of a tensor takes its gradient.
 
     Attributes:
         helper: The helper of the module that was called.
@@ -730,7 +739,7 @@ class _Unseen:
 
 
 class _NodeHook:
-    """The hook of one call inside a module: on the node of its product in the graph."""
+    """The hook of one call on the node of its output, or of its product inside a module."""
 
     __slots__ = ("_hook", "_number")
 

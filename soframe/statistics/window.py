@@ -248,6 +248,8 @@ class Statistics:
         if probe is None or probe.first:
             left = _left(data, batch, shared)[1]
             block.window.counts.add(number, samples, left, each)
+            if self._samples == "positions":
+                self._passes.note(number, block.name, helper)
             if self._sampler.draws:
                 left = self._sampler.taken(helper, rows, block.takes_samples, data)
                 left = left // rows.shape[2] if block.method.reduces else left
@@ -362,10 +364,20 @@ class Statistics:
         return is_data
 
     def require_counted(self) -> None:
-        """Check that the samples of the window could be counted; see `Passes.require_counted`."""
+        """Check that the samples of the window could be counted.
+
+        See `Passes.require_counted` and, for a warning, `Passes.look_at`.
+        """
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
+        if len(self._passes.samples) > 1:
+            for part in set(self._parts.values()):
+                self._passes.look_at(
+                    (block.name, block.window.counts.samples)
+                    for block in self._blocks
+                    if self._part_of[block] == part
+                )
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""

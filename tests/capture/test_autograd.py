@@ -181,6 +181,96 @@ def test_losses_that_go_backward_through_one_call_are_refused(world_size: int) -
     assert all("same call of 'trunk'" in text for text in said)
 
 
+class Apart(nn.Module):
+    """Networks without a common layer, as an actor and a critic, or an ensemble."""
+
+    def __init__(self, members: int = 3) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(3, 2) for _ in range(members))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(member(x) for member in self.members)
+
+
+def one_by_one(model: nn.Module, number: int) -> None:
+    for loss in map(softplus, model(vectors(number))):
+        loss.backward()
+
+
+def test_losses_of_networks_apart_that_go_backward_one_by_one_are_told_once() -> None:
+    """Each of k counts as samples of its own, with A k times too small and G k^2 too large."""
+    model = Case(Apart).build()
+    preconditioner = precondition(model)
+    one_by_one(model, 0)
+    message = r"reached 'members.0', others 'members.1', and no block has both.*Add the losses up"
+    with pytest.warns(UserWarning, match=message):
+        preconditioner.step()
+    for number in (1, 2):  # a warning is an error in these tests
+        model.zero_grad()
+        one_by_one(model, number)
+        preconditioner.step()
+
+
+def test_losses_of_networks_apart_are_told_in_micro_batches_as_well() -> None:
+    """Each network is reached by two passes, and still they have none in common."""
+    model = Case(Apart).build()
+    preconditioner = precondition(model)
+    one_by_one(model, 0)
+    one_by_one(model, 1)
+    with pytest.warns(UserWarning, match=r"reached 'members.0', others 'members.1'"):
+        preconditioner.step()
+
+
+def test_a_sum_of_losses_of_networks_apart_is_one_pass() -> None:
+    """The remedy."""
+    model = Case(Apart).build()
+    preconditioner = precondition(model)
+    sum(map(softplus, model(vectors(0)))).backward()
+    preconditioner.step()
+
+
+def frozen_trunk() -> nn.Module:
+    model = Case(TwoHeads).build()
+    model.trunk.requires_grad_(False)
+    return model
+
+
+def test_heads_that_take_turns_may_say_that_they_have_samples_of_their_own() -> None:
+    """Where nothing of the trunk is trained, nothing else tells them from losses of one batch."""
+    model = frozen_trunk()
+    preconditioner = precondition(model)
+    for number in range(2):
+        preconditioner.count(len(vectors(number)))
+        (softplus(model(vectors(number))[number]) / 2).backward()
+    preconditioner.step()
+
+
+def test_what_is_said_of_one_batch_makes_no_turns_of_its_losses() -> None:
+    model = frozen_trunk()
+    preconditioner = precondition(model)
+    preconditioner.count(len(vectors(0)))
+    one_by_one(model, 0)
+    with pytest.warns(UserWarning, match="no block has both"):
+        preconditioner.step()
+
+
+def test_passes_are_told_apart_by_what_they_reach_together() -> None:
+    """The third pass has a member in common with the first, and one with the second."""
+    model = Case(Apart).build()
+    preconditioner = precondition(model)
+    for number, reached in enumerate([[0], [1, 2], [0, 1], [2]]):
+        outputs = model(vectors(number))
+        (sum(softplus(outputs[member]) for member in reached) / 4).backward()
+    preconditioner.step()
+
+
+def test_the_scaling_of_kaisa_does_not_ask_how_many_passes_there_are() -> None:
+    model = Case(Apart).build()
+    preconditioner = precondition(model, scaling="kaisa")
+    one_by_one(model, 0)
+    preconditioner.step()
+
+
 def test_losses_of_several_calls_may_go_backward_one_by_one() -> None:
     """The remedy where a sum will not do; and what was given up is no earlier loss."""
     model = Case(TwoHeads).build()

@@ -246,3 +246,28 @@ def test_gradients_that_lie_otherwise_than_the_base(change: Change) -> None:
             found.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in found[1].items():
         assert torch.equal(found[0][name], gradient), name
+
+
+class Hooked(nn.Module):
+    """A hook on the output of a layer changes its gradient; plainly, it is on the next tensor."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self._plain = plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self._plain:
+            hidden = hidden.clone()
+        hidden.register_hook(lambda gradient: (10 * gradient).clamp(max=0.5))
+        return self.last(hidden.tanh())
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["two dimensions", "a view"])
+def test_hooks_of_an_output_that_change_its_gradient_come_first(flat: bool) -> None:
+    """The layer's own gradients are made of what they return, and so are its statistics."""
+    model, twin = (Hooked(plain).double() for plain in (False, True))
+    twin.load_state_dict(model.state_dict())
+    x = sequences(0).flatten(0, 1) if flat else sequences(0)
+    require_equal(statistics(model, x), statistics(twin, x))
