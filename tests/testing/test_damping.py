@@ -15,7 +15,7 @@ from soframe.damping.policies import (
     LevenbergMarquardt,
     RelativeDamping,
 )
-from soframe.registry import available
+from soframe.registry import available, describe
 from soframe.testing import check_damping
 
 
@@ -55,7 +55,7 @@ class Counting(DampingPolicy):
         LevenbergMarquardt(low=0.1, high=10.0),
         Counting(),
     ],
-    ids=str,
+    ids=describe,  # which has no address: workers must agree on the names
 )
 def test_own_policies_pass(policy: DampingChoice) -> None:
     check_damping(policy)
