@@ -424,7 +424,8 @@ class Capture:
             for call in inner:
                 self._watch_inner(helper, trained, call, keeps=keeps, again=again)
             return
-        self._hold_to_class(helper, args, kwargs, output)
+        if (why := computes_otherwise(helper, args, kwargs, output)) is not None:
+            self._fail_for_class(helper, why)
         inputs = tuple(helper.inputs(args, kwargs))
         if self.together is not None:
             # A tensor-parallel plan makes a DTensor of its own for each layer, in the same memory.
@@ -444,12 +445,8 @@ class Capture:
             self._edges.append((get_gradient_edge(where), None))
         where.register_hook(hook)
 
-    def _hold_to_class(
-        self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
+    def _fail_for_class(self, helper: LayerHelper, why: str) -> None:
         """Let the step raise where a subclass computes what the helper of its class does not."""
-        if (why := computes_otherwise(helper, args, kwargs, output)) is None:
-            return
         name, kind = self.names[helper], type(helper.module).__name__
         self.fail(
             ValueError(
@@ -610,13 +607,13 @@ class Capture:
             capture=weakref.ref(self),
             helper=helper,
             kept=kept,
-            edges=tuple(get_gradient_edge(p).node for p in trained),
+            edges=[get_gradient_edge(p).node for p in trained],
             counting=self.counting,
             view=view,
             batch=self.batch,
         )
 
-    def _wants(self, edges: tuple[Any, ...]) -> bool:
+    def _wants(self, edges: Sequence[Any]) -> bool:
         """Return whether the pass under way is one to take statistics from."""
         if self.probing:
             return self._probe is not None
@@ -671,7 +668,7 @@ class _GradientHook:
         capture: weakref.ref[Capture],
         helper: LayerHelper,
         kept: Any,
-        edges: tuple[Any, ...],
+        edges: Sequence[Any],
         counting: frozenset[LayerHelper],
         view: _View | _Arranged | None,
         batch: Batch,
@@ -727,7 +724,7 @@ class _Unseen:
     __slots__ = ("_called", "_capture", "_edges", "_name")
 
     def __init__(
-        self, capture: weakref.ref[Capture], *, name: str, called: str, edges: tuple[Any, ...] = ()
+        self, capture: weakref.ref[Capture], *, name: str, called: str, edges: Sequence[Any] = ()
     ) -> None:
         self._capture, self._name, self._called, self._edges = capture, name, called, edges
 

@@ -44,7 +44,7 @@ class BlockWeights:
         by_group = any(factor.mean_over == "group rows" for factor in mine)
         zeros = (0.0,) * block.shape.groups
         return cls(
-            factors=tuple(contribution.weight(f) if f in mine else 0.0 for f in block.captured),
+            factors=tuple([contribution.weight(f) if f in mine else 0.0 for f in block.captured]),
             inputs=contribution.input_weight,
             outputs=contribution.output_weight if mine else 0.0,
             groups=((contribution.group_weights or zeros) if by_group else zeros)

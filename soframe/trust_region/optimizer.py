@@ -346,7 +346,6 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
         """
         groups.check_all(self._model, self.param_groups)
         closures = closures_of(closure)
-        damping_at(self.damping, self._steps)
         parameters = groups.trainable(self.param_groups)
         self._undone, self._notes, before = None, [], self._steps
         if self._parts.follow(parameters):
@@ -815,7 +814,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
             return {
                 "step": self._steps,
                 "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
-                "damping": self.damping.at(self._steps),
+                "damping": damping_at(self.damping, self._steps),
                 "burn_in": self._burn_in,
                 "whether a step waits for its verdict": self._reduction.waits,
                 "rounding of the loss": self._eps,

@@ -208,7 +208,6 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         if self._swapped:
             raise RuntimeError("leave averaged() before the next step: it has other parameters")
         closures = closures_of(closure)
-        damping_at(self.damping, self._steps)
         due = self._steps < FIRST or self._since + 1 >= self._every
         if due:
             groups.check_all(self._model, self.param_groups)
@@ -494,6 +493,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         """
         backend = self._backend
         if backend.world_size == 1 and error is None:
+            damping_at(self.damping, self._steps)
             return loss
 
         def common() -> dict[str, object]:
@@ -502,7 +502,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
                 "step": self._steps,
                 "steps since the last model": self._since,
                 "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
-                "damping": self.damping.at(self._steps),
+                "damping": damping_at(self.damping, self._steps),
                 "what steps take of their length": self._share,
                 **agreeing.gradients_in_common(backend, self._home, parameters),
             }

@@ -49,8 +49,8 @@ from tests.trust_region.kit import (
 )
 def test_steps_are_the_dense_ones(ours: dict[str, Any], dense: dict[str, Any]) -> None:
     net = affine_net()
-    measured = Measured(0.5)
-    own = trust_region(net, "squared-error", measured, decay=0.0, reject=False, **ours)
+    own = trust_region(net, "squared-error", Measured(0.5), decay=0.0, reject=False, **ours)
+    measured = own.damping
     reference = Dense(vector(net), 0.5, **dense)
     decay = reference.weight_decay
     for step in range(4):
@@ -71,8 +71,8 @@ def test_steps_are_the_dense_ones(ours: dict[str, Any], dense: dict[str, Any]) -
 
 def test_one_step_solves_linear_regression() -> None:
     net, x, y = fill(nn.Sequential(nn.Linear(3, 2))), randn(8, 3), randn(8, 2, seed=1)
-    measured = Measured(1e-10)
-    own = trust_region(net, "squared-error", measured)
+    own = trust_region(net, "squared-error", Measured(1e-10))
+    measured = own.damping
     own.step(lambda: half_square(net(x), y))
     inputs = torch.cat([x, torch.ones(8, 1).double()], 1)
     expected = torch.linalg.lstsq(inputs, y).solution.T
@@ -132,7 +132,7 @@ def test_measured_every_so_many_steps() -> None:
     for step in range(7):
         x, y = classes_of(step)
         own.step(closures(net, [(x, y)], F.cross_entropy)[0])
-        counts.append(len(damping.ratios))
+        counts.append(len(own.damping.ratios))
     assert counts == [0, 0, 1, 1, 1, 2, 2]
 
 

@@ -289,14 +289,13 @@ def test_a_step_without_a_promise_has_no_ratio_unless_it_does_harm(
 def test_every_step_of_a_quadratic_brings_what_was_promised(full_batch: bool) -> None:
     """With momentum, decay, parts and steps that are too short; the damping all but zero."""
     net, x, y = fill(nn.Sequential(nn.Linear(3, 2))), randn(8, 3), randn(8, 2, seed=1)
-    measured = Measured(1e-9)
     own = trust_region(
-        net, "squared-error", measured, weight_decay=0.1, lr=0.5, full_batch=full_batch
+        net, "squared-error", Measured(1e-9), weight_decay=0.1, lr=0.5, full_batch=full_batch
     )
     for _ in range(6):
         own.step(lambda: half_square(net(x), y))
     own.settle(lambda: half_square(net(x), y))
-    assert measured.ratios == pytest.approx([1.0] * 6, abs=1e-5)
+    assert own.damping.ratios == pytest.approx([1.0] * 6, abs=1e-5)
 
 
 def test_the_last_update_never_worsens_what_a_step_promises() -> None:
