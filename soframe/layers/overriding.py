@@ -40,7 +40,10 @@ def _known_class(kind: type, helper: type[LayerHelper], given: bool) -> type[nn.
     """
     registry = KINDS["layer"]
     for base in kind.__mro__:
-        if registry.lookup(base, optional=True) is not helper:
+        found = registry.lookup(base, optional=True)
+        if found is None:  # what is mixed in, as fully_shard does
+            continue
+        if found is not helper:
             return None
         if registry.has(base):
             known: type[nn.Module] = base

@@ -96,6 +96,18 @@ def test_a_subclass_that_computes_otherwise_is_named(build: Callable[[], nn.Modu
         stepped(build(), rows(), layers="all")
 
 
+def test_what_is_mixed_in_counts() -> None:
+    class Tripled:
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)  # type: ignore[misc]
+
+    class Layer(Tripled, nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"Layer\.forward does not compute what Linear's does"):
+        stepped(Layer(3, 3), rows())
+
+
 def test_what_a_convolution_overrides_beneath_its_forward_counts() -> None:
     with pytest.raises(ValueError, match=r"Standardised\.forward does not compute what Conv2d's"):
         stepped(Standardised(), torch.randn(4, 1, 2, 2))
