@@ -496,9 +496,9 @@ class Preconditioner(Uncopied, Joinable):
             directions.commit()
             self._solve_after(now)
         else:
-            self._accumulation.wrote(directions.matrices if finite else ())
             self.counters["skipped_updates"] += finite
             magnitude.discard(self._model, self.home)
+            self._accumulation.wrote(directions.matrices if finite else ())
 
     def _taken(
         self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped

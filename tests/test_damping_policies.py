@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import soframe
 from soframe import checkpoint
 from soframe.damping.policies import DampingPolicy, adopted
+from soframe.testing import compare
+from tests.distributed.harness import run_ranks
 
 
 class Halving(DampingPolicy):
@@ -157,3 +161,46 @@ def test_a_copy_shares_no_container() -> None:
     fresh = adopted(policy)
     fresh.at(0)
     assert policy.asked == [3]
+
+
+def train_share(
+    rank: int, ranks: int, strategy: str, steps: range, state: Any
+) -> tuple[list[Tensor], list[float], Any]:
+    """Train on this rank's share of each batch, in two micro-batches; gradients are averaged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
+    own = soframe.Preconditioner(model, damping=Halving(), strategy=strategy, **settings)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        own.load_state_dict(state["own"])
+    dampings = []
+    for step in steps:
+        whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(step)).double()
+        model.zero_grad()
+        for part in whole.chunk(ranks)[rank].chunk(2):
+            (model(part).square().mean() / 2).backward()
+        for parameter in model.parameters() if ranks > 1 else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(ranks)
+        own.step()
+        dampings.append(own.damping)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    kept = {"model": model.state_dict(), "own": own.state_dict()}
+    own.close()
+    return weights, dampings, copy.deepcopy(kept)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_four_ranks_that_go_on_as_two_are_one_process(strategy: str) -> None:
+    expected, dampings, _ = train_share(0, 1, strategy, range(6), None)
+    first = run_ranks(train_share, 4, strategy, range(3), None)
+    second = run_ranks(train_share, 2, strategy, range(3, 6), first[0][2])
+    for weights, later, _ in second:
+        assert first[0][1] + later == dampings
+        for name, (one, other) in enumerate(zip(weights, expected, strict=True)):
+            compare(one, other, f"parameter {name}", rtol=1e-11)

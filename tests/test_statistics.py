@@ -125,7 +125,7 @@ def test_a_step_without_a_layer_leaves_its_average() -> None:
         compare(seen[2][1]["A"], alone(1)["A"], "A of the other")
 
 
-@pytest.mark.filterwarnings("ignore:some backward passes of this step reached")
+@pytest.mark.filterwarnings("ignore:soframe. some backward passes of this step reached")
 @pytest.mark.parametrize("average", ["local", "global"])
 @pytest.mark.parametrize("used", [1, 2])
 def test_samples_that_do_not_reach_a_layer_count(average: str, used: int) -> None:

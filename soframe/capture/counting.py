@@ -376,13 +376,13 @@ class Passes:
             self.warned = True
             (one, _), (other, _) = groups[:2]
             warnings.warn(
-                f"some backward passes of this step reached {one!r}, others {other!r}, and no "
-                f"block has both. If these are losses of one batch, each counts as samples of its "
-                f"own, and they are the same: of k passes the factors of inputs are k times too "
-                f"small, those of outputs k^2 times too large. Add the losses up, and call "
+                f"soframe: some backward passes of this step reached {one!r}, others {other!r}, "
+                f"and no block has both. If these are losses of one batch, each counts as samples "
+                f"of its own, and they are the same: of k passes the factors of inputs are k times "
+                f"too small, those of outputs k^2 times too large. Add the losses up, and call "
                 f"backward() once. If each pass has samples of its own, as where heads take turns, "
                 f"all is well: preconditioner.count(n) before each forward pass says so",
-                stacklevel=2,
+                stacklevel=10,  # whoever called Preconditioner.step()
             )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:

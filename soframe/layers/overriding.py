@@ -66,6 +66,9 @@ def computes_otherwise(
     Returns:
         The reason; None if it is, or nothing can be compared: parameters that are elsewhere, as
         sharded ones are between their layers' calls.
+
+    Raises:
+        OutOfMemoryError: If the device has no room for another output.
     """
     module = helper.module
     kind: type = type(module)
@@ -80,7 +83,9 @@ def computes_otherwise(
     with torch.no_grad():
         try:
             expected = base.forward(_twin(module, base, dtype), *args, **kwargs)
-        except Exception as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever it is: the class has another call
             return f"{_who(module, base)}, which cannot be called so ({error})"
         if expected.shape != output.shape:
             return f"{_who(module, base)}, whose output would be {list(expected.shape)}"

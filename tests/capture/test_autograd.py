@@ -203,8 +203,9 @@ def test_losses_of_networks_apart_that_go_backward_one_by_one_are_told_once() ->
     preconditioner = precondition(model)
     one_by_one(model, 0)
     message = r"reached 'members.0', others 'members.1', and no block has both.*Add the losses up"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         preconditioner.step()
+    assert [warning.filename for warning in caught] == [__file__]
     for number in (1, 2):  # a warning is an error in these tests
         model.zero_grad()
         one_by_one(model, number)

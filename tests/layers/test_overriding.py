@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import soframe
 from soframe.layers import LinearHelper
-from soframe.testing import dense_fisher
+from soframe.testing import compare, dense_fisher
+from tests.distributed.harness import run_ranks
 
 
 class Masked(nn.Linear):
@@ -124,12 +126,6 @@ def test_a_forward_that_an_instance_was_given_counts() -> None:
 
 
 def test_one_that_begins_to_compute_otherwise_is_named_at_that_step() -> None:
-    class Gated(nn.Linear):
-        gate = 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.gate * super().forward(x)
-
     model = nn.Sequential(Gated(3, 3))
     own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
     for gate in (1.0, 0.5):
@@ -182,11 +178,69 @@ def test_other_methods_and_other_helpers_are_not_concerned() -> None:
     optimizer = soframe.Optimizer(nn.Sequential(twin), "muon", lr=0.1)
     twin(x).square().mean().backward()
     optimizer.step()
-    own = stepped(layer, x, layers={"^0$": Own}, damping=1e-12)
-    # Of one sample's rows in each factor, and exact: of the same scale as the dense Fisher.
+    # Of a single sample the block is the Fisher itself.
+    own = stepped(layer, x[:1], layers={"^0$": Own})
     dense = dense_fisher(
-        nn.Sequential(layer), x, lambda y, _: y.square().mean(), x, parameters=["0.weight"]
+        nn.Sequential(layer), x[:1], lambda y, _: y.square().mean(), x[:1], parameters=["0.weight"]
     )
     a, g = (own.blocks[0].running[name][0] for name in ("A", "G"))
-    ratio = torch.trace(a[:3, :3]) * torch.trace(g) / torch.trace(dense)
-    assert 0.3 < ratio < 3
+    compare(torch.kron(g, a[:3, :3]), dense, "the Fisher of the weight", rtol=1e-6)
+
+
+def sharded(rank: int, ranks: int, kind: type[nn.Module]) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.Linear(3, 2))
+    for layer in (*model, model):
+        fully_shard(layer)
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    model(rows()).square().mean().backward()
+    try:
+        own.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_sharded_layers_are_compared_with_their_gathered_parameters() -> None:
+    """fully_shard mixes a class of its own into that of each module."""
+    for said in run_ranks(sharded, 2, Scaled):
+        assert "FSDPScaled.forward does not compute what Linear's does" in said
+    assert run_ranks(sharded, 2, Counting) == ["", ""]
+
+
+class Gated(nn.Linear):
+    gate = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate * super().forward(x)
+
+
+def gated_once(rank: int, ranks: int) -> list[str]:
+    """The second micro-batch of one rank is computed otherwise, in the second step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(3, 3))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
+    said = []
+    for step in range(3):
+        model.zero_grad()
+        for part in range(2):
+            model[0].gate = 0.5 if (rank, step, part) == (2, 1, 1) else 1.0
+            (model(rows()).square().mean() / 2).backward()
+        before = model[0].weight.grad.clone()
+        try:
+            own.step()
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            assert torch.equal(model[0].weight.grad, before)
+            said.append(str(error))
+            own.reset_batch()
+    return said
+
+
+@pytest.mark.distributed
+def test_all_ranks_are_told_of_a_call_of_one_and_go_on() -> None:
+    each = run_ranks(gated_once, 4)
+    assert all(first == last == "" and middle for first, middle, last in each)
+    assert "Gated.forward does not compute what Linear's does" in each[2][1]
+    assert all("rank 2" in middle for _, middle, _ in (*each[:2], each[3]))

@@ -72,3 +72,19 @@ def test_what_is_written_is_not_preconditioned_again() -> None:
     )
     backward(model, 3)
     own.step()
+
+
+def test_nor_is_what_was_given_up_for_not_being_finite() -> None:
+    """Its gradients are zeros then, which the next step would take for the next batch's."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    own = soframe.Preconditioner(model, statistics_every=10, damping=1e-8, kl_clip=None)
+    x = torch.randn(6, 4)
+    for scale in (1.0, 1e37):
+        model.zero_grad()
+        (model(x).square().mean() * scale).backward()
+        own.step()
+    assert own.counters["skipped_updates"] == 1
+    assert not any(bool(parameter.grad.any()) for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="no backward pass has come since the last step"):
+        own.step()
