@@ -15,7 +15,7 @@ from soframe.experiments.workloads import workload
 KFAC: tuple[OptimizerName, ...] = ("kfac", "trust-region")
 #: What a verdict is on, and what it compares with.
 SECOND_ORDER: tuple[OptimizerName, ...] = (*KFAC, "stochastic-trust-region")
-FIRST_ORDER: tuple[OptimizerName, ...] = ("sgd", "adamw")
+FIRST_ORDER: tuple[OptimizerName, ...] = ("sgd", "adamw", "muon", "soframe:muon")
 
 
 @dataclass(frozen=True)

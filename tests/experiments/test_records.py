@@ -138,6 +138,19 @@ def test_a_verdict_on_the_trust_region_leaves_the_other_kfac_out():
     assert "the fastest first-order run, SGD, took 40 steps" in said
 
 
+@pytest.mark.parametrize("muon", ["muon", "soframe:muon"])
+def test_a_verdict_on_another_method_does_not_pass_muon_over(muon):
+    """Muon has no curvature, and may be the fastest."""
+    records = [
+        record("adamw", NEVER),
+        record(muon, FAST, seconds=0.2),
+        record("soframe:soap-muon", FAST),
+    ]
+    said = verdict(records, 0.5, "soframe:soap-muon")
+    assert f"the fastest first-order run, {records[1].config.label}, took 10 steps and" in said
+    assert "soap-muon needed about as many steps and 2.5 times more time" in said
+
+
 def test_a_verdict_calls_a_trust_region_without_kfac_by_its_name():
     records = [record("sgd", SLOW), record("stochastic-trust-region", FAST)]
     said = verdict(records, 0.5, "stochastic-trust-region")
