@@ -12,7 +12,7 @@
 Every trainable parameter belongs to a block: of ``method``, or of ``auxiliary``. What the methods
 make of the gradients is exchanged as a `soframe.Preconditioner` exchanges it; then each parameter
 takes its step, ``p <- (1 - lr weight_decay) p - lr direction`` (decoupled weight decay: Loshchilov
-and Hutter, 2019), or one that `soframe.gradients.moving` defines: cautious decay, a constraint.
+and Hutter, 2019), or one that `soframe.step.moving` defines: cautious decay, a constraint.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from soframe.checks.numbers import require_numbers
 from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
-from soframe.gradients import moving
-from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
+from soframe.step import moving
+from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums

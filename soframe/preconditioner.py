@@ -25,7 +25,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe.blocks import claims
 from soframe.blocks.block import Block
-from soframe.blocks.history import History
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
@@ -53,15 +52,15 @@ from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
-from soframe.gradients import averaging, magnitude
+from soframe.step import gradients as averaging
+from soframe.step import magnitude
 from soframe.gradients.accumulation import Accumulation, OptimizerSteps
-from soframe.gradients.applying import Directions
-from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
+from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
-from soframe.gradients.incoming import Incoming
-from soframe.gradients.moving import as_agreed
-from soframe.gradients.rates import ClipLR, LearningRates
+from soframe.step.moving import as_agreed
+from soframe.step.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
+from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
 from soframe.methods.returned import observed_by
 from soframe.methods.scaling import LossAverage, Scale, Scaling
@@ -71,14 +70,16 @@ from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining, unread
 from soframe.setup.pipelines import STAGES
 from soframe.setup.weights import HINTS, Weights
-from soframe.solving.background import Background
-from soframe.solving.refresh import Refresh, Stagger
+from soframe.step.refresh import Refresh
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.state.transfer import Watch, hand_over
-from soframe.statistics.running import observe
 from soframe.statistics.window import Statistics
+from soframe.step.averages import observe
+from soframe.step.gradients import Gradients
+from soframe.step.solves import Solves
+from soframe.step.updates import Update, alike, commit, exchange, precondition, write
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
@@ -116,7 +117,7 @@ class Look:
 
     Attributes:
         seen: What the stages of a pipeline put together first.
-        present: Which gradients there are, see `soframe.gradients.averaging`.
+        present: Which gradients there are, see `soframe.step.gradients`.
         reached: Which blocks the backward passes have reached, see `soframe.gradients.effect`.
         error: What this rank is about to raise.
     """
@@ -168,8 +169,7 @@ class Preconditioner(Uncopied, Joinable):
         lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
-        stagger: Whether the statistics and the solves of an interval are spread over its steps,
-            balanced by cost: each layer has its turns. ``"solves"`` for the solves alone.
+        stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
         background: After how many steps solves are put to use, which run in a thread (on CUDA, on a
             stream) of their own meanwhile: the same in every run. ``"ready"`` for the first step
             that finds them done; 0 solves in the step.
@@ -251,7 +251,7 @@ class Preconditioner(Uncopied, Joinable):
         lr: Schedule | None = None,
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
-        stagger: Stagger = False,
+        stagger: bool = False,
         background: int | Literal["ready"] = 0,
         skip: Sequence[str] = (),
         scaling: Scaling = "fisher",
@@ -309,7 +309,7 @@ class Preconditioner(Uncopied, Joinable):
             self._agreed = as_agreed(optimizer)
             self._optimizer_steps = OptimizerSteps(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-            self._background = Background(cadence.background, overlap=self.backend.overlap)
+            self._solves = Solves(cadence.background, overlap=self.backend.overlap)
             self._gradients = gradients
             self._sampler = Sampler(curvature.rows, self.backend.rank)
             self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clips.lr)
@@ -453,32 +453,40 @@ class Preconditioner(Uncopied, Joinable):
         return not_unnoticed(self.backend, self._stages.backend)
 
     def _take_agreed_step(self, agreed: Agreed) -> None:
-        finite, weights, now = agreed.finite, agreed.weights, agreed.now
-        phase = self.backend.phases
+        now, phase = agreed.now, self.backend.phases
         if self._blocks:
             self._optimizer_steps.follow(next(iter(self._blocks[0].parameters.values())))
-        self._placed.history.begin(self._steps)
-        if weights is not None:
+        if agreed.weights is not None:
             with phase("reduce"):
-                self._refresh.learn(self._placed, self._statistics, self._steps)
-                self._statistics.fold(weights, now.decay)
-        incoming = Incoming(self._blocks, self._raw, phase)
-        if finite:
-            self._observe(incoming, now, after=False)
-        directions = self._update(incoming, now, () if weights is None else self._statistics.due)
+                self._statistics.fold(agreed.weights, now.decay, self._steps)
+        with phase("average"):
+            gradients = self._raw.raw()
+        if agreed.finite:
+            self._observe(gradients, now, after=False)
+        self._solves.update(
+            self._placed,
+            self._due(after=False),
+            damping=now.damping,
+            counters=self.counters,
+            step=self._steps,
+            changed=() if agreed.weights is None else self._statistics.due,
+        )
+        updates = precondition(self._placed, gradients, now.damping)
+        exchange(self._placed, updates)
         with phase("write"):
-            self._write(incoming, directions, now, finite=finite)
+            self._write(gradients, updates, now, finite=agreed.finite)
         self._steps += 1
         self._refresh.end_step()
         self._begin()
 
-    def _write(self, incoming: Incoming, directions: Directions, now: Now, *, finite: bool) -> None:
-        """Clip the directions and write them, if all is finite; then solve what is due after."""
+    def _write(
+        self, gradients: Gradients, updates: Sequence[Update], now: Now, *, finite: bool
+    ) -> None:
+        """Clip the updates and write them, if all is finite; then solve what is due after."""
         clipped = Clipped(finite=False)
         if finite:
             clipped = clip(
-                directions,
-                incoming.raw(),
+                updates,
                 self._raw,
                 limits=now.limits,
                 rates=self._lrs,
@@ -486,27 +494,34 @@ class Preconditioner(Uncopied, Joinable):
                 stages=self._stages,
             )
         self.updated = clipped.finite
-        self._measuring.note(self._taken(incoming, directions, now, clipped))
+        self._measuring.note(self._taken(gradients, updates, now, clipped))
+        written = [block for update in updates for block in update.blocks]
         if self.updated:
             # Before anything is written: what was read may be views of them.
-            self._observe(incoming, now, after=True)
-            directions.write()
+            self._observe(gradients, now, after=True)
+            write(updates, self.home)
             # Noted at once: a solve may fail yet, and what is written is not to be taken again.
-            self._accumulation.wrote(directions.matrices)
-            directions.commit()
-            self._solve_after(now)
+            self._accumulation.wrote(written)
+            commit(updates)
+            self._solves.update(
+                self._placed,
+                self._due(after=True),
+                damping=now.damping,
+                counters=self.counters,
+                step=self._steps,
+            )
         else:
             self.counters["skipped_updates"] += finite
             magnitude.discard(self._model, self.home)
-            self._accumulation.wrote(directions.matrices if finite else ())
+            self._accumulation.wrote(written if finite else ())
 
     def _taken(
-        self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped
+        self, gradients: Gradients, updates: Sequence[Update], now: Now, clipped: Clipped
     ) -> Taken:
         """Return what `metrics` has to know of this step, before gradients are overwritten."""
         norms = None
         if self._measuring.norms and clipped.finite:
-            norms = measure(self._blocks, incoming.gradients, directions.whole)
+            norms = measure(self._blocks, gradients, updates)
         return Taken(
             step=self._steps,
             damping=now.damping,
@@ -517,50 +532,35 @@ class Preconditioner(Uncopied, Joinable):
             norms=norms,
         )
 
-    def _observe(self, incoming: Incoming, now: Now, *, after: bool) -> None:
+    def _observe(self, gradients: Gradients, now: Now, *, after: bool) -> None:
         """Let methods that read averaged gradients take their statistics."""
-        for block, place in self._placed:
-            reads = len(block.captured) < len(block.factors)
-            if not reads or block.method.refreshes_after != after:
+        for stack, gradient in gradients.items():
+            like = stack.like
+            reads = len(like.captured) < len(like.factors)
+            if not reads or like.method.refreshes_after != after:
                 continue
-            if block not in incoming.gradients:
-                continue
-            if block.lost:
-                continue  # nothing stands in for its data: it is solved first
-            gradient = incoming.gradients[block]
-            with self.backend.phases("observe"):
-                factors: Mapping[str, Tensor] = {}
-                if gradient is not None and self.backend.rank in place.gradient_workers:
-                    factors = observed_by(block.method, block.factors, gradient, block.data)
-                observe(block, factors, places=place, rank=self.backend.rank, decay=now.decay)
-            names = (factor.name for factor in block.factors if not factor.captured)
-            self._placed.history.took_statistics(block.name, names)
+            # Where data are lost, nothing stands in for them: the block is solved first.
+            members = tuple(m for m in gradient.members if not stack.blocks[m].lost)
+            for chosen in alike(stack, members):
+                with self.backend.phases("observe"):
+                    factors: Mapping[str, Tensor] = {}
+                    matrix = gradient.of(chosen)
+                    if matrix is not None and self.backend.rank in stack.place.gradient_workers:
+                        data = stack.data_of(chosen)
+                        specs = like.method.factors(BlockShape(*matrix.shape))
+                        factors = observed_by(like.method, specs, matrix, data)
+                    observe(
+                        stack,
+                        chosen,
+                        factors,
+                        rank=self.backend.rank,
+                        decay=now.decay,
+                        step=self._steps,
+                    )
 
     def _due(self, *, after: bool) -> list[Block]:
         due = self._refresh.due(self._placed, self._steps)
         return [block for block in due if block.method.refreshes_after == after]
-
-    def _update(self, incoming: Incoming, now: Now, changed: Collection[Block]) -> Directions:
-        """Solve what is due before directions are made, and make them."""
-        return self._background.update(
-            self._placed,
-            self._due(after=False),
-            damping=now.damping,
-            counters=self.counters,
-            gradients=incoming.raw,
-            step=self._steps,
-            changed=changed,
-        )
-
-    def _solve_after(self, now: Now) -> None:
-        """Solve what is due once directions are made."""
-        self._background.solve_after(
-            self._placed,
-            self._due(after=True),
-            damping=now.damping,
-            counters=self.counters,
-            step=self._steps,
-        )
 
     @torch.no_grad()
     def precondition_again(self, damping: float) -> None:
@@ -575,19 +575,16 @@ class Preconditioner(Uncopied, Joinable):
         """
         able = [block for block in self._blocks if not block.remembers]
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
-
-        def raw() -> dict[Block, Tensor | None]:
-            return {b: gradient for b, gradient in self._raw.now().items() if not b.remembers}
-
         with self._shaped(), self.not_unnoticed():
-            directions = self._background.update(
-                self._placed,
-                due,
-                damping=damping,
-                counters=self.counters,
-                gradients=raw,
-            )
-            directions.write()
+            self._solves.update(self._placed, due, damping=damping, counters=self.counters)
+            gradients = {
+                stack: gradient
+                for stack, gradient in self._raw.now().items()
+                if not stack.like.remembers
+            }
+            updates = precondition(self._placed, gradients, damping)
+            exchange(self._placed, updates)
+            write(updates, self.home)
         self._measuring.redamped(damping)
 
     @property
@@ -616,7 +613,7 @@ class Preconditioner(Uncopied, Joinable):
             common=fingerprint(common),
             weights=self._statistics.weights(),
             present=look.present,
-            waits=self._background.waits(),
+            waits=self._solves.waits(),
             reached=look.reached,
         ).over_ranks(self.backend)
         if said.failed > 0:
@@ -624,7 +621,7 @@ class Preconditioner(Uncopied, Joinable):
         require_no_failure(self.backend, error, said.failed)
         self._stages.require_none(self._problem(said, common))
         self._raw.agree(said.present)
-        self._background.agree(said.waits)
+        self._solves.agree(said.waits)
         if said.changed or any(said.rebuilt):
             self._rebuild(changed=said.changed > 0)
             return self._agree()
@@ -772,7 +769,7 @@ class Preconditioner(Uncopied, Joinable):
             *self._common(),
             self._lrs.which,
             self._gradients,
-            self._background,
+            self._solves,
             self._refresh,
         )
         head = building.meet_stages(self._model, self._pipeline, self.backend, settings)
@@ -793,7 +790,7 @@ class Preconditioner(Uncopied, Joinable):
             rates=self._lrs,
             strategy=self._strategy,
             backend=self.backend,
-            background=self._background,
+            background=self._solves,
             refresh=self._refresh,
             settings=settings,
             owner=self._capture,
@@ -809,8 +806,7 @@ class Preconditioner(Uncopied, Joinable):
         # Opacus wraps whole models, and this is asked at every step.
         self._one_of_calls = [block for block in self._blocks if block.method.captures][:1]
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
-        history = self._placed.history if again else History()
-        placed = PlacedBlocks(registration.blocks, placement, self.backend, history)
+        placed = PlacedBlocks(registration.blocks, placement, self.backend)
         if again and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
@@ -963,7 +959,7 @@ class Preconditioner(Uncopied, Joinable):
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
         report = self._report.with_note("no statistics so far: not used in training", idle)
         for block in self._blocks:
-            if failures := block.second_order.failures:
+            if failures := block.record.failures:
                 times = ", ".join(f"{name} {count}x" for name, count in failures.items())
                 report = report.with_note(f"failed solves: {times}", {block.name})
         return report
@@ -976,7 +972,7 @@ class Preconditioner(Uncopied, Joinable):
             ``"second_order"``, ``"statistics"`` (of the window under way), with ``background=``
             ``"under_way"`` (copies of factors, results not in use yet), and their ``"total"``.
         """
-        return state.memory_usage(self._blocks, self._background.held())
+        return state.memory_usage(self._placed, self._solves.held())
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank's collectives carried so far.
@@ -1114,7 +1110,7 @@ class Preconditioner(Uncopied, Joinable):
         stages = {STAGES: self.stage} if self.stage else {}
         policy = self._damping.state()
         damping = {"damping": policy} if policy else {}  # most policies have nothing to keep
-        history = self._placed.history.state()
+        history = state.history(self._blocks)
         return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
 
     def check_beside_blocks(self, saved: Mapping[str, Any]) -> None:
@@ -1138,7 +1134,7 @@ class Preconditioner(Uncopied, Joinable):
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
-        self._background.land(self._placed, self.counters, what)
+        self._solves.land(self._placed, self.counters, what)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
@@ -1189,7 +1185,7 @@ class Preconditioner(Uncopied, Joinable):
 
     def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
         state.load(saved, self._placed, check, self._stages)
-        self._background.drop()
+        self._solves.drop()
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
@@ -1201,7 +1197,7 @@ class Preconditioner(Uncopied, Joinable):
                 f"soframe: the state has nothing of {describe(self._damping)}: it begins anew",
                 stacklevel=3,
             )
-        self._placed.history.load(saved.get("history", {}), self._steps)
+        state.load_history(saved.get("history", {}), self._blocks)
         self._measuring.note(None)
         self._begin()
 
@@ -1238,6 +1234,5 @@ class Preconditioner(Uncopied, Joinable):
         self._accumulation.close()
         self._optimizer_steps.close()
         claims.release(self._capture)
-        self._background.close()
-        self._statistics.arrive()
+        self._solves.close()
         self._closed = True

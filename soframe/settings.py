@@ -17,11 +17,10 @@ import torch
 
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import Rows
-from soframe.gradients.rates import ClipLR
+from soframe.step.rates import ClipLR
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
 from soframe.schedules import Interval, Schedule
-from soframe.solving.refresh import Stagger
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,13 @@ class Cadence:
     Attributes:
         statistics: Interval of statistics steps (``statistics_every``).
         solves: Interval of solves (``solve_every``).
-        stagger: Whether blocks take turns within them.
+        stagger: Whether the solves of an interval are spread over its steps.
         background: After how many steps solves are put to use.
     """
 
     statistics: Interval = 10
     solves: Interval = 10
-    stagger: Stagger = False
+    stagger: bool = False
     background: int | Literal["ready"] = 0
 
     names: ClassVar[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import soframe
 from soframe import PlainGrad
 from soframe.checkpoint import seal
-from soframe.gradients.moving import Ball, Move, descend, is_matrix
+from soframe.step.moving import Ball, Move, descend, is_matrix
 from soframe.testing import check_method
 from tests.distributed.harness import RankFailure, run_ranks
 

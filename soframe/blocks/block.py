@@ -1,34 +1,29 @@
-"""A block: its parameters, their layout and method, and what is remembered of it.
+"""A block: its parameters, their layout, method and solver. It never changes.
 
-A `Block` itself never changes. What does is in four objects of its own, each of which changes by
-calls of its methods alone: the window (`soframe.blocks.window`), the running factors
-(`soframe.blocks.running`), the second-order data (`soframe.blocks.second_order`) and what the
-method keeps (`soframe.blocks.kept`).
+What changes are its numbers (`soframe.blocks.stack.Record`) and the tensors of the stack that it is
+a part of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from soframe.blocks.home import GradientHome
-from soframe.blocks.kept import Kept
-from soframe.blocks.running import RunningFactors
-from soframe.blocks.second_order import SecondOrderData
-from soframe.blocks.window import Window
+from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Stack, State
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.layers.layout import Layout
 from soframe.methods.base import Method
 from soframe.solvers.base import Solver
-from soframe.specs import VALUE, FactorSpec, Shards, TensorSpec
+from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.placement import BlockWork
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """The curvature of some parameters, most often of one layer's.
 
@@ -43,6 +38,8 @@ class Block:
         home: Where the parameters' gradients live.
         ranks: The global ranks of the group in which the block is placed.
         auxiliary: Whether its method is the auxiliary one.
+        record: Its numbers.
+        member: Its index in its stack.
     """
 
     name: str
@@ -54,6 +51,9 @@ class Block:
     home: GradientHome
     ranks: tuple[int, ...] = ()
     auxiliary: bool = False
+    record: Record = field(default_factory=Record, repr=False)
+    member: int = 0
+    _stack: Stack | None = field(default=None, repr=False)
 
     # -- what is asked of it at every step: computed once -----------------------------------------
 
@@ -171,101 +171,80 @@ class Block:
             for (name, shards), p in zip(found.items(), self.parameters.values(), strict=True)
         }
 
-    # -- what is remembered of it -----------------------------------------------------------------
+    # -- what is known of it ----------------------------------------------------------------------
 
-    @cached_property
-    def window(self) -> Window:
-        """What the calls since the last step have added up to."""
-        return Window(self._gatherable())
+    def join(self, stack: Stack, member: int) -> None:
+        """Become a member of a stack, which keeps the block's tensors from now on."""
+        self._stack, self.member = stack, member
+        self.record.gathered = self.gatherable()
 
-    @cached_property
+    @property
+    def stack(self) -> Stack:
+        """The stack that keeps the block's tensors."""
+        assert self._stack is not None
+        return self._stack
+
+    @property
     def running(self) -> RunningFactors:
         """The running factors that this rank holds."""
-        return RunningFactors(self.factors)
+        return RunningFactors(self)
 
-    @cached_property
+    @property
     def second_order(self) -> SecondOrderData:
-        """What solvers have made of the factors."""
-        return SecondOrderData()
+        """The second-order data that this rank holds."""
+        return SecondOrderData(self)
 
-    @cached_property
-    def state(self) -> Kept:
-        """What the method keeps from step to step."""
-        return Kept()
-
-    # -- statistics -------------------------------------------------------------------------------
+    @property
+    def state(self) -> State:
+        """What the method keeps from step to step, on gradient workers."""
+        return State(self)
 
     @cached_property
     def _dependent(self) -> bool:
         """Whether statistics of a factor are made with second-order data."""
         return any(factor.needs for factor in self.factors)
 
-    @cached_property
-    def _solvable(self) -> int:
-        """How many factors are solved."""
-        return len(self.tensors)
-
-    @cached_property
-    def _all_captured(self) -> frozenset[str]:
-        return frozenset(factor.name for factor in self.captured)
-
     @property
     def mass(self) -> float:
-        """See `RunningFactors.mass`."""
-        return self.running.mass
+        """The EMA weight of the first factor that needs no data; 1 where there are no factors."""
+        first = next((factor.name for factor in self.factors if not factor.needs), None)
+        if first is None:
+            return 0.0 if self.factors else 1.0
+        return self.record.mass(first)
 
     @property
     def lacks(self) -> bool:
         """Whether a factor waits for its first statistics, which it could take now."""
         if not self._dependent:
             return False
-        able, masses = self._gatherable(), self.running.masses
+        able, masses = self.gatherable(), self.record.masses
         return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
 
-    def _gatherable(self) -> frozenset[str]:
+    def gatherable(self) -> frozenset[str]:
         """Return the factors that can take statistics: some need second-order data for that."""
-        if not self._dependent:
-            return self._all_captured
-        solved = self.second_order.solved
-        return frozenset(f.name for f in self.captured if solved.issuperset(f.needs))
-
-    def renew(self, name: str) -> None:
-        """Drop what was gathered with second-order data that are about to be replaced.
-
-        Args:
-            name: The factor whose data these are.
-        """
-        for factor in self.factors if self._dependent else ():
-            if name in factor.needs:
-                self.window.drop(factor.name)
-                self.running.drop(factor.name)
-
-    def begin_window(self) -> None:
-        """Drop the statistics of the window, and begin another."""
-        self.window.begin(self._gatherable())
+        ready = self.solved
+        return frozenset(f.name for f in self.captured if ready or not f.needs)
 
     def damped_with(self, damping: float) -> float:
-        """Return the block's damping.
-
-        Args:
-            damping: The preconditioner's.
-        """
-        own = self.second_order.damping
+        """Return the block's damping, given the preconditioner's."""
+        own = self.record.damping
         return damping if own is None else own
 
-    # -- second-order data and state --------------------------------------------------------------
+    def damp(self, damping: float | None) -> None:
+        """Damp the block with a damping of its own; None for the preconditioner's."""
+        self.record.damping = damping
 
     @property
     def solved(self) -> bool:
         """Whether the gradient workers have second-order data for every factor that is solved."""
-        return len(self.second_order.solved) == self._solvable
+        return self.record.solved or not self.tensors
 
     @property
     def lost(self) -> bool:
         """Whether statistics are to be made with data that were there once, and are not now."""
-        if not self.method.observes_with_data or self.solved or self.second_order.failed:
+        if not self.method.observes_with_data or self.solved or self.record.failed:
             return False
-        return any(f.name in self.running.masses for f in self.factors if not f.captured)
+        return any(f.name in self.record.masses for f in self.factors if not f.captured)
 
     @property
     def follows(self) -> bool:
@@ -277,26 +256,16 @@ class Block:
         """Whether the method makes a direction of the block's gradient yet."""
         return self.solved or self.method.starts_at_once
 
-    @property
-    def data(self) -> dict[str, Mapping[str, Tensor]]:
-        """What `Method.direct` is given: second-order data, and factors that are their own."""
-        data: dict[str, Mapping[str, Tensor]] = dict(self.second_order) if self.solved else {}
-        for factor in self.unsolved:
-            if factor.name in self.running.masses:
-                data[factor.name] = {VALUE: self.running[factor.name]}
-        return data
-
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return the share of the damping of each factor that is solved.
 
         Args:
             traces: The mean trace of each, ``[groups]``.
-            damping: The preconditioner's damping.
+            damping: The damping of the blocks.
 
         Returns:
             ``[groups]`` for each: those of one solver are split by it together.
         """
-        damping = self.damped_with(damping)
         shares: dict[int, Tensor] = {}
         for solver, numbers in self.solvers:
             split = solver.shares([traces[number] for number in numbers], damping)
@@ -395,14 +364,6 @@ class Block:
         """
         for name, part in parts.items():
             self.home.write(self.parameters[name], part)
-
-    def flat_specs(self) -> list[tuple[str, str, TensorSpec]]:
-        """Return (factor, tensor, spec) of the second-order data, in the order of travel."""
-        return [
-            (factor, name, spec)
-            for factor, specs in self.tensors.items()
-            for name, spec in specs.items()
-        ]
 
 
 def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Blocks with their places: what the phases of a step hand on to each other."""
+"""Blocks with their places and their stacks: what the phases of a step work on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block
-from soframe.blocks.history import History
+from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
 from soframe.strategies.placement import BlockPlacement, Placement
 
@@ -21,37 +21,30 @@ class PlacedBlocks:
         blocks: The blocks, in the placement's order.
         placement: Who owns, preconditions and receives what.
         backend: How tensors travel.
-        history: At which steps factors took statistics and were solved.
+        stacks: The blocks that are alike, batched.
     """
 
     blocks: Sequence[Block]
     placement: Placement
     backend: Backend
-    history: History = field(default_factory=History, repr=False)
-    _places: dict[Block, BlockPlacement] = field(init=False, repr=False)
+    stacks: tuple[Stack, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        places = dict(zip(self.blocks, self.placement.blocks, strict=True))
-        object.__setattr__(self, "_places", places)
+        blocks, places = self.blocks, self.placement.blocks
+        stacks = [
+            Stack([blocks[i] for i in members], [places[i] for i in members])
+            for members in self.placement.stacks
+        ]
+        object.__setattr__(self, "stacks", tuple(stacks))
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
-        return iter(self._places.items())
+        return zip(self.blocks, self.placement.blocks, strict=True)
 
-    def place(self, block: Block) -> BlockPlacement:
-        """Return who does what for a block.
-
-        Args:
-            block: The block.
-        """
-        return self._places[block]
-
-    def of(self, blocks: Sequence[Block]) -> list[tuple[Block, BlockPlacement]]:
-        """Return some blocks with their places.
-
-        Args:
-            blocks: The blocks.
-        """
-        return [(block, self._places[block]) for block in blocks]
+    def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:
+        """Return the stacks of some blocks, in the order of all stacks, with their members."""
+        chosen = set(blocks)
+        found = {s: tuple(i for i, b in enumerate(s.blocks) if b in chosen) for s in self.stacks}
+        return {stack: members for stack, members in found.items() if members}
 
     @property
     def rank(self) -> int:

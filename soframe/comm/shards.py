@@ -7,14 +7,14 @@ buffer, whoever the workers are: a rank sends what others lack, and nothing twic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from soframe.comm.base import Backend
-from soframe.comm.tasks import Task, run
+from soframe.comm.fused import Pending
 from soframe.specs import Shards
 from soframe.strategies.buckets import fill
 
@@ -31,7 +31,6 @@ class Split:
         sources: For each rank the worker that it has its part from; empty for a gather.
         part: This rank's part, in whatever dtype.
         whole: The whole tensor, in the shape of ``shards``, on workers.
-        make: Called once on a worker for the whole, when its turn has come; None where it is there.
     """
 
     shards: Shards
@@ -41,7 +40,6 @@ class Split:
     sources: tuple[int, ...] = ()
     part: Tensor | None = None
     whole: Tensor | None = None
-    make: Callable[[], Tensor] | None = None
 
     @property
     def size(self) -> int:
@@ -52,14 +50,6 @@ class Split:
     def route(self) -> tuple[object, ...]:
         """What it has in common with others in its buffer."""
         return (self.dtype, self.device)
-
-    def produce(self) -> Tensor:
-        """Return the whole, on a worker."""
-        make, self.make = self.make, None
-        if make is not None:
-            self.whole = make()
-        assert self.whole is not None
-        return self.whole
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
@@ -76,7 +66,7 @@ def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     for split in splits:
         if backend.rank in split.workers:
             _begin(split, backend.rank)
-    run(_tasks(backend, splits, phase), overlap=backend.overlap)
+    _exchange_all(backend, splits, phase)
 
 
 def _begin(split: Split, rank: int) -> None:
@@ -101,22 +91,28 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
         splits: The tensors; their ``part`` is filled in. On a worker it is a view of the whole.
         phase: The phase that the traffic is counted under.
     """
-    run(_tasks(backend, splits, phase), overlap=backend.overlap)
+    _exchange_all(backend, splits, phase)
     for split in splits:
         if backend.rank in split.workers:
-            split.part = split.shards.part(split.produce(), backend.rank)
+            split.part = split.shards.part(_whole(split), backend.rank)
         elif split.part is None:  # this rank has nothing of it
             shape = split.shards.part_shape(backend.rank)
             split.part = torch.empty(shape, dtype=split.dtype, device=split.device)
 
 
-def _tasks(backend: Backend, splits: Sequence[Split], phase: str) -> Iterator[Task]:
+def _exchange_all(backend: Backend, splits: Sequence[Split], phase: str) -> None:
+    """Exchange the parts of tensors, an all-to-all for each buffer."""
     moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
+    pending = []
     for bucket in fill((split.route, split.size) for split in moving):
-        yield _exchange(backend, [moving[index] for index in bucket], phase)
+        pending.append(_exchange(backend, [moving[index] for index in bucket], phase))
+        if not backend.overlap:
+            pending[-1].wait()
+    for one in pending:
+        one.wait()
 
 
-def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
+def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     rank, ranks = backend.rank, range(backend.world_size)
     gives: list[list[Tensor]] = [[] for _ in ranks]
     takes: list[list[tuple[Split, int]]] = [[] for _ in ranks]
@@ -135,22 +131,30 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
         [sum(split.shards.numel(owner) for split, owner in parts) for parts in takes],
         phase,
     )
-    yield
-    handle.wait()
-    every = [one for parts in takes for one in parts]
-    sizes = [split.shards.numel(owner) for split, owner in every]
-    for (split, owner), numbers in zip(every, taken.to(first.device).split(sizes), strict=True):
-        shape = split.shards.part_shape(owner)
-        if split.sources:
-            split.part = numbers.view(shape)
-        else:
-            assert split.whole is not None
-            split.shards.part(split.whole, owner).copy_(numbers.view(shape))
+
+    def end() -> None:
+        handle.wait()
+        every = [one for parts in takes for one in parts]
+        sizes = [split.shards.numel(owner) for split, owner in every]
+        for (split, owner), numbers in zip(every, taken.to(first.device).split(sizes), strict=True):
+            shape = split.shards.part_shape(owner)
+            if split.sources:
+                split.part = numbers.view(shape)
+            else:
+                assert split.whole is not None
+                split.shards.part(split.whole, owner).copy_(numbers.view(shape))
+
+    return Pending(end)
 
 
 def _given(split: Split, other: int) -> Tensor:
     """Return what this rank sends to another, in the dtype in which it travels."""
     if split.sources:
-        return split.shards.part(split.produce(), other).to(split.dtype)
+        return split.shards.part(_whole(split), other).to(split.dtype)
     assert split.part is not None
     return split.part.to(split.dtype)
+
+
+def _whole(split: Split) -> Tensor:
+    assert split.whole is not None
+    return split.whole

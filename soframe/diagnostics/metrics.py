@@ -20,10 +20,11 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import describe_error, gather_texts
 from soframe.diagnostics.norms import Norms
 from soframe.diagnostics.spectra import spectrum
-from soframe.gradients.clipping import Clipped
+from soframe.step.clip import Clipped
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
-from soframe.statistics.running import settled, unpack
+from soframe.blocks.stack import unpack
+from soframe.step.averages import settled
 from soframe.strategies.placement import BlockPlacement
 from soframe.tracing.phases import Seconds, only
 
@@ -137,7 +138,7 @@ def collect(
                 placed=placed,
                 all_ranks=all_ranks,
             )
-            blocks[block.name] = _of_block(placed, block, taken, spectrums)
+            blocks[block.name] = _of_block(block, taken, spectrums, steps)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         if not all_ranks:
             raise
@@ -169,25 +170,25 @@ def _of_step(taken: Taken | None) -> dict[str, Any]:
 
 
 def _of_block(
-    placed: PlacedBlocks,
     block: Block,
     taken: Taken | None,
     spectra: Mapping[str, dict[str, Any] | None],
+    steps: int,
 ) -> dict[str, Any]:
     damping, multiple = _damping(block, taken)
     norms = None if taken is None else taken.norms
     factors: dict[str, dict[str, Any]] = {}
     for factor in block.factors:
-        name, known = factor.name, factor.name in block.running.masses
-        solved, history = name in block.second_order.solved, placed.history
+        name, record = factor.name, block.record
+        known, solved = name in record.masses, block.solved and name in block.tensors
         factors[name] = {
             "kind": factor.kind,
             "size": factor.size,
             "groups": factor.groups,
-            "mass": max(block.running.masses[name]) if known else 0.0,
-            "statistics_age": history.statistics_age(block.name, name) if known else None,
-            "solve_age": history.solve_age(block.name, name) if solved else None,
-            "failed_solves": block.second_order.failures[name],
+            "mass": record.mass(name),
+            "statistics_age": _age(steps, record.statistics_at.get(name)) if known else None,
+            "solve_age": _age(steps, record.solved_at.get(name)) if solved else None,
+            "failed_solves": record.failures[name],
             "spectrum": spectra.get(name),
         }
     return {
@@ -201,10 +202,15 @@ def _of_block(
         "clipped": block.method.clipped,
         "damping": damping,
         "damping_multiple": multiple,
-        "updates": block.state.updates,
+        "updates": block.record.updates,
         **_norms(block.name, norms),
         "factors": factors,
     }
+
+
+def _age(steps: int, at: int | None) -> int | None:
+    """Return how many steps before the last one something was: 0 for the last one."""
+    return None if at is None else steps - 1 - at
 
 
 def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | None]:
@@ -237,11 +243,11 @@ def _sums(placed: PlacedBlocks, all_ranks: bool) -> dict[Block, Mapping[str, Ten
     at the solves.
     """
     sums: dict[Block, Mapping[str, Tensor]] = {}
-    for block, place in placed:
-        if block.running.pending == 0:
+    for block in placed.blocks:
+        if block.record.pending == 0:
             sums[block] = block.running
         elif all_ranks:
-            sums[block] = settled(placed.backend, block, place, "metrics")
+            sums[block] = settled(placed, block.stack, (block.member,), "metrics")
     return sums
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from soframe.blocks import dtensors, zero
 from soframe.blocks.block import Block
+from soframe.step.gradients import Gradients
+from soframe.step.updates import Update
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,27 @@ class Norms:
 
 
 def measure(
-    blocks: Sequence[Block],
-    gradients: Mapping[Block, Tensor | None],
-    directions: Mapping[Block, Tensor],
+    blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]
 ) -> Norms:
     """Return the norms of a step, without a wait for the device; nothing travels.
 
     Args:
         blocks: All blocks.
-        gradients: The averaged gradient of each block that has one, ``[groups, out, in]``; None
-            where this rank does not know it.
-        directions: The direction of each block that is preconditioned, ``[groups, out, in]``.
+        gradients: The averaged gradients.
+        updates: The updates.
     """
+    used = [(s, [s.blocks[m] for m in gradient.members]) for s, gradient in gradients.items()]
+    known = [
+        (block, matrix)
+        for (_, members), gradient in zip(used, gradients.values(), strict=True)
+        if gradient.matrix is not None
+        for block, matrix in zip(members, gradient.matrix.chunk(len(members)), strict=True)
+    ]
+    written = [each for u in updates if not u.stack.like.shards for each in u.each()]
     return Norms(
-        used=frozenset(block.name for block in gradients),
-        gradient=_norms(gradients),
-        direction=_norms(directions),
+        used=frozenset(block.name for _, members in used for block in members),
+        gradient={block.name: _norm(matrix) for block, matrix in known},
+        direction={block.name: _norm(matrix) for block, matrix in written},
         weight={block.name: norm for block in blocks if (norm := _weight(block)) is not None},
     )
 
@@ -70,14 +77,6 @@ def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> d
                 [_norm(p.detach() - before[p]) for p in parameters], block
             )
     return moved
-
-
-def _norms(matrices: Mapping[Block, Tensor | None] | Mapping[Block, Tensor]) -> dict[str, Tensor]:
-    return {
-        block.name: _norm(matrix)
-        for block, matrix in matrices.items()
-        if matrix is not None and tuple(matrix.shape) == tuple(block.shape)
-    }
 
 
 def _weight(block: Block) -> Tensor | None:

@@ -109,7 +109,7 @@ class Effect:
         if not due or self._partial:
             return []
         blocks = self._of(due)
-        taken = self._taken([block for block in blocks if block.window.counts.calls])
+        taken = self._taken([block for block in blocks if block.record.counts.calls])
         missed = self._reached([block for block in blocks if not self._seen(block)])
         given = any(
             self._home.has(p) for parameters in self._parameters.values() for p in parameters
@@ -161,7 +161,7 @@ class Effect:
 
     def _seen(self, block: Block) -> bool:
         """Return whether the hooks of a block work."""
-        if block.window.counts.calls:
+        if block.record.counts.calls:
             return True
         called = any(helper in self._capture.called for helper in block.helpers)
         derived = called and self._accumulation.any and not self._capture.probing

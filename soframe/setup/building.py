@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -23,15 +24,17 @@ from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.comm.stages import Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
-from soframe.gradients import averaging
-from soframe.gradients.rates import LearningRates
+from soframe.step import gradients as averaging
+from soframe.step.rates import LearningRates
+from soframe.methods.base import Method
 from soframe.registry import KINDS, describe
+from soframe.solvers.base import Solver
 from soframe.settings import Cadence, Clips, Curvature
 from soframe.setup import pipelines
 from soframe.setup.pipelines import Pipeline
-from soframe.solving.background import Background, require_able
-from soframe.solving.refresh import Refresh, require_followable, require_served
-from soframe.statistics.running import require_eager
+from soframe.step.solves import Solves, require_able
+from soframe.step.refresh import Refresh, require_followable, require_served
+from soframe.step.averages import require_eager
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
 
@@ -219,7 +222,14 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     Raises:
         ValueError: If the strategy's placement is not one.
     """
-    work = tuple(block.work for block in blocks)
+    kinds: list[tuple[Method, Solver]] = []
+    each = []
+    for block in blocks:
+        kind = (block.method, block.solver)
+        if kind not in kinds:
+            kinds.append(kind)
+        each.append(replace(block.work, kind=kinds.index(kind)))
+    work = tuple(each)
     placement = complete(strategy.place(work, ranks))
     placement.validate()
     if (placement.work, placement.world_size) != (work, ranks):
@@ -236,7 +246,7 @@ def build(
     rates: LearningRates,
     strategy: Strategy,
     backend: Backend,
-    background: Background,
+    background: Solves,
     refresh: Refresh,
     settings: Sequence[object],
     *,
@@ -344,7 +354,6 @@ def check_settings(
         require("samples", curvature.samples, ("batch", "positions"))
     require("clip_lr", clips.lr, ("live", "initial"))
     check_gradients(gradients, scaled=scaled)
-    check_turns(cadence.stagger, curvature.fisher)
     check_rows(curvature.rows)
 
 
@@ -408,23 +417,6 @@ def check_count(terms: bool, samples: Samples, scaling: str) -> None:
     if terms and callable(samples):
         raise ValueError(
             "count(terms) and samples= a callable both say what the loss is a mean over; use one"
-        )
-
-
-def check_turns(stagger: object, fisher: str) -> None:
-    """Check that layers may take turns with their statistics.
-
-    Args:
-        stagger: What is spread over the steps of an interval.
-        fisher: Whose output gradients make the statistics.
-
-    Raises:
-        ValueError: If every turn would take a backward pass of its own.
-    """
-    if stagger is True and fisher in ("monte-carlo", "type-2"):
-        raise ValueError(
-            f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
-            f"vectors backward at each of them; pass stagger='solves'"
         )
 
 

@@ -237,15 +237,22 @@ def solve_safely(
                     f"{solver!r}: solve() has changed the factor in place, and it is a running "
                     f"average that goes on: return new tensors, such as of matrix + damping * eye"
                 )
-        # One layout on every rank, whoever solved: products of other strides have other bits.
-        data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
-        # The factor changes in place at the next statistics, and its data do not.
-        data = {n: t.clone() if _same_memory(t, matrix) else t for n, t in data.items()}
+        data = separate(data, matrix)
         if all(map(_finite, data.values())):
             if solver.usable(data):
                 return data, dtype != matrix.dtype
             reason = f"{matrix.dtype} cannot hold the result: its scale is out of range"
     raise SolveFailedError(reason)
+
+
+def separate(data: Mapping[str, Tensor], matrix: Tensor) -> dict[str, Tensor]:
+    """Return second-order data in the factor's dtype, contiguous, in memory that is not its own.
+
+    The factor changes in place at the next statistics, and its data do not. One layout on every
+    rank, whoever solved: products of other strides have other bits.
+    """
+    data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
+    return {n: t.clone() if _same_memory(t, matrix) else t for n, t in data.items()}
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soframe.blocks import history
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import plain_name
-from soframe.blocks.window import Cost
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver
+from soframe.comm.fused import Parcel, deliver
 from soframe.comm.stages import ALONE, Stages
-from soframe.gradients.rates import LearningRates
+from soframe.step.rates import LearningRates
 from soframe.registry import describe
 from soframe.specs import TensorSpec
 from soframe.state import checksums
 from soframe.state.transfer import to_everyone
-from soframe.statistics.running import settled, store
+from soframe.step.averages import settled, store
 from soframe.strategies.placement import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
@@ -110,10 +108,8 @@ def header(
                 "solver": describe(block.solver),
                 "solvers": _solvers(block),
                 "mass": block.mass,
-                "masses": {name: list(masses) for name, masses in block.running.masses.items()},
-                "updates": block.state.updates,
-                "rows": block.window.cost.rows,
-                "input_of": block.window.cost.input_of,
+                "masses": {name: list(masses) for name, masses in block.record.masses.items()},
+                "updates": block.record.updates,
             }
             for block in blocks
         },
@@ -139,11 +135,12 @@ def _gather_factors(
     factors: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
         factors[block] = {}
-        if not block.running.masses:
+        masses = block.record.masses
+        if not masses:
             continue
-        held = settled(backend, block, place, "state")
+        held = settled(placed, block.stack, (block.member,), "state")
         for index, factor in enumerate(block.factors):
-            if factor.name not in block.running.masses:
+            if factor.name not in masses:
                 continue
             tensor = held.get(factor.name)
             if place.holding(index) != place.everyone:
@@ -171,7 +168,7 @@ def _gather_second_order(
         if not block.solved or len(place.gradient_workers) == backend.world_size:
             continue
         source = place.gradient_workers[0]
-        names = block.flat_specs()
+        names = _flat_specs(block)
         tensors = (
             [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
         )
@@ -184,14 +181,23 @@ def _gather_second_order(
         deliver(backend, [parcel for _, parcel in parcels], "state")
     # A block that is not solved altogether is solved anew at the next step.
     data = {
-        block: {f: dict(t) for f, t in block.second_order.items() if block.solved}
+        block: {f: dict(t) for f, t in block.second_order.items()}
         for block in placed.blocks
     }
     for block, parcel in parcels:
         data[block] = {}
-        for (factor, name, _), tensor in zip(block.flat_specs(), parcel.tensors or (), strict=True):
+        for (factor, name, _), tensor in zip(_flat_specs(block), parcel.tensors or (), strict=True):
             data[block].setdefault(factor, {})[name] = tensor
     return data
+
+
+def _flat_specs(block: Block) -> list[tuple[str, str, TensorSpec]]:
+    """Return (factor, tensor, spec) of the second-order data, in the order of travel."""
+    return [
+        (factor, name, spec)
+        for factor, specs in block.tensors.items()
+        for name, spec in specs.items()
+    ]
 
 
 def _gather_states(
@@ -201,7 +207,7 @@ def _gather_states(
     backend = placed.backend
     states: dict[Block, dict[str, Tensor]] = {}
     for block, place in placed:
-        if not block.state.updates or not block.states:
+        if not block.record.updates or not block.states:
             continue
         if len(place.gradient_workers) == backend.world_size:
             states[block] = {name: tensor.clone() for name, tensor in block.state.items()}
@@ -284,7 +290,7 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
             raise ValueError(f"the state is damaged: there is a counter {key!r}")
         _check_count(f"counter {key!r}", count)
     lrs.check_state(state.get("initial_lrs", []))
-    history.check(state.get("history", {}))
+    _check_history(state.get("history", {}))
     if state["scaling"] != scaling:
         raise ValueError(
             f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
@@ -543,45 +549,82 @@ def load_blocks(state: Mapping[str, Any], placed: PlacedBlocks) -> None:
         state: The state.
         placed: The blocks, with their places.
     """
-    rank = placed.rank
-    for block, place in placed:
-        saved = state["blocks"][block.name]
-        load_factors(block, saved, place, rank)
-        data = saved["second_order"] if same_solvers(saved, block) else {}
-        index_of = {factor.name: index for index, factor in enumerate(block.factors)}
-        mine = {
-            factor: {name: _own(tensor, block) for name, tensor in tensors.items()}
-            for factor, tensors in data.items()
-            if rank in place.needing(index_of[factor])
-        }
-        # Without data of this solver the block is solved at the next step.
-        block.second_order.load(mine, solved=set(data))
-        kept = {
-            name: _own(tensor, block)
-            for name, tensor in saved.get("state", {}).items()
-            if rank in place.gradient_workers
-        }
-        block.state.load(kept, updates=saved.get("updates", 0))
+    for stack in placed.stacks:
+        stack.clear()
+        saved_of = [state["blocks"][block.name] for block in stack.blocks]
+        for block, saved in zip(stack.blocks, saved_of, strict=True):
+            load_factors(block, saved, placed.rank)
+        solved = [
+            i
+            for i, (block, saved) in enumerate(zip(stack.blocks, saved_of, strict=True))
+            # Without data of this solver the block is solved at the next step.
+            if saved["second_order"] and same_solvers(saved, block)
+        ]
+        for index, factor in enumerate(stack.like.factors if solved else ()):
+            names = stack.like.tensors.get(factor.name, {})
+            if names and placed.rank in stack.place.needing(index):
+                every = [saved_of[i]["second_order"][factor.name] for i in solved]
+                loaded = {n: _cat([_own(d[n], stack.like) for d in every]) for n in names}
+                stack.set_data(factor.name, solved, loaded)
+        for i, (block, saved) in enumerate(zip(stack.blocks, saved_of, strict=True)):
+            block.record.solved = i in solved
+            block.record.updates = saved.get("updates", 0)
+        kept = [i for i, saved in enumerate(saved_of) if saved.get("state")]
+        if kept and placed.rank in stack.place.gradient_workers:
+            states = [saved_of[i]["state"] for i in kept]
+            loaded = {
+                name: _cat([_own(state[name], stack.like) for state in states])
+                for name in stack.like.states
+            }
+            stack.set_state(kept, loaded)
 
 
-def load_factors(block: Block, saved: Mapping[str, Any], place: BlockPlacement, rank: int) -> None:
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def load_factors(block: Block, saved: Mapping[str, Any], rank: int) -> None:
     """Load the running factors of one block.
 
     Args:
         block: The block.
         saved: Its part of the state.
-        place: Who holds them.
         rank: This rank.
     """
-    masses = masses_of(saved, block)
-    cost = Cost(rows=saved.get("rows", 0), input_of=str(saved.get("input_of", "")))
-    block.window.learn(cost)
-    factors = {
-        factor.name: store(_own(saved["factors"][factor.name], block), factor, place)
-        for index, factor in enumerate(block.factors)
-        if factor.name in masses and place.holds(rank, index)
+    masses, stack = masses_of(saved, block), block.stack
+    block.record.masses, block.record.pending = dict(masses), 0.0
+    for index, factor in enumerate(block.factors):
+        if factor.name in masses and stack.place.holds(rank, index):
+            own = _own(saved["factors"][factor.name], block)
+            stored = store(own, factor, packed=stack.place.packed)
+            stack.set_factor(factor.name, (block.member,), stored)
+
+
+def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return when factors took statistics and were solved: kind -> block -> factor -> step."""
+    return {
+        "statistics": {b.name: b.record.statistics_at for b in blocks if b.record.statistics_at},
+        "solves": {b.name: b.record.solved_at for b in blocks if b.record.solved_at},
     }
-    block.running.load(masses, factors)
+
+
+def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
+    """Continue from a `history`; ages that it does not have are not known."""
+    for block in blocks:
+        block.record.statistics_at = dict(saved.get("statistics", {}).get(block.name, {}))
+        block.record.solved_at = dict(saved.get("solves", {}).get(block.name, {}))
+
+
+def _check_history(saved: object) -> None:
+    steps: list[object] = []
+    good = isinstance(saved, Mapping) and set(saved) <= {"statistics", "solves"}
+    for blocks in saved.values() if isinstance(saved, Mapping) else ():
+        good = good and isinstance(blocks, Mapping)
+        for factors in blocks.values() if isinstance(blocks, Mapping) else ():
+            good = good and isinstance(factors, Mapping)
+            steps += factors.values() if isinstance(factors, Mapping) else ()
+    if not good or not all(type(step) is int and step >= 0 for step in steps):
+        raise ValueError("the state is damaged: its history is none of steps")
 
 
 def _own(tensor: Tensor, block: Block) -> Tensor:
@@ -589,26 +632,27 @@ def _own(tensor: Tensor, block: Block) -> Tensor:
 
 
 def memory_usage(
-    blocks: Sequence[Block], under_way: Sequence[Tensor] | None = None
+    placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
 ) -> dict[str, int]:
     """Return bytes on this rank.
 
     Args:
-        blocks: The blocks.
-        under_way: What solves in the background hold; None where there are none.
+        placed: The blocks.
+        under_way: The memory of solves in the background; None where there are none.
 
     Returns:
         ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"``, perhaps
         ``"state"`` and ``"under_way"``, and their ``"total"``.
     """
+    stacks = placed.stacks
     held = {
-        "factors": [t for b in blocks for t in b.running.values()],
-        "accumulators": [t for b in blocks for t in b.running.accumulators.values()],
-        "second_order": [t for b in blocks for d in b.second_order.values() for t in d.values()],
-        "statistics": [t for b in blocks for t in b.window.sums.values()],
+        "factors": [t for s in stacks for t in s.factors.values()],
+        "accumulators": [t for s in stacks for t in s.accumulators.values()],
+        "second_order": [t for s in stacks for d in s.data.values() for t in d.values()],
+        "statistics": [t for s in stacks for t in s.sums.values()],
     }
-    if any(block.states for block in blocks):
-        held["state"] = [t for b in blocks for t in b.state.values()]
+    if any(block.states for block in placed.blocks):
+        held["state"] = [t for s in stacks for t in s.state.values()]
     held |= {} if under_way is None else {"under_way": list(under_way)}
     usage = {name: sum(_bytes(t) for t in tensors) for name, tensors in held.items()}
     return {**usage, "total": sum(usage.values())}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -11,13 +12,14 @@ from soframe.blocks import dtensors, zero
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
-from soframe.comm.fusion import Parcel, deliver, own_memory
+from soframe.comm.fused import Parcel, deliver
 from soframe.comm.packing import pack_triangle
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import Layout
 from soframe.registry import describe
-from soframe.specs import FactorSpec, TensorSpec
-from soframe.statistics.running import pack, settle, store, unpack
+from soframe.specs import TensorSpec
+from soframe.blocks.stack import unpack
+from soframe.step.averages import pack, settle, store
 from soframe.strategies.placement import BlockPlacement
 
 
@@ -61,139 +63,131 @@ class Watch:
         return self._look() != self._seen
 
 
-def carry_over(old: Sequence[Block], new: Sequence[Block]) -> list[Block]:
-    """Move what is known of the old blocks into the new ones.
+def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
+    """Move the tensors and numbers of blocks to those of the changed model; every rank must call.
 
     A block that lost its bias or its weight keeps the factors of what remains, which are exactly
     the remaining rows and columns; it is solved again. A block that gained a parameter starts anew.
-    One that was cast, or moved to another device, takes along what it has.
+    One that was cast, or moved to another device, keeps its tensors. Where other ranks contribute
+    from now on, the statistics of the window under way are dropped.
 
     Args:
-        old: The blocks so far, with nothing deferred; they are left empty.
-        new: The blocks from now on.
-
-    Returns:
-        Those that start anew.
-    """
-    anew = []
-    by_name = {block.name: block for block in old}
-    for block in new:
-        before = by_name.get(block.name)
-        columns = None
-        if before is not None and _is_continued(before, block) and _is_cut(before, block):
-            columns = _remaining_columns(before.layout, block.layout)
-        if before is None or columns is None:
-            anew.append(block)
-            continue
-        same = before.shape == block.shape
-        keep = functools.partial(_left, before, block, None if same else columns)
-        block.window.continue_from(before.window, keep)
-        block.running.continue_from(before.running, keep)
-        block.second_order.continue_from(before.second_order, same=same)
-        for name, data in list(block.second_order.items()):
-            block.second_order.change(name, {key: _like(block, t) for key, t in data.items()})
-        if same:
-            state = {name: _like(block, tensor) for name, tensor in before.state.items()}
-            block.state.load(state, before.state.updates)
-    return anew
-
-
-def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
-    """Hand what is known to the blocks of a model that has changed; every rank must call.
-
-    Args:
-        before: The blocks so far, which are left empty.
+        before: The blocks so far.
         after: The blocks from now on; their backend is prepared for both placements.
 
     Returns:
         Whether some of them lack statistics now, the same on every rank.
     """
-    settle(after.backend, list(before))
-    anew = carry_over(before.blocks, after.blocks)
-    dropped = redistribute({block.name: place for block, place in before}, after)
-    return bool(anew) or dropped
-
-
-def redistribute(before: Mapping[str, BlockPlacement], after: PlacedBlocks) -> bool:
-    """Bring what blocks remember to the ranks that are to remember it; every rank must call.
-
-    Where other ranks contribute from now on, the statistics of the window under way are dropped.
-
-    Args:
-        before: Where the blocks were, by name.
-        after: The blocks, with the places that they have now.
-
-    Returns:
-        Whether statistics were dropped, the same on every rank.
-    """
-    backend, dropped = after.backend, False
+    settle(before, {stack: stack.all for stack in before.stacks})
+    by_name = {block.name: (block, place) for block, place in before}
+    lacking = False
     for block, place in after:
-        if (was := before.get(block.name)) is None:
+        old, was = by_name.get(block.name, (None, place))
+        columns = None
+        if old is not None and _is_continued(old, block) and _is_cut(old, block):
+            columns = _remaining_columns(old.layout, block.layout)
+        if old is None or columns is None:
+            lacking = True
             continue
-        if was.contributors != place.contributors:
-            block.begin_window()
-            dropped = True
-        for index, factor in enumerate(block.factors):
-            if factor.name in block.running.masses:
-                _move_factor(backend, block, index=index, factor=factor, was=was, place=place)
-        for index, factor in enumerate(block.factors):
-            if factor.name in block.second_order.solved:
-                _move_second_order(backend, block, index=index, was=was, place=place)
-        if block.state.updates and block.states:
-            _move_state(backend, block, was, place)
-    return dropped
+        same = old.shape == block.shape
+        keep = functools.partial(_left, old, block, None if same else columns)
+        block.record.masses = dict(old.record.masses)
+        block.record.failures = old.record.failures
+        block.record.statistics_at = old.record.statistics_at
+        if was.contributors == place.contributors:
+            _move_window(old, block, keep)
+        else:
+            lacking = True
+        moved = _Move(after.backend, old, block, was, place)
+        moved.factors(keep)
+        if same:
+            block.record.solved_at = old.record.solved_at
+            moved.second_order()
+            moved.state()
+    return lacking
 
 
-def _move_factor(
-    backend: Backend,
-    block: Block,
-    index: int,
-    factor: FactorSpec,
-    was: BlockPlacement,
-    place: BlockPlacement,
-) -> None:
-    stored = block.running.take(factor.name)
-    if not set(place.holding(index)) <= set(was.holding(index)):
-        packed = None if stored is None else [pack(stored, factor)]
-        spec = TensorSpec(factor.packed_shape)
-        (stored,) = to_everyone(
-            backend, block, source=was.owners[index], specs=(spec,), tensors=packed, phase="move"
+def _move_window(old: Block, block: Block, keep: Callable[[str, Tensor], Tensor]) -> None:
+    """Continue with the sums of the window under way."""
+    block.record.counts, block.record.gathered = old.record.counts, old.record.gathered
+    for factor in block.captured:
+        total = old.stack.sums.get(factor.name)
+        if total is not None:
+            part = keep(factor.name, old.stack.take(total, (old.member,)))
+            block.stack.add(factor, block.member, part, 1.0)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The tensors of a block, on their way from one place to another."""
+
+    backend: Backend
+    old: Block
+    block: Block
+    was: BlockPlacement
+    place: BlockPlacement
+
+    def _sent(
+        self, specs: Sequence[TensorSpec], held: list[Tensor] | None, source: int, *, all_have: bool
+    ) -> list[Tensor] | None:
+        """Return tensors on the ranks that need them, sent from a rank if some lack them."""
+        if all_have:
+            return held
+        return to_everyone(
+            self.backend, self.block, source=source, specs=tuple(specs), tensors=held, phase="move"
         )
-    if place.holds(backend.rank, index):
-        assert stored is not None
-        block.running.put(factor.name, store(stored, factor, place))
 
+    def factors(self, keep: Callable[[str, Tensor], Tensor]) -> None:
+        """Move the running factors."""
+        running, rank = self.old.running, self.backend.rank
+        for index, factor in enumerate(self.block.factors):
+            if factor.name not in self.block.record.masses:
+                continue
+            held = None
+            if factor.name in running:
+                held = [pack(keep(factor.name, running[factor.name]), factor)]
+            enough = set(self.place.holding(index)) <= set(self.was.holding(index))
+            spec, source = TensorSpec(factor.packed_shape), self.was.owners[index]
+            tensors = self._sent([spec], held, source, all_have=enough)
+            if self.place.holds(rank, index):
+                assert tensors is not None
+                stored = store(tensors[0], factor, packed=self.place.packed)
+                self.block.stack.set_factor(factor.name, (self.block.member,), stored)
 
-def _move_second_order(
-    backend: Backend, block: Block, index: int, was: BlockPlacement, place: BlockPlacement
-) -> None:
-    name = block.factors[index].name
-    data = block.second_order.take(name)
-    if not set(place.needing(index)) <= set(was.needing(index)):
-        specs = block.tensors[name]
-        held = None if data is None else [data[key] for key in specs]
-        source = was.gradient_workers[0]
-        tensors = to_everyone(
-            backend, block, source=source, specs=tuple(specs.values()), tensors=held, phase="move"
-        )
-        data = dict(zip(specs, map(own_memory, tensors), strict=True))
-    if backend.rank in place.needing(index):
-        assert data is not None
-        block.second_order.put({name: data})
+    def second_order(self) -> None:
+        """Move the second-order data."""
+        if not self.old.record.solved:
+            return
+        data, source = self.old.second_order, self.was.gradient_workers[0]
+        for index, factor in enumerate(self.block.factors):
+            specs = self.block.tensors.get(factor.name, {})
+            if not specs:
+                continue
+            held = None
+            if factor.name in data:
+                held = [_like(self.block, data[factor.name][name]) for name in specs]
+            enough = set(self.place.needing(index)) <= set(self.was.needing(index))
+            tensors = self._sent(list(specs.values()), held, source, all_have=enough)
+            if self.backend.rank in self.place.needing(index):
+                assert tensors is not None
+                named = dict(zip(specs, tensors, strict=True))
+                self.block.stack.set_data(factor.name, (self.block.member,), named)
+        self.block.record.solved = True
 
-
-def _move_state(backend: Backend, block: Block, was: BlockPlacement, place: BlockPlacement) -> None:
-    state = block.state.take()
-    if not set(place.gradient_workers) <= set(was.gradient_workers):
-        source = was.gradient_workers[0]
-        held = [state[name] for name in block.states] if backend.rank == source else None
-        specs = tuple(block.states.values())
-        tensors = to_everyone(
-            backend, block, source=source, specs=specs, tensors=held, phase="move"
-        )
-        state = dict(zip(block.states, map(own_memory, tensors), strict=True))
-    if backend.rank in place.gradient_workers:
-        block.state.put(state)
+    def state(self) -> None:
+        """Move the method's state."""
+        self.block.record.updates = self.old.record.updates
+        specs, state = self.block.states, self.old.state
+        if not self.old.record.updates or not specs:
+            return
+        held = [_like(self.block, state[name]) for name in specs] if len(state) else None
+        enough = set(self.place.gradient_workers) <= set(self.was.gradient_workers)
+        source = self.was.gradient_workers[0]
+        tensors = self._sent(list(specs.values()), held, source, all_have=enough)
+        if self.backend.rank in self.place.gradient_workers:
+            assert tensors is not None
+            named = dict(zip(specs, tensors, strict=True))
+            self.block.stack.set_state((self.block.member,), named)
 
 
 def to_everyone(

@@ -13,7 +13,7 @@ those that do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, Passes, Samples
 from soframe.capture.hooks import Capture, Probe
 from soframe.capture.sampling import Sampler
@@ -32,8 +33,9 @@ from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
-from soframe.statistics.running import enter
 from soframe.statistics.weights import BlockWeights
+from soframe.step.averages import Contribution as Entry
+from soframe.step.averages import enter
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,7 @@ class Statistics:
     def _wants_inputs(self, helper: LayerHelper) -> bool:
         """Return whether a layer's inputs are needed in this window on this rank."""
         block = self._block_of[helper]
-        return block in self.due and not self._readers[block].isdisjoint(block.window.gathered)
-
-    @property
-    def first(self) -> dict[str, str]:
-        """For blocks that share an input in this window the first one; known if all are due."""
-        together = self._capture.together
-        first_of = {} if together is None else together.first
-        of = self._block_of
-        return {of[a].name: of[b].name for a, b in first_of.items() if a in of and b in of}
+        return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
 
     def _take(
         self,
@@ -247,13 +241,9 @@ class Statistics:
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
         if probe is None or probe.first:
             left = _left(data, batch, shared)[1]
-            block.window.counts.add(number, samples, left, each)
+            block.record.counts.add(number, samples, left, each)
             if self._samples == "positions":
                 self._passes.note(number, block.name, helper)
-            if self._sampler.draws:
-                left = self._sampler.taken(helper, rows, block.takes_samples, data)
-                left = left // rows.shape[2] if block.method.reduces else left
-            block.window.spend(left)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
         factors = self._gathered(block)
@@ -265,7 +255,7 @@ class Statistics:
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block that this rank takes statistics of in this window."""
-        gathered = block.window.gathered if block in self.due else ()
+        gathered = block.record.gathered if block in self.due else ()
         return [factor for factor in self._mine[block] if factor.name in gathered]
 
     def _sum(
@@ -318,11 +308,10 @@ class Statistics:
             if factor.name not in added or added[factor.name] is None:
                 self._refuse(block, factor, None, "statistics()")
                 continue
-            block.window.add(factor.name, added[factor.name], multiplier)
-            total = block.window.sums[factor.name]
-            if total.shape != factor.shape:
+            moment = added[factor.name]
+            if not block.stack.add(factor, block.member, moment, multiplier):
                 source = f"statistics() of rows of {type(helper).__name__}"
-                self._refuse(block, factor, total, source)
+                self._refuse(block, factor, moment, source)
 
     def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
         """Let the step raise what statistics lack that are not what the method says."""
@@ -374,7 +363,7 @@ class Statistics:
         if len(self._passes.samples) > 1:
             for part in set(self._parts.values()):
                 self._passes.look_at(
-                    (block.name, block.window.counts.samples)
+                    (block.name, block.record.counts.samples)
                     for block in self._blocks
                     if self._part_of[block] == part
                 )
@@ -382,11 +371,11 @@ class Statistics:
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
         diagonals_on: dict[torch.device, list[Tensor]] = {}
-        for block in self._blocks:
-            for name, total in block.window.sums.items():
-                diagonal = total.diagonal(dim1=-2, dim2=-1) if name in block.psd else total
-                diagonal = diagonal.reshape(-1)
-                diagonals_on.setdefault(total.device, []).append(diagonal)
+        for stack in self._placed.stacks:
+            for name, total in stack.sums.items():
+                psd = name in stack.like.psd
+                diagonal = total.diagonal(dim1=-2, dim2=-1) if psd else total
+                diagonals_on.setdefault(total.device, []).append(diagonal.reshape(-1))
         # Together on one device: the host waits for it once.
         each = [torch.cat(diagonals).isfinite().all() for diagonals in diagonals_on.values()]
         return not each or bool(torch.stack([one.to(each[0].device) for one in each]).all())
@@ -407,65 +396,71 @@ class Statistics:
             numbers += weights.numbers(some_contribute=bool(place.contributors))
         return numbers
 
-    def fold(self, weights: Sequence[float], decay: float) -> None:
-        """Add up the sums of all ranks and let them enter the running factors.
+    def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
+        """Sum the statistics of all ranks and average them into the running factors.
 
         Args:
-            weights: The added-up `weights` of all ranks.
-            decay: What the running average keeps of its past.
+            weights: The `weights` of all ranks, summed.
+            decay: What the running averages keep of their past.
+            step: Completed steps.
         """
         self._shared.forget()
         numbers = iter(weights)
-        used = []
-        contributions: dict[Block, dict[str, Tensor]] = {}
-        reached: dict[Block, tuple[float, ...]] = {}
+        used: dict[Block, BlockWeights] = {}
         for block, place in self._placed:
-            if block not in self.due:
-                continue
-            total = BlockWeights.read(numbers, block, some_contribute=bool(place.contributors))
-            if block.unequal:
-                reached[block] = total.groups
-            if total.used:
-                used.append((block, place))
-                contributions[block] = self._contributed(block, total)
-        enter(
-            self._backend,
-            used,
-            contributions,
-            decay=decay,
-            start_from_identity=self._scale.scaling == "kaisa",
-            reached=reached,
-        )
-        for block, _ in used:
-            names = (
-                factor.name for factor in block.captured if factor.name in block.window.gathered
+            if block in self.due:
+                some = bool(place.contributors)
+                total = BlockWeights.read(numbers, block, some_contribute=some)
+                if total.used:
+                    used[block] = total
+        entries = [
+            self._entry(stack, stack.of(taking), index, used)
+            for stack, members in self._placed.members(list(used)).items()
+            for index, factor in enumerate(stack.like.factors)
+            if (
+                taking := [
+                    stack.blocks[m]
+                    for m in members
+                    if factor.name in stack.blocks[m].record.gathered
+                ]
             )
-            self._placed.history.took_statistics(block.name, names)
+        ]
+        identity = self._scale.scaling == "kaisa"
+        enter(self._backend, entries, decay, identity=identity)
+        for entry in entries:
+            for block in entry.blocks:
+                block.record.statistics_at[entry.factor.name] = step
+        for stack in self._placed.stacks:
+            stack.drop_sums()
 
-    def _contributed(self, block: Block, weights: BlockWeights) -> dict[str, Tensor]:
-        """Take a block's sums from its window, divided so that those of all ranks add up.
-
-        Args:
-            block: The block.
-            weights: What the sums of all ranks weigh.
-
-        Returns:
-            By a factor's name.
-        """
-        contribution = self._contribution(block)
-        sums = {}
-        for factor, divisor in zip(block.captured, weights.factors, strict=True):
-            if (total := block.window.take(factor.name)) is None:
-                continue
-            scale = self._scale.gradient_scale(factor, weights.inputs)
-            multiplier = contribution.of(factor) * scale
+    def _entry(
+        self,
+        stack: Stack,
+        members: tuple[int, ...],
+        index: int,
+        used: Mapping[Block, BlockWeights],
+    ) -> Entry:
+        """Return this rank's sums of a factor, divided so that those of all ranks add up."""
+        factor, multipliers, reached = stack.like.factors[index], [], []
+        for block in (stack.blocks[member] for member in members):
+            weights = used[block]
+            own = self._contribution(block)
+            scale = own.of(factor) * self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
-                shares = [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
-                total.mul_(sent(shares, total).view(-1, *(1 for _ in total.shape[1:])))
+                multipliers += [scale / rows if rows > 0 else 0.0 for rows in weights.groups]
+                reached.append(weights.groups)
             else:
-                total.mul_(multiplier / divisor)
-            sums[factor.name] = total
-        return sums
+                divisor = weights.factors[block.captured.index(factor)]
+                multipliers += [scale / divisor] * factor.groups
+        total = stack.sums.get(factor.name)
+        if total is not None:
+            total = stack.take(total, members)
+            if len(set(multipliers)) == 1:
+                total.mul_(multipliers[0])
+            else:
+                each = sent(multipliers, total)
+                total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
+        return Entry(stack, members, index, total, reached)
 
     def seen(self) -> tuple[int, int]:
         """Return how many backward passes the window has of a stage, and how many samples.
@@ -499,7 +494,7 @@ class Statistics:
 
     def _contribution(self, block: Block) -> Contribution:
         passes = self._passes_of(self._part_of[block])
-        return self._scale.contribution(block.window.counts, passes)
+        return self._scale.contribution(block.record.counts, passes)
 
     def resume(self, before: Statistics) -> None:
         """Go on with the window of other statistics, whose sums the blocks have taken over.
@@ -522,8 +517,8 @@ class Statistics:
 
     def arrive(self) -> None:
         """Let the statistics of earlier windows enter the running factors, if they travel still."""
-        for block in self._blocks:
-            block.running.arrive()
+        for stack in self._placed.stacks:
+            stack.arrive()
 
     def begin(self, due: Iterable[Block], step: int) -> None:
         """Begin a new window.
@@ -539,8 +534,8 @@ class Statistics:
 
     def _forget(self) -> None:
         """Forget the backward passes so far."""
-        for block in self._blocks:
-            block.begin_window()
+        for stack in self._placed.stacks:
+            stack.begin_window()
         self._passes = self._passes.anew()
         self._parts, self._everybodys = {}, (0, 0)
         self._loss_scales = {}

@@ -6,7 +6,7 @@ from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import BlockPlacement, BlockWork, Placement, Reduction
 from soframe.strategies.sharded import OwnerLocal, Sharded
-from soframe.strategies.turns import Turns, all_turns, turns
+from soframe.strategies.turns import turns
 
 __all__ = [
     "BlockPlacement",
@@ -20,8 +20,6 @@ __all__ = [
     "Reduction",
     "Sharded",
     "Strategy",
-    "Turns",
-    "all_turns",
     "assign",
     "compute_cost",
     "memory_cost",

@@ -26,6 +26,11 @@ from soframe.text import format_table
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""
 
+SMALL = 40_000
+"""Elements of a gradient's matrix: on CPUs larger ones have a stack each. With one thread six
+blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
+times the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`)."""
+
 Traffic = dict[str, dict[str, int]]
 """Phase -> ``{"bytes", "calls"}``."""
 
@@ -52,6 +57,7 @@ class BlockWork:
         after: Whether statistics of the averaged gradient, and the solves of the block, come after
             its direction; for plans.
         shards: How each of its parameters is shared out over ranks; empty where none is.
+        kind: A number that blocks of the same method and solver have in common; for stacks alone.
     """
 
     name: str
@@ -67,6 +73,28 @@ class BlockWork:
     effort: float = 0.0
     after: bool = field(default=False, compare=False)
     shards: tuple[Shards, ...] = ()
+    kind: int = field(default=0, compare=False)
+
+    @property
+    def stackable(self) -> bool:
+        """Whether it may share a stack: every tensor's first dimension is the block's groups.
+
+        On CPUs large matrices stay by themselves: products of a batch of them take longer than one
+        after the other, and copies into the batch come on top.
+        """
+        groups, out, into = self.shape
+        if self.device == "cpu" and out * into > SMALL:
+            return False
+        specs = [*self.state, *(spec for specs in self.second_order for spec in specs)]
+        return all(factor.groups == groups for factor in self.factors) and all(
+            spec.shape and spec.shape[0] == groups for spec in specs
+        )
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What blocks of one stack have in common, beside their place."""
+        tensors = (self.second_order, self.state, self.dtype, self.device, self.shards)
+        return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
 
     @property
     def elements(self) -> float:
@@ -314,10 +342,21 @@ class Placement:
                 told = set(block.contributing(index)) <= set(ranks)
                 require(told, name, f"contributors to {factor.name} lack the data of {needed}")
 
+    @cached_property
+    def stacks(self) -> list[list[int]]:
+        """The blocks that are alike and have the same place but for owners, by their index."""
+        stacks: dict[object, list[int]] = {}
+        for index, (work, block) in enumerate(zip(self.work, self.blocks, strict=True)):
+            # Where some ranks hold a factor, its statistics are sent to the owner.
+            place = replace(block, block="", owners=block.owners if block.holders else ())
+            key = (work.alike, place) if work.stackable else index
+            stacks.setdefault(key, []).append(index)
+        return list(stacks.values())
+
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; equal on all ranks, or they must not start."""
-        left_out = {"second_order", "dtype", "device", "parameters", "state", "after"}
+        left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
         names = [one.name for one in fields(BlockWork) if one.name not in left_out]
         work = [[getattr(block, name) for name in names] for block in self.work]
         everything = [self.strategy, self.world_size, work, self.blocks, self.notes]

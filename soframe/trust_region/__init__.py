@@ -7,8 +7,8 @@ from soframe.damping.policies import (
     LevenbergMarquardt,
     RelativeDamping,
 )
-from soframe.gradients.kl_clip import kl_clip_factor
-from soframe.gradients.norm_clip import norm_clip_factor
+from soframe.step.kl_clip import kl_clip_factor
+from soframe.step.norm_clip import norm_clip_factor
 from soframe.trust_region.quadratic import Quadratic
 from soframe.trust_region.readout import History, Readout, Scalars
 

@@ -1,28 +1,19 @@
-"""When blocks take statistics and are solved: all of them at once, or each at its turn.
-
-What is due follows from the step, the placement and, for turns of statistics, from what they cost:
-the rows that each block's statistics are made of. No shape tells these, so the first statistics are
-those of all blocks, and the ranks add up their rows. They are part of the state.
-"""
+"""When blocks take statistics and are solved: at the intervals, or solves each at its turn."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.window import Cost
-from soframe.comm.agreement import add_over_ranks
 from soframe.schedules import Every, Interval
-from soframe.statistics.window import Statistics
 from soframe.strategies.placement import Placement
-from soframe.strategies.turns import Turns, all_turns, turns
+from soframe.strategies.turns import turns
 
-Stagger = bool | Literal["solves"]
+
 
 
 @dataclass
@@ -32,25 +23,23 @@ class Refresh:
     Attributes:
         statistics_every: The interval of statistics.
         solve_every: The interval of solves.
-        stagger: Whether each block has turns of its own within the intervals; ``"solves"`` for
-            those of solves alone.
+        stagger: Whether the solves of an interval are spread over its steps.
         owed: Steps to come at which all blocks take statistics, whatever the interval says.
     """
 
     statistics_every: Every
     solve_every: Every
-    stagger: Stagger = False
+    stagger: bool = False
     owed: int = field(default=0, repr=False)
-    _known: dict[tuple[object, ...], Turns] = field(default_factory=dict, repr=False)
-    _of: object = field(default=None, repr=False)
+    _turns_of: tuple[object, int, Sequence[int]] | None = field(default=None, repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stagger, bool) and self.stagger != "solves":
-            raise TypeError(f"stagger must be True, 'solves' or False, not {self.stagger!r}")
+        if not isinstance(self.stagger, bool):
+            raise TypeError(f"stagger must be True or False, not {self.stagger!r}")
 
     @classmethod
-    def of(cls, statistics_every: Interval, solve_every: Interval, stagger: Stagger) -> Refresh:
+    def of(cls, statistics_every: Interval, solve_every: Interval, stagger: bool) -> Refresh:
         """Return the refresh of a preconditioner's settings.
 
         Args:
@@ -116,8 +105,7 @@ class Refresh:
         if self.owed > 0:
             return captured
         turn = step % self.statistics_every.at(step)
-        turns = zip(placed.blocks, self._turns(placed, step).statistics, strict=True)
-        return [block for block, its in turns if block.captured and (turn == its or block.lacks)]
+        return [block for block in captured if turn == 0 or block.lacks]
 
     def due(self, placed: PlacedBlocks, step: int) -> list[Block]:
         """Return the blocks to solve.
@@ -133,60 +121,20 @@ class Refresh:
         if _solves_calls(placed.blocks):
             self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
-        solve_turns = self._turns(placed, step).solves
         return [
             block
-            for block, its in zip(placed.blocks, solve_turns, strict=True)
+            for block, its in zip(placed.blocks, self._turns(placed, step), strict=True)
             if block.tensors and block.mass > 0 and (turn == its or not block.solved)
         ]
 
-    def learn(self, placed: PlacedBlocks, window: Statistics, step: int) -> None:
-        """Learn what statistics cost, from a window in which all blocks took them that ever do.
-
-        Where ranks saw different layers share an input, none is taken to be shared.
-
-        Args:
-            placed: All blocks, with their places.
-            window: The statistics of the window, usable on all ranks; every rank must call.
-            step: Completed steps.
-        """
-        every = self.statistics_every.at(step)
-        blocks = placed.blocks
-        captured = {block for block in blocks if block.captured}
-        if self.stagger is not True or every == 1 or window.due < captured:
-            return
-        first = window.first
-        index = {block.name: number for number, block in enumerate(blocks)}
-        rows = [float(block.window.rows) for block in blocks]
-        where = [index[first.get(block.name, block.name)] for block in blocks]
-        # Of the ranks' indices, weighted by rows, the mean and the mean square: whole numbers.
-        numbers = [n * i**power for power in range(3) for n, i in zip(rows, where, strict=True)]
-        sums = iter(map(int, add_over_ranks(placed.backend, numbers, "start")))
-        each = zip(blocks, *([next(sums) for _ in blocks] for _ in range(3)), strict=True)
-        for block, total, indices, squares in each:
-            if total > 0:
-                agreed = total * squares == indices**2
-                first_block = blocks[indices // total] if agreed else block
-                block.window.learn(Cost(rows=total, input_of=first_block.name))
-
-    def _turns(self, placed: PlacedBlocks, step: int) -> Turns:
-        blocks, placement = placed.blocks, placed.placement
+    def _turns(self, placed: PlacedBlocks, step: int) -> Sequence[int]:
+        """Return the step of the interval at which each block is solved."""
         if not self.stagger:
-            zeros = (0,) * len(blocks)
-            return Turns(zeros, zeros)
-        rows = tuple(block.window.cost.rows for block in blocks)
-        every = (self.statistics_every.at(step), self.solve_every.at(step))
-        inputs = tuple(block.window.cost.input_of or block.name for block in blocks)
-        key = (every, rows, inputs)
-        if self._of is not placement:
-            self._of, self._known = placement, {}
-        if key not in self._known:
-            if self.stagger is True and any(rows):
-                staggered = all_turns(placement, *every, rows, inputs)
-            else:
-                staggered = Turns((0,) * len(blocks), turns(placement, every[1]))
-            self._known[key] = staggered
-        return self._known[key]
+            return (0,) * len(placed.blocks)
+        every = self.solve_every.at(step)
+        if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
+            self._turns_of = (placed.placement, every, turns(placed.placement, every))
+        return self._turns_of[2]
 
 
 def _solves_calls(blocks: Sequence[Block]) -> bool:
@@ -285,28 +233,3 @@ def _cannot_follow(block: Block, placement: Placement, why: str) -> str:
         f"cannot do under the strategy {placement.strategy!r}, since {why}; or a solver that does "
         f"not follow"
     )
-
-
-def follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
-    """Let second-order data follow running factors that have changed, where solvers can do that.
-
-    All gradient workers hold the factor then (`require_followable`), so that its data stay the same
-    on all of them.
-
-    Args:
-        placed: All blocks, with their places.
-        changed: Those that have new statistics, and are not about to be solved.
-    """
-    for block, place in placed:
-        if block not in changed or not block.follows or not block.solved:
-            continue
-        if block.running.pending > 0:
-            continue
-        workers = place.gradient_workers
-        for _, factor, solver in block.solved_here:
-            if placed.rank not in workers or not solver.follows:
-                continue
-            data = block.second_order[factor.name]
-            new = solver.follow(block.running.matrix(factor), data)
-            if new is not None:
-                block.second_order.change(factor.name, new)

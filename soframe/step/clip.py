@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
 from soframe.comm.stages import ALONE, Stages
-from soframe.gradients.applying import Directions
-from soframe.gradients.averaging import AveragedGradients
-from soframe.gradients.kl_clip import kl_clip_factor
-from soframe.gradients.norm_clip import norm_clip_factor
-from soframe.gradients.rates import LearningRates
 from soframe.schedules import Schedule, Scheduled
+from soframe.step.gradients import AveragedGradients
+from soframe.step.kl_clip import kl_clip_factor
+from soframe.step.norm_clip import norm_clip_factor
+from soframe.step.rates import LearningRates
+from soframe.step.updates import Update
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ class Clipped:
 
 
 def clip(
-    directions: Directions,
-    raw: Mapping[Block, Tensor | None],
+    updates: Sequence[Update],
     gradients: AveragedGradients,
     *,
     limits: Limits,
@@ -102,58 +100,55 @@ def clip(
     step: int,
     stages: Stages = ALONE,
 ) -> Clipped:
-    """Scale all preconditioned gradients by one factor, in place: the least that any clip asks for.
+    """Scale all updates by one factor, in place: the least that any clip asks for.
 
     Args:
-        directions: The preconditioned gradient of each block.
-        raw: The raw one, on the ranks that know it.
-        gradients: Who knows which.
+        updates: The updates.
+        gradients: Which rank adds which stack's share.
         limits: The bounds.
         rates: The learning rates.
         step: Completed steps.
-        stages: Who has the other blocks of the model, which are clipped by the same factor: every
-            stage takes part, whether it has any direction or not.
+        stages: The other stages of a pipeline, which are clipped by the same factor.
 
     Returns:
-        Whether they are finite, and the factors.
+        Whether the updates are finite, and the factors.
     """
-    blocks = [block for block in directions.matrices if block.method.clipped]
-    known = {b: m for b, m in directions.matrices.items() if m is not None}
+    clipped = [update for update in updates if update.stack.like.method.clipped]
     if limits.careful:
         # Those that this rank knows; together all ranks know all.
-        bad = bool(directions.matrices) and not _finite(list(known.values()), gradients)
+        known = [update.matrix for update in updates if update.matrix is not None]
+        bad = bool(updates) and not _finite(known, gradients)
         if stages.any(bad):
             return Clipped(finite=False)
-        known = {block: known[block].double() for block in blocks if block in known}
-        raw = {
-            block: gradient if gradient is None else gradient.double()
-            for block, gradient in raw.items()
-        }
     if limits.kl is None and limits.norm is None:
         return Clipped(finite=True)
-    if not blocks and stages.backend is None:
+    if not clipped and stages.backend is None:
         return Clipped(finite=True)
-    every = [tensor for block in blocks for tensor in directions.tensors(block)]
+    every = [tensor for update in clipped for tensor in update.tensors()]
     first = every[0] if every else torch.zeros((), dtype=torch.float64, device="cpu")
     like = first.double() if limits.careful else first  # of the same dtype on every rank
     kl_factor = norm_factor = None
+    terms = [
+        (update, *term)
+        for update in clipped
+        for term in _terms(update, rates, step, careful=limits.careful)
+    ]
     if limits.kl is not None:
-        told = gradients.spoken_for(blocks)
+        led = [term for term in terms if gradients.leads(term[0].stack)]
         kl_factor = kl_clip_factor(
-            [known[block] for block in told],
-            [gradient for block in told if (gradient := raw[block]) is not None],
-            lrs=rates.of(told, step),
+            [matrix for _, matrix, _, _ in led if matrix is not None],
+            [gradient for _, _, gradient, _ in led if gradient is not None],
+            lrs=[lr for _, _, _, lr in led],
             kappa=limits.kl,
             add=stages.of(gradients.total),
             like=like,
         )
     if limits.norm is not None:
-        counted = set(gradients.counted(blocks))
         norm_factor = norm_clip_factor(
-            [known[block] if block in counted else None for block in blocks],
-            rates.of(blocks, step),
+            [m if gradients.counts(update.stack) else None for update, m, _, _ in terms],
+            [lr for _, _, _, lr in terms],
             bound=limits.norm,
-            add=gradients.total_of_directions,
+            add=gradients.total_of_updates,
             like=like,
             over_stages=None if stages.backend is None else stages.total,
         )
@@ -161,6 +156,27 @@ def clip(
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     _scale(every, factor.to(first.dtype))
     return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
+
+
+def _terms(
+    update: Update, rates: LearningRates, step: int, *, careful: bool
+) -> Iterator[tuple[Tensor | None, Tensor | None, float | Tensor]]:
+    """Yield updates, gradients and learning rates: of all blocks together if these are equal."""
+    lrs = rates.of(update.blocks, step)
+    matrix, gradient = update.matrix, update.gradient
+    if careful:  # inner products in float64
+        matrix = None if matrix is None else matrix.double()
+        gradient = None if gradient is None else gradient.double()
+    first = lrs[0]
+    if all(lr is first or (isinstance(lr, float) and lr == first) for lr in lrs):
+        yield matrix, gradient, first
+        return
+    for number, lr in enumerate(lrs):
+        yield _chunk(matrix, number, len(lrs)), _chunk(gradient, number, len(lrs)), lr
+
+
+def _chunk(tensor: Tensor | None, number: int, chunks: int) -> Tensor | None:
+    return None if tensor is None else tensor.chunk(chunks)[number]
 
 
 def _scale(every: list[Tensor], factor: Tensor) -> None:
@@ -179,4 +195,4 @@ def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:
     count = torch.tensor(0.0, device=device)
     for one in bad:
         count += one.to(device)
-    return not bool(gradients.total_of_directions(count))
+    return not bool(gradients.total_of_updates(count))

@@ -1,0 +1,400 @@
+"""Stacks: blocks that are alike, as one batch of matrices.
+
+Blocks of the same matrix shape, factors, method, solver, dtype and place form a stack. It keeps one
+tensor for each accumulator, factor, second-order datum and method state, with the groups of all its
+blocks side by side: a tensor ``[g, ...]`` of one block is a slice of the stack's ``[blocks * g,
+...]``. Each phase of the step is then one batched call for a stack, or for those of its blocks that
+take part (*members*, ascending indices). What differs by block is a number, in `Record`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from soframe.comm.fused import Pending
+from soframe.comm.packing import packed_diagonal, unpack_triangle
+from soframe.kernels.gram import mirror
+from soframe.methods.base import Addend
+from soframe.methods.scaling import Counts
+from soframe.solvers.base import mean_of, mean_trace
+from soframe.specs import VALUE, FactorSpec
+from soframe.strategies.placement import BlockPlacement
+
+if TYPE_CHECKING:
+    from soframe.blocks.block import Block
+
+Members = Sequence[int]
+
+
+@dataclass
+class Record:
+    """The numbers of one block, the same on every rank but for those of the window.
+
+    Attributes:
+        masses: By factor the EMA weight that its average has gathered, one number or one for each
+            group: 1 without start-up bias. A factor without statistics has none.
+        pending: The part of the weight that is in the ranks' accumulators still.
+        updates: How many updates the method has made.
+        solved: Whether the gradient workers have second-order data of all factors.
+        failures: How often each factor could not be solved.
+        failed: Whether one could not be solved since `Record.forgive` was called.
+        damping: In place of the preconditioner's; None for that.
+        counts: The samples and rows of the window, on this rank.
+        gathered: The factors that take statistics in the window.
+        statistics_at: By factor the step of its last statistics.
+        solved_at: By factor the step of the running factor that its second-order data come from.
+    """
+
+    masses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    pending: float = 0.0
+    updates: int = 0
+    solved: bool = False
+    failures: Counter[str] = field(default_factory=Counter)
+    failed: bool = False
+    damping: float | None = None
+    counts: Counts = field(default_factory=Counts)
+    gathered: frozenset[str] = frozenset()
+    statistics_at: dict[str, int] = field(default_factory=dict)
+    solved_at: dict[str, int] = field(default_factory=dict)
+
+    def mass(self, name: str) -> float:
+        """Return the EMA weight of a factor; of its groups the largest."""
+        return max(self.masses.get(name, (0.0,)))
+
+    def forgive(self) -> bool:
+        """Return whether a solve has failed since the last call."""
+        failed, self.failed = self.failed, False
+        return failed
+
+
+class Stack:
+    """The tensors of blocks that are alike, as this rank holds them.
+
+    Second-order data and states are replaced, never changed in place: a reference to former ones
+    stays valid. Sums, factors and accumulators change in place.
+
+    Attributes:
+        blocks: The blocks, in the placement's order.
+        places: Their places, which differ in owners alone.
+        sums: The accumulators of the window by factor: of matrices the lower triangles.
+        factors: The running factors, ``[groups, n, n]`` or packed ``[groups, n (n + 1) / 2]``.
+        lower: The factors of which the lower triangle alone is valid.
+        accumulators: Statistics whose reduction is deferred, packed.
+        data: Second-order data: factor -> tensor name -> tensor.
+        state: What the method keeps, by name.
+    """
+
+    def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
+        self.blocks, self.places = tuple(blocks), tuple(places)
+        self.like, self.place = blocks[0], places[0]
+        self.sums: dict[str, Tensor] = {}
+        self.factors: dict[str, Tensor] = {}
+        self.lower: set[str] = set()
+        self.accumulators: dict[str, Tensor] = {}
+        self.data: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, Tensor] = {}
+        self._pending: list[Pending] = []
+        self._begun: set[tuple[str, int]] = set()  # sums that have statistics
+        self.all = tuple(range(len(self.blocks)))
+        for index, block in enumerate(self.blocks):
+            block.join(self, index)
+
+    def __repr__(self) -> str:
+        groups, out, into = self.like.shape
+        return f"Stack({len(self.blocks)} x {groups} x {out} x {into}, {self.like.method!r})"
+
+    def clear(self) -> None:
+        """Forget all tensors, once those that travel have arrived."""
+        self.arrive()
+        self.drop_sums()
+        self.lower.clear()
+        for tensors in (self.factors, self.accumulators, self.data, self.state):
+            tensors.clear()
+
+    # -- slices -----------------------------------------------------------------------------------
+
+    def views(self, tensor: Tensor, members: Members) -> list[Tensor]:
+        """Return the slices of some blocks, one for each run of neighbours."""
+        if len(members) == len(self.blocks):
+            return [tensor]
+        size = len(tensor) // len(self.blocks)
+        return [tensor[first * size : last * size] for first, last in _runs(members)]
+
+    def take(self, tensor: Tensor, members: Members) -> Tensor:
+        """Return the groups of some blocks: a view where they are neighbours, else a copy."""
+        views = self.views(tensor, members)
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
+        """Overwrite the groups of some blocks, in place."""
+        views = self.views(tensor, members)
+        parts = values.split([len(view) for view in views]) if len(views) > 1 else [values]
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+
+    def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
+        """Return a tensor of the stack with other values for some blocks, in other memory."""
+        if len(members) == len(self.blocks):
+            return values
+        new = self.empty(tuple(values.shape), len(members)) if tensor is None else tensor.clone()
+        self.put(new, members, values)
+        return new
+
+    def empty(self, shape: Sequence[int], blocks: int = 1) -> Tensor:
+        """Return zeros for all blocks, given the shape of a tensor of some of them."""
+        like = self.like
+        if len(self.blocks) > 1:
+            shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
+        """Return the members that some blocks are."""
+        return tuple(sorted(block.member for block in blocks))
+
+    # -- the window -------------------------------------------------------------------------------
+
+    def begin_window(self, members: Members | None = None) -> None:
+        """Drop the statistics of the window of some blocks, or of all, and begin another."""
+        for member in self.all if members is None else members:
+            block = self.blocks[member]
+            block.record.counts, block.record.gathered = Counts(), block.gatherable()
+        if members is None:
+            self.drop_sums()
+        else:
+            for total in self.sums.values():
+                for view in self.views(total, members):
+                    view.zero_()
+
+    def add(
+        self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
+    ) -> bool:
+        """Add a multiple of the statistics of one call to the sum of a block.
+
+        Args:
+            factor: The factor.
+            member: The block.
+            moment: A tensor of the factor's shape, or a function that adds to a sum in place.
+            multiplier: The multiple.
+
+        Returns:
+            Whether the statistics have the factor's shape.
+        """
+        name, first = factor.name, (factor.name, member) not in self._begun
+        if first:
+            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+            if new.shape != factor.shape:
+                return False
+            self._begun.add((name, member))
+            if len(self.blocks) == 1:
+                self.sums[name] = new
+                return True
+            if name not in self.sums:
+                self.sums[name] = self.empty(factor.shape)
+            self.put(self.sums[name], (member,), new)
+            return True
+        total = self.views(self.sums[name], (member,))[0]
+        if not isinstance(moment, Tensor):
+            moment(total, multiplier)
+        elif moment.shape == factor.shape:
+            total.add_(moment, alpha=multiplier)
+        else:
+            return False
+        return True
+
+    def drop_sums(self) -> None:
+        """Forget the sums, which have entered the averages."""
+        self.sums = {}
+        self._begun.clear()
+
+    def renew(self, members: Members, name: str) -> None:
+        """Drop statistics that were made with second-order data which have been replaced.
+
+        Args:
+            members: The blocks.
+            name: The factor whose data have been replaced.
+        """
+        for factor in self.like.factors:
+            if name not in factor.needs:
+                continue
+            for member in members:
+                record = self.blocks[member].record
+                record.gathered -= {factor.name}
+                record.masses.pop(factor.name, None)
+            if factor.name in self.sums:
+                for view in self.views(self.sums[factor.name], members):
+                    view.zero_()
+
+    # -- running factors --------------------------------------------------------------------------
+
+    def expect(self, pending: Pending) -> None:
+        """Wait for a collective before the next look at a factor."""
+        self._pending.append(pending)
+
+    def arrive(self) -> None:
+        """Wait for the statistics that travel still."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.wait()
+
+    def factor(self, name: str) -> Tensor:
+        """Return a running factor of all blocks as it is stored, with both triangles."""
+        self.arrive()
+        if name in self.lower:
+            mirror(self.factors[name])
+            self.lower.discard(name)
+        return self.factors[name]
+
+    def matrices(self, factor: FactorSpec, members: Members) -> Tensor:
+        """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape."""
+        return unpack(self.take(self.factor(factor.name), members), factor)
+
+    def mean_traces(self, factor: FactorSpec, members: Members) -> Tensor:
+        """Return the traces of a factor over its size, ``[groups]``."""
+        self.arrive()
+        stored = self.take(self.factors[factor.name], members)
+        if factor.kind != "psd":
+            return mean_of(stored.flatten(1))
+        if stored.dim() == 3:
+            return mean_trace(stored)
+        return mean_of(packed_diagonal(stored, factor.size))
+
+    def set_factor(self, name: str, members: Members, stored: Tensor) -> None:
+        """Store the running factor of some blocks, as the placement stores it."""
+        if len(members) == len(self.blocks):
+            self.factors[name] = stored
+            self.lower.discard(name)
+            return
+        if name not in self.factors:
+            self.factors[name] = self.empty(tuple(stored.shape), len(members))
+        self.put(self.factor(name), members, stored)
+
+    # -- second-order data ------------------------------------------------------------------------
+
+    def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
+        """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
+        one = self.blocks[members[0]]
+        data: dict[str, dict[str, Tensor]] = {}
+        if one.solved:
+            data = {
+                factor: {name: self.take(tensor, members) for name, tensor in tensors.items()}
+                for factor, tensors in self.data.items()
+            }
+        for factor in one.unsolved:
+            if factor.name in one.record.masses and factor.name in self.factors:
+                data[factor.name] = {VALUE: self.matrices(factor, members)}
+        return data
+
+    def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
+        """Replace second-order data of a factor of some blocks."""
+        old = self.data.get(factor, {})
+        new = {n: self.with_values(old.get(n), members, t) for n, t in tensors.items()}
+        self.data[factor] = {**old, **new}
+
+    def set_state(self, members: Members, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the states of some blocks."""
+        for name, tensor in tensors.items():
+            self.state[name] = self.with_values(self.state.get(name), members, tensor)
+
+
+class _View(Mapping[str, Tensor]):
+    """Tensors of one block by name, as slices of its stack's."""
+
+    def __init__(self, block: Block) -> None:
+        self._block, self._stack = block, block.stack
+        self._members = (block.member,)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        raise NotImplementedError
+
+
+class RunningFactors(_View):
+    """The running factors of a block that this rank holds, as they are stored."""
+
+    def _names(self) -> list[str]:
+        masses = self._block.record.masses
+        return [name for name in self._stack.factors if name in masses]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._block.record.masses:
+            raise KeyError(name)
+        return self._stack.take(self._stack.factor(name), self._members)
+
+    def matrix(self, factor: FactorSpec) -> Tensor:
+        """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
+        return unpack(self[factor.name], factor)
+
+    @property
+    def masses(self) -> dict[str, tuple[float, ...]]:
+        """See `Record.masses`."""
+        return self._block.record.masses
+
+    @property
+    def pending(self) -> float:
+        """See `Record.pending`."""
+        return self._block.record.pending
+
+
+class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
+    """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    def __getitem__(self, factor: str) -> Mapping[str, Tensor]:
+        if not self._block.record.solved:
+            raise KeyError(factor)
+        stack, members = self._block.stack, (self._block.member,)
+        return {name: stack.take(tensor, members) for name, tensor in stack.data[factor].items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.stack.data if self._block.record.solved else ())
+
+    def __len__(self) -> int:
+        return len(self._block.stack.data) if self._block.record.solved else 0
+
+
+class State(_View):
+    """What the method keeps for a block; empty where this rank keeps nothing."""
+
+    def _names(self) -> list[str]:
+        return list(self._stack.state) if self._block.record.updates else []
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._block.record.updates:
+            raise KeyError(name)
+        return self._stack.take(self._stack.state[name], self._members)
+
+    @property
+    def updates(self) -> int:
+        """See `Record.updates`."""
+        return self._block.record.updates
+
+
+def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
+    """Return a factor in its own shape, whichever way it is stored."""
+    if spec.kind == "psd" and stored.dim() == 2:
+        return unpack_triangle(stored, spec.size)
+    return stored
+
+
+def _runs(members: Members) -> list[tuple[int, int]]:
+    """Return runs of neighbours as (first, last + 1)."""
+    runs: list[list[int]] = []
+    for member in members:
+        if runs and member == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([member, member + 1])
+    return [(first, last) for first, last in runs]

@@ -1,0 +1,286 @@
+"""Fused collectives: the tensors of several stacks in one flat buffer, symmetric ones as triangles.
+
+A collective starts when a function here returns, and ends when its `Pending` is waited for. Every
+rank starts the same collectives in the same order, so a wait never blocks another rank's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from soframe.comm.base import Backend
+from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
+from soframe.specs import TensorSpec
+from soframe.strategies.buckets import fill
+from soframe.strategies.placement import Reduction
+
+
+class Pending:
+    """Collectives under way; `wait` ends them, once, and unpacks what they brought."""
+
+    def __init__(self, end: Callable[[], None] | None = None) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        """Wait for the collective and unpack its buffer; a second call does nothing."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+@dataclass
+class Parcel:
+    """Tensors that one rank sends to a group of ranks.
+
+    Attributes:
+        source: The rank that has them.
+        group: The sorted ranks that take part, the source among them.
+        specs: Their shapes.
+        dtype: Their dtype.
+        device: Their device.
+        tensors: The tensors: on the source before they are sent, on all ranks of the group after.
+        missing: The value that is sent in every place if the source has no tensors.
+    """
+
+    source: int
+    group: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tensors: list[Tensor] | None = None
+    missing: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        """Elements that travel."""
+        return sum(spec.packed_numel for spec in self.specs)
+
+    @property
+    def travels(self) -> bool:
+        """Whether there is another rank to send to."""
+        return len(self.group) > 1
+
+    def write(self, flat: Tensor) -> None:
+        """Write the tensors into their part of a buffer, ``[numel]``."""
+        if self.tensors is None:
+            flat.fill_(self.missing)
+            return
+        parts = flat.split([spec.packed_numel for spec in self.specs])
+        for spec, tensor, part in zip(self.specs, self.tensors, parts, strict=True):
+            if spec.symmetric:
+                pack_triangle(tensor, out=part)
+            else:
+                part.view(spec.shape).copy_(tensor)
+
+    def read(self, flat: Tensor) -> None:
+        """Take the tensors from their part of a buffer, in memory of their own."""
+        self.tensors = []
+        parts = flat.split([spec.packed_numel for spec in self.specs])
+        for spec, part in zip(self.specs, parts, strict=True):
+            if spec.symmetric:
+                *leading, n, _ = spec.shape
+                self.tensors.append(unpack_triangle(part.view(*leading, packed_size(n)), n))
+            else:
+                self.tensors.append(own_memory(part.view(spec.shape)))
+
+
+def buckets(
+    backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
+) -> list[list[Parcel]]:
+    """Group the parcels of this rank by the buffer in which they travel.
+
+    Args:
+        backend: The backend.
+        parcels: All parcels, in the same order on every rank.
+        fused: Whether parcels for all ranks share buffers whatever their source is.
+
+    Returns:
+        The parcels of each buffer by source, then, in one list each, those that stay on this rank.
+    """
+    mine = [p for p in parcels if backend.rank in p.group]
+    moving = [p for p in mine if p.travels]
+    routes = []
+    for p in moving:
+        source = None if fused and len(p.group) == backend.world_size else p.source
+        routes.append(((source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize))
+    filled = [[moving[index] for index in bucket] for bucket in fill(routes)]
+    together = [sorted(bucket, key=lambda p: p.source) for bucket in filled]
+    return [*together, *([p] for p in mine if not p.travels)]
+
+
+def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
+    """Send the parcels of one buffer: a broadcast, or an all-gather where sources differ.
+
+    Of a symmetric matrix the lower triangle travels, and every rank of the group, the source
+    included, has that one mirrored: all ranks go on with the same bits.
+    """
+    first = bucket[0]
+    if not first.travels:
+        return Pending()
+    sizes = [parcel.numel for parcel in bucket]
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    shares = [0] * backend.world_size
+    for parcel, part in zip(bucket, flat.split(sizes), strict=True):
+        shares[parcel.source] += parcel.numel
+        if parcel.source == backend.rank:
+            parcel.write(part)
+    wire = flat.to(backend.wire_device(first.device))
+    if shares[first.source] == len(flat):
+        handle = backend.broadcast(wire, first.source, first.group, phase)
+    else:
+        handle = backend.all_gather_shares(wire, shares, phase)
+
+    def end() -> None:
+        handle.wait()
+        for parcel, part in zip(bucket, wire.to(first.device).split(sizes), strict=True):
+            parcel.read(part)
+
+    return _started(backend, end)
+
+
+def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
+    """Send parcels and wait for them."""
+    pending = [send(backend, bucket, phase) for bucket in buckets(backend, parcels)]
+    for one in pending:
+        one.wait()
+
+
+@dataclass
+class Sum:
+    """A tensor that is summed over the ranks that contribute to it.
+
+    Attributes:
+        way: The ranks that take part, and those that keep the sum.
+        shape: ``(groups, n, n)``, or any other where the tensor is not symmetric.
+        dtype: Its dtype.
+        wire: The dtype in which it travels and is summed.
+        device: Its device.
+        tensor: This rank's part, ``[groups, n, n]`` or packed ``[groups, n (n + 1) / 2]``; None for
+            zeros. Once the sum is there: the sum, packed if it travelled.
+        symmetric: Whether it consists of symmetric matrices, of which triangles travel.
+    """
+
+    way: Reduction
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wire: torch.dtype
+    device: torch.device
+    tensor: Tensor | None = None
+    symmetric: bool = True
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape in which it travels."""
+        return (self.shape[0], packed_size(self.shape[1])) if self.symmetric else self.shape
+
+    @property
+    def numel(self) -> int:
+        """Elements that travel."""
+        return prod(self.packed_shape)
+
+    @property
+    def travels(self) -> bool:
+        """Whether more than one rank takes part."""
+        return len(self.way.group) > 1
+
+    def packed(self) -> Tensor:
+        """Return this rank's part, packed."""
+        if self.tensor is None:
+            return torch.zeros(self.packed_shape, dtype=self.dtype, device=self.device)
+        whole = self.symmetric and self.tensor.dim() == 3
+        return pack_triangle(self.tensor) if whole else self.tensor
+
+    def write(self, flat: Tensor) -> None:
+        """Move this rank's part into its place in a buffer, ``[numel]``."""
+        if self.tensor is None:
+            flat.zero_()
+        elif self.symmetric and self.tensor.dim() == 3:
+            pack_triangle(self.tensor, out=flat)
+        else:
+            flat.copy_(self.tensor.flatten())
+        self.tensor = None
+
+    def read(self, flat: Tensor) -> None:
+        """Take the sum from its place in a buffer."""
+        self.tensor = flat.view(self.packed_shape).to(self.device, self.dtype)
+
+
+def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
+    """Start the sums of this rank, as packed triangles in fused buffers.
+
+    Sums that are kept by several ranks but not by all travel twice, to one of them and from there
+    to the others: then all of them are waited for in between.
+    """
+    mine = [s for s in sums if backend.rank in s.way.group and s.travels]
+    pending = []
+    for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine]):
+        pending.append(_reduce(backend, [mine[index] for index in bucket], phase))
+    spread = [s for s in sums if backend.rank in s.way.spread and len(s.way.spread) > 1]
+    if any(len(s.way.spread) > 1 for s in sums):
+        for one in pending:
+            one.wait()
+    for bucket in fill([(_route(s, s.way.spread), s.numel * s.wire.itemsize) for s in spread]):
+        pending.append(_spread(backend, [spread[index] for index in bucket], phase))
+    return pending
+
+
+def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
+    way = sums[0].way
+    flat, sizes = _written(backend, sums)
+    if way.destination is None:
+        handle = backend.all_reduce(flat, phase)
+    else:
+        handle = backend.reduce(flat, way.destination, way.group, phase)
+
+    def end() -> None:
+        handle.wait()
+        if way.destination in (None, backend.rank):
+            for part, numbers in zip(sums, flat.split(sizes), strict=True):
+                part.read(numbers)
+
+    return _started(backend, end)
+
+
+def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
+    source, group = sums[0].way.destination, sums[0].way.spread
+    assert source is not None
+    flat, sizes = _written(backend, sums)
+    handle = backend.broadcast(flat, source, group, phase)
+
+    def end() -> None:
+        handle.wait()
+        for part, numbers in zip(sums, flat.split(sizes), strict=True):
+            part.read(numbers)
+
+    return _started(backend, end)
+
+
+def _started(backend: Backend, end: Callable[[], None]) -> Pending:
+    pending = Pending(end)
+    if not backend.overlap:
+        pending.wait()
+    return pending
+
+
+def _written(backend: Backend, sums: Sequence[Sum]) -> tuple[Tensor, list[int]]:
+    """Return a buffer with this rank's parts, where it can travel, and their sizes."""
+    sizes = [part.numel for part in sums]
+    flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
+    for part, numbers in zip(sums, flat.split(sizes), strict=True):
+        part.write(numbers)
+    return flat.to(backend.wire_device(flat.device)), sizes
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds nothing else: a view would keep its whole buffer alive."""
+    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if exact else tensor.clone()
+
+
+def _route(part: Sum, group: tuple[int, ...]) -> tuple[object, ...]:
+    return (group, part.way.destination, part.wire, part.device)

@@ -1,0 +1,1 @@
+"""The step: from gradients and statistics to updates, phase by phase."""

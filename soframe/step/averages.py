@@ -1,0 +1,372 @@
+"""Running factors: averages over time of the statistics of all ranks.
+
+With weights that add up to ``m`` after the decays of all statistics steps so far, a running factor
+is ``R = (1/m) sum_t w_t sum_r c_{r,t}`` over statistics steps t and contributing ranks r. The sums
+may be taken in either order. *Eagerly*, over ranks first, at every statistics step::
+
+    m <- decay m + (1 - decay)        R <- R + (1 - decay)/m (sum_r c_r - R)
+
+*Deferred*, over time first: each contributor keeps ``L_r``, and a solve settles them::
+
+    L_r <- decay L_r + (1 - decay) c_r,    p <- decay p + (1 - decay)    at a statistics step
+    R <- ((m - p) R + sum_r L_r) / m,      L_r <- 0,  p <- 0             at a solve
+
+``m`` and ``p`` are `Record.masses` and `Record.pending`, the same on every rank. Eager sums are
+needed by the next solve at the earliest: they travel while the model goes on, and enter at the next
+look at the factor (`Stack.arrive`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import Members, Stack, unpack
+from soframe.comm.base import Backend
+from soframe.comm.fused import Pending, Sum, add_up, own_memory
+from soframe.comm.packing import pack_triangle
+from soframe.kernels.devices import sent
+from soframe.specs import FactorSpec
+from soframe.strategies.placement import Placement
+
+
+@dataclass
+class Contribution:
+    """What this rank adds to a running factor of some blocks of a stack.
+
+    Attributes:
+        stack: The stack.
+        members: The blocks.
+        index: The index of the factor.
+        tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, of which
+            the lower triangle is valid. None where this rank has none.
+        reached: For each block how many rows reached each group, where groups have averages of
+            their own.
+    """
+
+    stack: Stack
+    members: tuple[int, ...]
+    index: int
+    tensor: Tensor | None
+    reached: Sequence[Sequence[float]] = ()
+
+    @property
+    def factor(self) -> FactorSpec:
+        """The factor."""
+        return self.stack.like.factors[self.index]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        return [self.stack.blocks[member] for member in self.members]
+
+
+def enter(
+    backend: Backend, contributions: Sequence[Contribution], decay: float, *, identity: bool
+) -> None:
+    """Sum the contributions of all ranks and average them into the running factors.
+
+    Args:
+        backend: The backend.
+        contributions: The contributions, of the same factors in the same order on every rank.
+        decay: What running averages keep of their past.
+        identity: Whether averages start from the identity, as kfac-pytorch's do.
+    """
+    eager: list[tuple[Contribution, list[float]]] = []
+    deferred: dict[Block, None] = {}
+    for one in contributions:
+        if identity:
+            _start(one.stack, one.members, one.index, one.factor.start or 1.0, backend.rank)
+        keep = decay if one.factor.decay is None else one.factor.decay
+        rates = [r for n, b in enumerate(one.blocks) for r in _gain(one, b, n, keep)]
+        if one.stack.place.deferred:
+            _accumulate(one, decay, backend.rank)
+            deferred.update(dict.fromkeys(one.blocks))
+        else:
+            eager.append((one, rates))
+    for block in deferred:
+        block.record.pending = decay * block.record.pending + (1 - decay)
+    sums = [_sum(backend, one) for one, _ in eager]
+    pending = add_up(backend, sums, "reduce")
+    for (one, rates), total in zip(eager, sums, strict=True):
+        if not one.stack.place.holds(backend.rank, one.index):
+            continue
+        if total.travels:
+            one.stack.expect(_then(pending, one, total, rates))
+        else:
+            average(one.stack, one.members, one.factor, total.tensor, rates)
+
+
+def _then(
+    pending: Sequence[Pending], one: Contribution, total: Sum, rates: Sequence[float]
+) -> Pending:
+    """Return the wait for a sum and its entry into the average."""
+
+    def end() -> None:
+        for other in pending:
+            other.wait()
+        average(one.stack, one.members, one.factor, total.packed(), rates)
+
+    return Pending(end)
+
+
+def _gain(one: Contribution, block: Block, number: int, keep: float) -> list[float]:
+    """Grow the EMA weight of a factor by one statistic, and return the rate at which that enters.
+
+    Dividing by the weight frees the average of its start, as Adam's bias correction does. Groups
+    that no row reached keep their average.
+
+    Returns:
+        One number for each group of the block, or one for all.
+    """
+    masses, name = block.record.masses, one.factor.name
+    if one.factor.mean_over != "group rows":
+        mass = keep * masses.get(name, (0.0,))[0] + (1 - keep)
+        masses[name] = (mass,)
+        return [(1 - keep) / mass]
+    reached = one.reached[number]
+    before = masses.get(name, (0.0,) * one.factor.groups)
+    after = [
+        keep * mass + (1 - keep) if rows > 0 else mass
+        for mass, rows in zip(before, reached, strict=True)
+    ]
+    masses[name] = tuple(after)
+    pairs = zip(after, reached, strict=True)
+    return [(1 - keep) / mass if rows > 0 else 0.0 for mass, rows in pairs]
+
+
+def average(
+    stack: Stack,
+    members: Members,
+    factor: FactorSpec,
+    new: Tensor | None,
+    rates: Sequence[float],
+) -> None:
+    """Average new statistics into a running factor: ``R <- R + rate (new - R)``.
+
+    Args:
+        stack: The stack.
+        members: The blocks.
+        factor: The factor.
+        new: The statistics, ``[groups, n, n]`` (of which the lower triangle is valid where they are
+            of calls) or packed; None for zeros.
+        rates: One for each block, or for each of their groups.
+    """
+    name, packed = factor.name, stack.place.packed and factor.kind == "psd"
+    if new is None:
+        new = torch.zeros(
+            (len(members) * factor.groups, *factor.shape[1:]),
+            dtype=stack.like.dtype,
+            device=stack.like.device,
+        )
+    lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not packed
+    new = pack(new, factor) if packed else unpack(new, factor)
+    if name not in stack.factors and len(members) == len(stack.blocks):
+        stack.factors[name] = own_memory(new)
+        (stack.lower.add if lower else stack.lower.discard)(name)
+        return
+    if name not in stack.factors:
+        stack.factors[name] = stack.empty(tuple(new.shape), len(members))
+    if lower:
+        stack.lower.add(name)
+    views = stack.views(stack.factors[name], members)
+    start = 0
+    each = list(rates)
+    if len(each) < len(new):
+        each = [rate for rate in each for _ in range(len(new) // len(each))]
+    for view in views:
+        stop = start + len(view)
+        part, own = new[start:stop], each[start:stop]
+        if len(set(own)) == 1:
+            view.lerp_(part, own[0])
+        else:
+            view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
+        start = stop
+
+
+def _accumulate(one: Contribution, decay: float, rank: int) -> None:
+    """Add this rank's contribution to its accumulator."""
+    stack, factor = one.stack, one.factor
+    if not stack.place.contributes(rank, one.index):
+        return
+    if factor.name not in stack.accumulators:
+        stack.accumulators[factor.name] = stack.empty(factor.packed_shape)
+    packed = None if one.tensor is None else pack(one.tensor, factor)
+    start = 0
+    for view in stack.views(stack.accumulators[factor.name], one.members):
+        view.mul_(decay)
+        if packed is not None:
+            view.add_(packed[start : start + len(view)], alpha=1 - decay)
+        start += len(view)
+
+
+def observe(
+    stack: Stack,
+    members: tuple[int, ...],
+    factors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    decay: float,
+    step: int,
+) -> None:
+    """Average statistics of the averaged gradient into the running factors; every rank must call.
+
+    They are the same on every gradient worker, so nothing travels.
+
+    Args:
+        stack: The stack.
+        members: The blocks that have a gradient.
+        factors: The statistics, on gradient workers; empty elsewhere.
+        rank: This rank.
+        decay: What running averages keep of their past.
+        step: Completed steps.
+    """
+    for index, factor in enumerate(stack.like.factors):
+        if factor.captured:
+            continue
+        if factor.start is not None:
+            _start(stack, members, index, factor.start, rank)
+        keep = decay if factor.decay is None else factor.decay
+        one = Contribution(stack, members, index, None)
+        rates = [r for n, block in enumerate(one.blocks) for r in _gain(one, block, n, keep)]
+        for block in one.blocks:
+            block.record.statistics_at[factor.name] = step
+        if stack.place.holds(rank, index):
+            average(stack, members, factor, factors[factor.name].to(stack.like.dtype), rates)
+
+
+def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
+    """Bring deferred statistics of some blocks into their running factors; every rank must call."""
+    due = _deferred(members)
+    for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
+        if total is not None:
+            stack.set_factor(factor.name, chosen, store(total, factor, packed=stack.place.packed))
+    for stack, chosen in due.items():
+        for member in chosen:
+            stack.blocks[member].record.pending = 0.0
+        for tensor in stack.accumulators.values():
+            for view in stack.views(tensor, chosen):
+                view.zero_()
+
+
+def settled(
+    placed: PlacedBlocks, stack: Stack, members: tuple[int, ...], phase: str
+) -> dict[str, Tensor]:
+    """Return running factors of some blocks as if they were settled, and change nothing.
+
+    Every rank must call where something is pending.
+
+    Returns:
+        The factors that this rank holds, packed: ``[groups, n (n + 1) / 2]``.
+    """
+    if not _deferred({stack: members}):
+        return {
+            factor.name: pack(stack.take(stack.factor(factor.name), members), factor)
+            for factor in stack.like.factors
+            if factor.name in stack.factors
+        }
+    totals = _settled(placed.backend, {stack: members}, phase)
+    return {factor.name: total for _, _, factor, total in totals if total is not None}
+
+
+def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int, ...]]:
+    """Return those of some blocks that have deferred statistics."""
+    due = {
+        stack: tuple(m for m in chosen if stack.blocks[m].record.pending > 0)
+        for stack, chosen in members.items()
+    }
+    return {stack: chosen for stack, chosen in due.items() if chosen}
+
+
+def _settled(
+    backend: Backend, due: Mapping[Stack, tuple[int, ...]], phase: str
+) -> list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]]:
+    ones = []
+    for stack, members in due.items():
+        for index, factor in enumerate(stack.like.factors):
+            own = stack.accumulators.get(factor.name)
+            local = None if own is None else stack.take(own, members)
+            ones.append(Contribution(stack, members, index, local))
+    sums = [_sum(backend, one) for one in ones]
+    for pending in add_up(backend, sums, phase):
+        pending.wait()
+    totals: list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]] = []
+    for one, summed in zip(ones, sums, strict=True):
+        new, stack, factor = None, one.stack, one.factor
+        if stack.place.holds(backend.rank, one.index):
+            masses = _each(one, [block.mass for block in one.blocks])
+            new = summed.packed() / masses
+            if factor.name in stack.factors:
+                rest = _each(one, [b.mass - b.record.pending for b in one.blocks]) / masses
+                held = stack.take(stack.factor(factor.name), one.members)
+                new.addcmul_(pack(held, factor), rest.expand_as(new))
+        totals.append((stack, one.members, factor, new))
+    return totals
+
+
+def _each(one: Contribution, numbers: Sequence[float]) -> Tensor:
+    """Return a number of each block for each of its groups, ``[groups, 1]``."""
+    groups = one.factor.groups
+    each = torch.tensor(numbers, dtype=torch.float64, device="cpu").repeat_interleave(groups)
+    return each.to(one.stack.like.device, one.stack.like.dtype).unsqueeze(1)
+
+
+def _sum(backend: Backend, one: Contribution) -> Sum:
+    like, place, factor = one.stack.like, one.stack.places[one.members[0]], one.factor
+    return Sum(
+        way=place.reductions[one.index],
+        shape=(len(one.members) * factor.groups, *factor.shape[1:]),
+        dtype=like.dtype,
+        wire=getattr(torch, place.wire) if place.wire else like.dtype,
+        device=like.device,
+        tensor=one.tensor,
+        symmetric=factor.kind == "psd",
+    )
+
+
+def require_eager(blocks: Sequence[Block], placement: Placement) -> None:
+    """Check that averages which groups have of their own are not deferred.
+
+    Raises:
+        ValueError: If one is: an accumulator decays for all groups alike.
+    """
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if block.unequal and place.deferred:
+            raise ValueError(
+                f"{block.name}: its groups have rows of their own, and averages over these cannot "
+                f"be deferred to the solves, as the strategy {placement.strategy!r} does: pass one "
+                f"that reduces statistics at once (deferred=False), or skip the module"
+            )
+
+
+def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
+    """Return a factor as it travels, matrices as triangles, whichever way it is stored."""
+    return pack_triangle(stored) if spec.kind == "psd" and stored.dim() == 3 else stored
+
+
+def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
+    """Return a running factor as a placement stores it, in memory of its own."""
+    return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
+
+
+def _start(stack: Stack, members: Iterable[int], index: int, scale: float, rank: int) -> None:
+    """Start averages without statistics from a multiple of the identity, of ones for no matrix."""
+    factor = stack.like.factors[index]
+    new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
+    for member in new:
+        stack.blocks[member].record.masses[factor.name] = (1.0,)
+    if not new or not stack.place.holds(rank, index):
+        return
+    like, groups = stack.like, len(new) * factor.groups
+    if factor.kind == "psd":
+        eye = torch.eye(factor.size, dtype=like.dtype, device=like.device) * scale
+        start = eye.repeat(groups, 1, 1)
+    else:
+        shape = (groups, *factor.shape[1:])
+        start = torch.full(shape, scale, dtype=like.dtype, device=like.device)
+    stack.set_factor(factor.name, new, store(start, factor, packed=stack.place.packed))

@@ -1,0 +1,357 @@
+"""The gradients of a step, averaged over ranks and gathered into the stacks' matrices.
+
+Where DistributedDataParallel averages gradients on every rank and one rank then preconditions and
+sends its result, the average has travelled for nothing. With *local* gradients each rank comes with
+those of its own samples. Those of a stack with one gradient worker are reduced to that rank alone
+(together a reduce-scatter by ownership); the updates that it sends back (together an all-gather)
+are all that the others get. The two carry what DDP's all-reduce carries. All other gradients, of
+parameters without a block, of blocks with several gradient workers and of blocks that are not
+solved yet, are averaged on all ranks, in fused buffers.
+
+Where parameters are sharded (`soframe.GradientHome.shards`), every rank has a part of each averaged
+gradient, and the parts are sent to the gradient workers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
+from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import Stack
+from soframe.comm.agreement import add_up
+from soframe.comm.base import Backend, Handle
+from soframe.comm.shards import Split, gather
+from soframe.strategies.buckets import fill
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The averaged gradient of the blocks of a stack that have one.
+
+    Attributes:
+        members: The blocks, the same on every rank.
+        matrix: ``[groups, out, in]`` in the factors' dtype; None where this rank does not know it.
+    """
+
+    members: tuple[int, ...]
+    matrix: Tensor | None
+
+    def of(self, members: Sequence[int]) -> Tensor | None:
+        """Return the gradient of some of the blocks."""
+        if self.matrix is None or len(members) == len(self.members):
+            return self.matrix
+        each = dict(zip(self.members, self.matrix.chunk(len(self.members)), strict=True))
+        return torch.cat([each[member] for member in members])
+
+
+Gradients = Mapping[Stack, Gradient]
+
+
+class AveragedGradients:
+    """Gradients that are the same on every rank.
+
+    Args:
+        model: The model.
+        placed: Its blocks, with their places.
+        home: Where gradients live.
+    """
+
+    def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
+        self._backend, self._home = placed.backend, home
+        self._present: Sequence[float] = ()
+        self._stacks = placed.stacks
+        self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
+        self._remembering = [
+            block
+            for block in placed.blocks
+            if block.states or len(block.captured) < len(block.factors)
+        ]
+        covered = {p for own in self._of_block.values() for p in own}
+        self._rest = [p for p in model.parameters() if p not in covered]
+
+    def check(self) -> None:
+        """Raise if this rank's gradients are not complete.
+
+        Raises:
+            RuntimeError: If their home does not have them yet.
+        """
+        why = self._home.incomplete(p for own in self._of_block.values() for p in own)
+        if why is not None:
+            raise RuntimeError(why)
+
+    def alike(self) -> tuple[str, ...]:
+        """Return the blocks with a memory that have gradients: they must be the same on all ranks.
+
+        States, and averages of averaged gradients, would differ if some ranks updated them alone.
+        """
+        return tuple(block.name for block in self._remembering if block.has_gradient)
+
+    def present(self) -> list[float]:
+        """Return flags that ranks sum, and pass to `agree`, before they call `raw`."""
+        return []
+
+    def none_present(self) -> list[float]:
+        """Return the `present` of a rank without gradients."""
+        return []
+
+    def agree(self, present: Sequence[float]) -> None:
+        """Keep the `present` of all ranks, summed."""
+        self._present = present
+
+    def raw(self) -> dict[Stack, Gradient]:
+        """Average the gradients and return those of all blocks that have any."""
+        return self.now()
+
+    def now(self) -> dict[Stack, Gradient]:
+        """Return the gradients that their home holds now."""
+        found = {}
+        for stack in self._stacks:
+            members = tuple(i for i, b in enumerate(stack.blocks) if b.has_gradient)
+            if members:
+                found[stack] = Gradient(members, _gathered(stack, members))
+        return found
+
+    def leads(self, stack: Stack) -> bool:
+        """Return whether this rank adds a stack's share to `total`."""
+        del stack
+        return True
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of a scalar of gradients, where ranks know different ones."""
+        return tensor
+
+    def counts(self, stack: Stack) -> bool:
+        """Return whether this rank adds a stack's share to `total_of_updates`."""
+        del stack
+        return True
+
+    def total_of_updates(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of a scalar of updates, where ranks know different ones."""
+        return tensor
+
+    def _leads(self, stack: Stack) -> bool:
+        return stack.place.gradient_workers[0] == self._backend.rank
+
+
+def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
+    """Return gradients of some blocks as one matrix, ``[groups, out, in]``."""
+    matrices = [stack.blocks[member].gradient() for member in members]
+    known = [matrix for matrix in matrices if matrix is not None]
+    return known[0] if len(known) == 1 else torch.cat(known)
+
+
+class LocalGradients(AveragedGradients):
+    """Gradients that are each rank's own: averaged here, each where it is needed."""
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*(p for own in self._of_block.values() for p in own), *self._rest]
+
+    def check(self) -> None:
+        """See `AveragedGradients.check`.
+
+        Raises:
+            TypeError: If a gradient is sparse.
+        """
+        super().check()
+        if any(map(self._home.is_sparse, self._parameters)):
+            raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
+
+    def alike(self) -> tuple[str, ...]:
+        """See `AveragedGradients.alike`: empty, since ranks agree on the gradients of any rank."""
+        return ()
+
+    def present(self) -> list[float]:
+        """Return for every parameter whether this rank has its gradient."""
+        return [float(self._home.has(p)) for p in self._parameters]
+
+    def none_present(self) -> list[float]:
+        """See `AveragedGradients.none_present`."""
+        return [0.0] * len(self._parameters)
+
+    def raw(self) -> dict[Stack, Gradient]:
+        """Average every gradient that any rank has; on ranks without it counts as zero.
+
+        Gradients of other parameters and of blocks that are not solved yet are averaged in place.
+        """
+        known = set()
+        for parameter, ranks in zip(self._parameters, self._present, strict=True):
+            if ranks > 0:
+                known.add(parameter)
+                self._home.fill(parameter)
+        everywhere = [p for p in self._rest if p in known]
+        sums: list[tuple[int | None, Tensor]] = []
+        used: dict[Stack, tuple[int, ...]] = {}
+        matrices: dict[Stack, Tensor] = {}
+        for stack in self._stacks:
+            own = [[p for p in self._of_block[b] if p in known] for b in stack.blocks]
+            members = tuple(i for i, parameters in enumerate(own) if parameters)
+            if not members:
+                continue
+            used[stack] = members
+            workers = stack.place.gradient_workers
+            if all(stack.blocks[i].active for i in members):
+                matrices[stack] = _gathered(stack, members)
+                sums.append((workers[0] if len(workers) == 1 else None, matrices[stack]))
+            else:
+                everywhere += [p for i in members for p in own[i]]
+        sums += [(None, gradient) for gradient in self._home.of(everywhere)]
+        _average(self._backend, sums)
+        found = {}
+        for stack, members in used.items():
+            if stack not in matrices:
+                found[stack] = Gradient(members, _gathered(stack, members))
+                continue
+            mine = self._backend.rank in stack.place.gradient_workers
+            found[stack] = Gradient(members, matrices[stack] if mine else None)
+        return found
+
+    def leads(self, stack: Stack) -> bool:
+        """See `AveragedGradients.leads`: the first gradient worker does."""
+        return self._leads(stack)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total`."""
+        return add_up(self._backend, tensor)
+
+
+def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
+    """Replace tensors by their means over ranks, on one rank each or on all (None)."""
+    if backend.world_size == 1:
+        return
+    with backend.phases("average"):
+        _mean(backend, sums)
+
+
+def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
+    everyone = tuple(range(backend.world_size))
+    routes = []
+    for to, tensor in sums:
+        where = "owners" if backend.fused and to is not None else to
+        size = tensor.numel() * tensor.element_size()
+        routes.append(((where, tensor.dtype, tensor.device), size))
+    under_way: list[tuple[Handle, Tensor, list[tuple[int | None, Tensor]]]] = []
+    for bucket in fill(routes):
+        parts = [sums[index] for index in bucket]
+        destination = parts[0][0]
+        parts.sort(key=lambda part: part[0] or 0)
+        flat = torch.cat([tensor.flatten() for _, tensor in parts])
+        flat = flat.to(backend.wire_device(flat.device))
+        if destination is None:
+            handle = backend.all_reduce(flat, "gradients")
+        elif all(to == destination for to, _ in parts):
+            handle = backend.reduce(flat, destination, everyone, "gradients")
+        else:
+            shares = [sum(t.numel() for to, t in parts if to == rank) for rank in everyone]
+            handle = backend.reduce_scatter(flat, shares, "gradients")
+        under_way.append((handle, flat, parts))
+    for handle, flat, parts in under_way:
+        handle.wait()
+        means = flat.split([tensor.numel() for _, tensor in parts])
+        for (to, tensor), mean in zip(parts, means, strict=True):
+            if to in (None, backend.rank):
+                tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+
+
+class ShardedGradients(AveragedGradients):
+    """Averaged gradients of which every rank has a part, and the gradient workers are to have all.
+
+    An update, too, is known whole to gradient workers alone.
+    """
+
+    def alike(self) -> tuple[str, ...]:
+        """See `AveragedGradients.alike`: all blocks, since ranks exchange their parts of each."""
+        partial, names = self._home.is_partial, []
+        for block, own in self._of_block.items():
+            if block.has_gradient:
+                names.append(block.name)
+                names += [f"{block.name}, a sum over ranks" for p in own if partial(p)]
+        return tuple(names)
+
+    def raw(self) -> dict[Stack, Gradient]:
+        """Bring the parts of every gradient to its gradient workers."""
+        splits: dict[Block, dict[str, Split]] = {}
+        used = {}
+        for stack in self._stacks:
+            used[stack] = tuple(i for i, b in enumerate(stack.blocks) if b.has_gradient)
+            for block in (stack.blocks[i] for i in used[stack]):
+                for parameter in self._of_block[block]:
+                    if self._home.is_partial(parameter):
+                        self._home.settle(parameter)
+                parts = block.parts() if block.shards else {}
+                splits[block] = {
+                    name: Split(
+                        shards=shards,
+                        dtype=getattr(torch, shards.dtype),
+                        device=block.device,
+                        workers=stack.place.gradient_workers,
+                        part=parts[name],
+                    )
+                    for name, shards in block.shards.items()
+                }
+        every = [split for by_name in splits.values() for split in by_name.values()]
+        gather(self._backend, every, "gradients")
+        found = {}
+        for stack, members in used.items():
+            if not members:
+                continue
+            if not stack.like.shards:
+                found[stack] = Gradient(members, _gathered(stack, members))
+                continue
+            matrix = None
+            if self._backend.rank in stack.place.gradient_workers:
+                wholes = []
+                for block in (stack.blocks[i] for i in members):
+                    named = {n: split.whole for n, split in splits[block].items()}
+                    wholes.append(
+                        block.assemble({n: w for n, w in named.items() if w is not None})
+                    )
+                matrix = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
+            found[stack] = Gradient(members, matrix)
+        return found
+
+    def now(self) -> dict[Stack, Gradient]:
+        """See `AveragedGradients.now`: gathered as by `raw`; every rank must call."""
+        return self.raw()
+
+    def leads(self, stack: Stack) -> bool:
+        """See `AveragedGradients.leads`: the first gradient worker does."""
+        return self._leads(stack)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total`."""
+        return add_up(self._backend, tensor)
+
+    def counts(self, stack: Stack) -> bool:
+        """See `AveragedGradients.counts`: the first gradient worker does."""
+        return self._leads(stack)
+
+    def total_of_updates(self, tensor: Tensor) -> Tensor:
+        """See `AveragedGradients.total_of_updates`."""
+        return add_up(self._backend, tensor)
+
+
+def source_of(
+    gradients: str, model: nn.Module, placed: PlacedBlocks, home: GradientHome
+) -> AveragedGradients:
+    """Return how the gradients of a step are averaged.
+
+    Args:
+        gradients: ``"averaged"`` or ``"local"``.
+        model: The model.
+        placed: Its blocks, with their places.
+        home: Where gradients live.
+    """
+    if any(block.shards for block in placed.blocks):
+        return ShardedGradients(model, placed, home)
+    return GRADIENTS[gradients](model, placed, home)
+
+
+GRADIENTS = {"averaged": AveragedGradients, "local": LocalGradients}
+"""The values of the setting ``gradients``."""

@@ -1,0 +1,662 @@
+"""Solves: running factors become second-order data on their owners, and go to gradient workers.
+
+Blocks of a stack with the same owners and damping are solved by one call for each factor. What is
+due is solved in the step, or *in the background*: a solve of step s then starts from copies of what
+is there at step s, runs in a thread while training goes on, and *lands*, which means that its
+results are shared and installed,
+
+- in step s + n, for ``background=n``: the same bits in every run, however long the solves take;
+- in the first step that finds all owners done, for ``background="ready"``;
+- earlier in either case where one of its blocks is due again, or the state is asked for.
+
+Every rank lands the same solves at the same steps, so that collectives keep their order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import Stack, unpack
+from soframe.comm.agreement import told_all
+from soframe.comm.base import Backend, Handle
+from soframe.comm.fused import Parcel, Pending, buckets, send
+from soframe.methods.returned import rebased_by
+from soframe.solvers.base import (
+    LinAlgError,
+    SolveFailedError,
+    Solver,
+    separate,
+    solve_safely,
+)
+from soframe.specs import FactorSpec, TensorSpec
+from soframe.step.averages import settle
+from soframe.step.worker import Work, Worker
+
+log = logging.getLogger("soframe")
+
+FAILED, RAISED = 1, 2
+"""Outcomes of a factor: it cannot be solved; the solver raised another error."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One factor of a run.
+
+    Attributes:
+        number: Its number among the factors that are solved.
+        names: The names of the tensors that the solver makes.
+        factor: The factor.
+        solver: Its solver.
+        parcel: Brings the results from the owner to the ranks that need them.
+        needed: Whether this rank does.
+        copy: Of the running factor, for a solve in the background.
+        last: The data of the last solve, where the solver continues from these.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    factor: FactorSpec
+    solver: Solver
+    parcel: Parcel
+    needed: bool
+    copy: Tensor | None = None
+    last: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Run:
+    """Blocks of a stack that are solved together: with the same owners and damping.
+
+    Attributes:
+        stack: The stack.
+        members: The blocks.
+        damping: Their damping.
+        jobs: Their factors.
+        rank: This rank.
+        traces: The mean trace of each factor, ``[groups]``, on owners.
+        failed: For each factor the outcome for each block, on its owner.
+        retried: For each factor whether a block was solved again in float64, likewise.
+        error: The error that a solver raised, other than a failed factorisation.
+    """
+
+    stack: Stack
+    members: tuple[int, ...]
+    damping: float
+    jobs: list[Job]
+    rank: int
+    traces: list[Tensor] = field(default_factory=list)
+    error: Exception | None = None
+    work: Work | None = None
+
+    def __post_init__(self) -> None:
+        zeros = [0] * len(self.members)
+        self.failed = [list(zeros) for _ in self.jobs]
+        self.retried = [list(zeros) for _ in self.jobs]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        return [self.stack.blocks[member] for member in self.members]
+
+    @property
+    def mine(self) -> list[Job]:
+        """The factors that this rank owns."""
+        return [job for job in self.jobs if job.parcel.source == self.rank]
+
+    def begin(self, worker: Worker) -> None:
+        """Solve in the background, from copies: running factors change in place."""
+        uses = list(self.traces)
+        for job in self.mine:
+            stored = self.stack.take(self.stack.factor(job.factor.name), self.members)
+            job.copy = stored.clone()
+            uses += [job.copy, *job.last.values()]
+        if self.mine:
+            self.work = worker.submit(self.solve, uses)
+
+    def finish(self) -> None:
+        """Put the results into the parcels, on owners."""
+        if not self.mine or self.mine[0].parcel.tensors is not None or self.error is not None:
+            return
+        made = self.solve() if self.work is None else self.work.result()
+        if made is None:
+            return
+        for job in self.mine:
+            count = len(job.parcel.specs)
+            job.parcel.tensors, made = made[:count], made[count:]
+
+    def solve(self) -> list[Tensor] | None:
+        """Solve the factors that this rank owns; None if a solver raises."""
+        try:
+            return self._solve()
+        except Exception as error:  # whatever it is: all ranks raise together, in `conclude`
+            self.error = error
+            for job in self.mine:
+                self.failed[job.number] = [RAISED] * len(self.members)
+            return None
+        finally:
+            for job in self.mine:
+                job.copy = None
+
+    def _solve(self) -> list[Tensor]:
+        shares, hopeless = self._shares()
+        made: list[dict[str, Tensor]] = []
+        matrices: list[Tensor] = []
+        flags: list[Tensor] = []
+        for job in self.mine:
+            if job.copy is not None:
+                matrix = unpack(job.copy, job.factor)
+            else:
+                matrix = self.stack.matrices(job.factor, self.members)
+            data, good = _batched(job, matrix, shares[job.number], len(self.members))
+            made.append(data)
+            matrices.append(matrix)
+            flags.append(good)
+        # One wait for the device, for all factors.
+        good_of = torch.stack(flags).tolist()
+        for job, matrix, data, goods in zip(self.mine, matrices, made, good_of, strict=True):
+            for number, good in enumerate(goods):
+                if number in hopeless:
+                    self._fail(job, number, data, hopeless[number])
+                elif not good:
+                    self._retry(job, number, matrix, shares[job.number], data)
+        return [data[name] for job, data in zip(self.mine, made, strict=True) for name in data]
+
+    def _shares(self) -> tuple[list[Tensor], dict[int, SolveFailedError]]:
+        """Return the share of the damping of each factor, and the blocks that have none."""
+        like, size = self.stack.like, len(self.members)
+        try:
+            return like.shares(self.traces, self.damping), {}
+        except SolveFailedError:
+            pass
+        each: list[list[Tensor]] = []
+        hopeless: dict[int, SolveFailedError] = {}
+        for number in range(size):
+            own = [_part(trace, number, size) for trace in self.traces]
+            try:
+                each.append(like.shares(own, self.damping))
+            except SolveFailedError as error:
+                hopeless[number] = error
+                each.append([torch.zeros_like(trace) for trace in own])
+        return [torch.cat(of_factor) for of_factor in zip(*each, strict=True)], hopeless
+
+    def _retry(
+        self, job: Job, number: int, matrix: Tensor, share: Tensor, data: dict[str, Tensor]
+    ) -> None:
+        """Solve the factor of one block by itself: in its own precision, then in float64."""
+        size = len(self.members)
+        last = {name: _part(tensor, number, size) for name, tensor in job.last.items()}
+        own = (_part(matrix, number, size), _part(share, number, size))
+        try:
+            solved, retried = solve_safely(job.solver, *own, last)
+        except SolveFailedError as error:
+            self._fail(job, number, data, error)
+            return
+        self.retried[job.number][number] = int(retried)
+        for name, tensor in solved.items():
+            _part(data[name], number, size).copy_(tensor)
+
+    def _fail(
+        self, job: Job, number: int, data: Mapping[str, Tensor], error: SolveFailedError
+    ) -> None:
+        self.failed[job.number][number] = FAILED
+        for tensor in data.values():
+            _part(tensor, number, len(self.members)).fill_(math.nan)
+        block = self.blocks[number]
+        if not block.record.failures[job.factor.name]:
+            # Once: it may be so for the rest of training.
+            log.warning(
+                "%s: factor %s cannot be solved (%s); the block keeps its last good "
+                "second-order data, or without any its raw gradient. Further failures are "
+                "counted, see report() and counters",
+                block.name,
+                job.factor.name,
+                error,
+            )
+
+
+def _batched(
+    job: Job, matrix: Tensor, share: Tensor, blocks: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Solve a factor of several blocks by one call, without a wait for the device.
+
+    Returns:
+        The second-order data, and for each block whether they are finite and usable, ``[blocks]``.
+    """
+    solver, specs = job.solver, dict(zip(job.names, job.parcel.specs, strict=True))
+    try:
+        if job.last:
+            data = solver.solve_again(matrix, share, job.last)
+        else:
+            data = solver.solve(matrix, share)
+    except LinAlgError:
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        data = {name: matrix.new_empty(shape) for name, shape in shapes.items()}
+        return data, torch.zeros(blocks, dtype=torch.bool, device=matrix.device)
+    made = {name: tuple(tensor.shape) for name, tensor in data.items()}
+    if any(made.get(name) != spec.shape for name, spec in specs.items()):
+        said = {name: spec.shape for name, spec in specs.items()}
+        raise ValueError(
+            f"{solver!r}: solve() returned {made} of the factor {job.factor.name!r}, and "
+            f"tensors() says {said}"
+        )
+    data = separate({name: data[name] for name in specs}, matrix)
+    # A sum is the fastest pass; where it overflows, `_retry` looks closer.
+    sums = [tensor.reshape(blocks, -1).sum(1) for tensor in data.values()]
+    good = torch.stack(sums).isfinite().all(0)
+    return data, good if solver.usable(data) else torch.zeros_like(good)
+
+
+def _part(tensor: Tensor, number: int, blocks: int) -> Tensor:
+    """Return the groups of one block of a run."""
+    if blocks == 1:
+        return tensor
+    size = len(tensor) // blocks
+    return tensor[number * size : (number + 1) * size]
+
+
+class Solution:
+    """Solves that are under way, from their start to the installation of their results.
+
+    A block with a factor that cannot be solved keeps its last good second-order data, of all its
+    factors, on every rank.
+
+    Args:
+        placed: All blocks, with their places.
+        due: The blocks to solve, the same on every rank.
+        damping: The damping of this step.
+        step: Completed steps.
+        worker: Solves in the background, from copies; None to solve when `share` is called.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedBlocks,
+        due: Sequence[Block],
+        damping: float,
+        step: int | None,
+        worker: Worker | None = None,
+    ) -> None:
+        self.blocks, self._step, self._backend = tuple(due), step, placed.backend
+        members = placed.members(due)
+        settle(placed, members)
+        self._runs = [run for s, m in members.items() for run in _runs(s, m, damping, placed.rank)]
+        _take_traces(placed.backend, self._runs)
+        for run in self._runs:
+            if worker is not None:
+                run.begin(worker)
+        self._pending: list[Pending] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether this rank has solved its part in the background."""
+        return all(run.work is None or run.work.done for run in self._runs)
+
+    def held(self) -> Iterator[Tensor]:
+        """Return the memory of the solves in the background on this rank: copies, and results."""
+        for run in self._runs:
+            kept = {t.data_ptr() for job in run.mine for t in job.last.values()}
+            yield from (job.copy for job in run.mine if job.copy is not None)
+            # A solver may return data that it was given.
+            made = [] if run.work is None else run.work.made
+            yield from (tensor for tensor in made if tensor.data_ptr() not in kept)
+
+    def drop(self) -> None:
+        """Cancel the solves under way; every rank does so. Errors of solvers go to the log."""
+        # The last ones first: those that have not begun by then never do.
+        for run in reversed(self._runs):
+            if run.work is not None:
+                run.work.cancel()
+            if run.error is not None:
+                log.warning("%s", run.blocks[0].name, exc_info=run.error)
+
+    def share(self) -> None:
+        """Send the results, and start to sum the outcomes; every rank must call."""
+        run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
+        for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
+            with self._backend.phases("solve"):
+                for parcel in bucket:
+                    run_of[id(parcel)].finish()
+            with self._backend.phases("share"):
+                self._pending.append(send(self._backend, bucket, "share"))
+        outcomes = [
+            [each for run in self._runs for of_job in lists(run) for each in of_job]
+            for lists in (lambda run: run.failed, lambda run: run.retried)
+        ]
+        vector = torch.tensor(outcomes, dtype=torch.float32, device="cpu").flatten()
+        self._outcome = vector.to(self._backend.wire_device(vector.device))
+        self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
+
+    def conclude(self, counters: dict[str, int]) -> None:
+        """Wait for the results and install those of blocks whose factors were all solved.
+
+        Args:
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+
+        Raises:
+            RuntimeError: On every rank, if a solver raised on any.
+        """
+        with self._backend.phases("share"):
+            for pending in self._pending:
+                pending.wait()
+            self._agreement.wait()
+        numbers = iter([int(value) for value in self._outcome.tolist()])
+        outcomes = [[[next(numbers) for _ in run.members] for _ in run.jobs] for run in self._runs]
+        _raise_errors(self._runs, outcomes)
+        counters["failed_solves"] += sum(map(sum, (o for run in outcomes for o in run)))
+        counters["retried_solves"] += sum(numbers)
+        good: dict[Stack, list[tuple[Run, tuple[int, ...]]]] = {}
+        for run, failed in zip(self._runs, outcomes, strict=True):
+            for job, of_job in zip(run.jobs, failed, strict=True):
+                for block, bad in zip(run.blocks, of_job, strict=True):
+                    if bad:
+                        block.record.failed = True
+                        block.record.failures[job.factor.name] += 1
+            solved = [n for n in range(len(run.members)) if not any(o[n] for o in failed)]
+            if solved:
+                good.setdefault(run.stack, []).append((run, tuple(solved)))
+        for stack, runs in good.items():
+            _install(stack, runs, self._step)
+
+
+def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
+    """Return the runs of some blocks of a stack."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for member in members:
+        block = stack.blocks[member]
+        key = (stack.places[member].owners, block.damped_with(damping), block.solved)
+        alike.setdefault(key, []).append(member)
+    runs = []
+    for (_, own, solved), chosen in alike.items():
+        place, like = stack.places[chosen[0]], stack.like
+        jobs = []
+        for number, (index, factor, solver) in enumerate(like.solved_here):
+            specs = like.tensors[factor.name]
+            parcel = Parcel(
+                source=place.owners[index],
+                group=place.sharing(index),
+                specs=tuple(_times(spec, len(chosen)) for spec in specs.values()),
+                dtype=like.dtype,
+                device=like.device,
+                missing=math.nan,
+            )
+            needed = rank in place.needing(index)
+            # An owner that is no gradient worker has no data of the last solve.
+            last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
+            last = {name: stack.take(tensor, chosen) for name, tensor in last.items()}
+            jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
+        runs.append(Run(stack, tuple(chosen), float(own), jobs, rank))
+    return runs
+
+
+def _times(spec: TensorSpec, blocks: int) -> TensorSpec:
+    if blocks == 1:
+        return spec
+    return TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
+
+
+def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
+    """Let owners have the mean traces of all factors of their blocks.
+
+    Owners that do not hold all factors of a block are sent the traces of the others.
+    """
+    told = [run for run in runs if run.stack.places[run.members[0]].traces_travel]
+    sizes = [len(run.members) * job.factor.groups for run in told for job in run.jobs]
+    numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
+    parts = iter(numbers.split(sizes))
+    for run in told:
+        for job, part in zip(run.jobs, parts, strict=False):
+            if job.parcel.source == backend.rank:
+                part.copy_(run.stack.mean_traces(job.factor, run.members))
+    if told:
+        numbers = numbers.to(backend.wire_device(numbers.device))
+        backend.all_reduce(numbers, "agree").wait()
+    parts = iter(numbers.split(sizes))
+    for run in runs:
+        like = run.stack.like
+        if run in told:
+            run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
+        elif run.mine:
+            run.traces = [run.stack.mean_traces(job.factor, run.members) for job in run.jobs]
+
+
+def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: int | None) -> None:
+    """Install second-order data of some blocks of a stack, and rebase their states."""
+    members = [run.members[number] for run, numbers in runs for number in numbers]
+    order = sorted(range(len(members)), key=members.__getitem__)
+    chosen = tuple(members[place] for place in order)
+    blocks = [stack.blocks[member] for member in chosen]
+    kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
+    rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
+    old = _second_order(stack, kept) if rebased else {}
+    for number, job in enumerate(runs[0][0].jobs):
+        if not job.needed:
+            continue
+        new = {}
+        for place, name in enumerate(job.names):
+            parts = [
+                _part(run.jobs[number].parcel.tensors[place], index, len(run.members))  # type: ignore[index]
+                for run, numbers in runs
+                for index in numbers
+            ]
+            whole = runs[0][0].jobs[number].parcel.tensors[place]  # type: ignore[index]
+            alone = len(runs) == 1 and len(parts) == len(runs[0][0].members)
+            new[name] = whole if alone else torch.cat([parts[at] for at in order])
+        stack.set_data(job.factor.name, chosen, new)
+    for job in runs[0][0].jobs:
+        stack.renew(chosen, job.factor.name)
+        for block in blocks:
+            if step is not None:
+                block.record.solved_at[job.factor.name] = step
+    for block in blocks:
+        block.record.solved = True
+    if rebased:
+        state = {name: stack.take(tensor, kept) for name, tensor in stack.state.items()}
+        method = stack.like.method
+        stack.set_state(kept, rebased_by(method, state, old, _second_order(stack, kept)))
+
+
+def _second_order(stack: Stack, members: Sequence[int]) -> dict[str, dict[str, Tensor]]:
+    """Return the second-order data of some blocks, all of them solved."""
+    return {
+        factor: {name: stack.take(tensor, members) for name, tensor in tensors.items()}
+        for factor, tensors in stack.data.items()
+    }
+
+
+def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise on every rank, if a solver raised on any."""
+    for run in runs:
+        if run.error is not None:
+            raise told_all(run.error)
+    names = [
+        f"{run.blocks[0].name}.{job.factor.name}"
+        for run, failed in zip(runs, outcomes, strict=True)
+        for job, of_job in zip(run.jobs, failed, strict=True)
+        if RAISED in of_job
+    ]
+    if names:
+        listed = ", ".join(names)
+        raise told_all(
+            RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
+        )
+
+
+class Solves:
+    """When solves are installed, and those that are under way: the same on every rank.
+
+    Args:
+        when: After how many steps, or ``"ready"``; 0 to solve in the step.
+        overlap: Whether there is a thread that solves; otherwise solves run when they begin, and
+            land at the same step.
+
+    Raises:
+        TypeError: If ``when`` is neither an integer nor a string.
+        ValueError: If it is negative, or another string.
+    """
+
+    def __init__(self, when: object, *, overlap: bool = True) -> None:
+        remedy = (
+            f"background must be 0 (factors are solved in the step), a positive number of steps "
+            f"after which solves are put to use, or 'ready', not {when!r}"
+        )
+        if isinstance(when, bool) or not isinstance(when, Integral | str):
+            raise TypeError(remedy)
+        self._ready = when == "ready"
+        self._steps = 0 if isinstance(when, str) else int(when)
+        if self._steps < 0 or (isinstance(when, str) and not self._ready):
+            raise ValueError(remedy)
+        self._worker = Worker(beside=overlap)
+        self._under_way: list[tuple[float, Solution]] = []  # with the step at which it lands
+
+    def __repr__(self) -> str:
+        return f"Solves({'ready' if self._ready else self._steps})"
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is solved in the background."""
+        return self._ready or self._steps > 0
+
+    def waits(self) -> list[float]:
+        """Return whether this rank is not done with the oldest solve, for ranks to sum.
+
+        Returns:
+            One number for ``"ready"``; none otherwise.
+        """
+        if not self._ready:
+            return []
+        return [float(bool(self._under_way) and not self._under_way[0][1].finished)]
+
+    def agree(self, waiting: Sequence[float]) -> None:
+        """Land the oldest solve at this step if all ranks are done with it."""
+        if self._under_way and list(waiting) == [0.0]:
+            self._under_way[0] = (0, self._under_way[0][1])
+
+    def update(
+        self,
+        placed: PlacedBlocks,
+        due: Sequence[Block],
+        *,
+        damping: float,
+        counters: dict[str, int],
+        step: int | None = None,
+        changed: Collection[Block] = (),
+    ) -> None:
+        """Install the solves that land, and solve the blocks that are due or begin to.
+
+        Args:
+            placed: All blocks, with their places.
+            due: The blocks to solve, the same on every rank.
+            damping: The damping of this step, and of the solves that begin in it.
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+            step: Completed steps; None to solve everything at once, between steps.
+            changed: The blocks that have new statistics: second-order data that follow factors
+                follow these.
+        """
+        if not due and not self._under_way and not changed:
+            return
+        landed = self._land(-1 if step is None else step, placed, counters, due)
+        beside = self.on and step is not None
+        now = [block for block in due if not (beside and block.solved)]
+        later = [block for block in due if beside and block.solved]
+        _follow(placed, {*landed, *changed}.difference(now))
+        if later and step is not None:
+            lands = math.inf if self._ready else step + self._steps
+            solution = Solution(placed, later, damping, step, self._worker)
+            self._under_way.append((lands, solution))
+        if now:
+            solution = Solution(placed, now, damping, step)
+            solution.share()
+            solution.conclude(counters)
+
+    def _land(
+        self,
+        step: float,
+        placed: PlacedBlocks,
+        counters: dict[str, int],
+        due: Collection[Block] = (),
+    ) -> list[Block]:
+        """Install the solves that land at a step, and those with a block that is due again."""
+        landing = [
+            solution
+            for lands, solution in self._under_way
+            if lands <= step or any(block in due for block in solution.blocks)
+        ]
+        self._under_way = [one for one in self._under_way if one[1] not in landing]
+        for solution in landing:
+            solution.share()
+        for solution in landing:
+            solution.conclude(counters)
+        return [block for solution in landing for block in solution.blocks]
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> None:
+        """Install everything that is under way; every rank must call.
+
+        Args:
+            placed: All blocks, with their places.
+            counters: ``retried_solves`` and ``failed_solves`` are raised.
+            what: The call that ranks are in, for the error where one does not come.
+        """
+        if self._under_way:
+            placed.backend.meet(what)
+            _follow(placed, set(self._land(math.inf, placed, counters)))
+
+    def drop(self) -> None:
+        """Cancel what is under way; every rank does."""
+        under_way, self._under_way = self._under_way, []
+        for _, solution in reversed(under_way):
+            solution.drop()
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread."""
+        self.drop()
+        self._worker.close()
+
+    def held(self) -> list[Tensor] | None:
+        """Return this rank's memory for solves under way; None without a background."""
+        if not self.on:
+            return None
+        return [tensor for _, solution in self._under_way for tensor in solution.held()]
+
+
+def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
+    """Update second-order data that follow running factors between solves.
+
+    All gradient workers hold the factor then (`require_followable`), so that the data stay the same
+    on all of them.
+    """
+    following = [b for b in changed if b.follows and b.solved and not b.record.pending]
+    for stack, members in placed.members(following).items():
+        if placed.rank not in stack.place.gradient_workers:
+            continue
+        data = _second_order(stack, members)
+        for _, factor, solver in stack.like.solved_here:
+            if solver.follows:
+                new = solver.follow(stack.matrices(factor, members), data[factor.name])
+                stack.set_data(factor.name, members, new or {})
+
+
+def require_able(blocks: Sequence[Block], solves: Solves) -> None:
+    """Check that solvers may solve while training goes on.
+
+    Raises:
+        ValueError: If one may not.
+    """
+    for block in blocks if solves.on else ():
+        for _, _, solver in block.solved_here:
+            if solver.alone:
+                raise ValueError(
+                    f"{block.name}: {solver!r} changes settings of the whole process while it "
+                    f"solves, so it cannot solve in the background: pass background=0 or another "
+                    f"solver"
+                )

@@ -1,0 +1,235 @@
+"""Updates: gradient workers precondition, receivers get the result, and gradients are overwritten.
+
+A stack's update is one call of its method, or one for each set of blocks that differ in the number
+of their updates, in their damping, or in what is solved of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
+from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import Stack
+from soframe.comm.fused import Parcel, buckets, send
+from soframe.comm.shards import Split, scatter
+from soframe.methods.base import Given
+from soframe.methods.returned import direction_of
+from soframe.specs import TensorSpec
+from soframe.step.gradients import Gradients
+from soframe.strategies.placement import exchange_group
+
+
+@dataclass(eq=False)
+class Update:
+    """What becomes of the gradients of some blocks of a stack.
+
+    Attributes:
+        stack: The stack.
+        members: The blocks, all of which have a gradient.
+        gradient: Their averaged gradients, ``[groups, out, in]``; None where they are not known.
+        matrix: Their updates, ``[groups, out, in]``: on gradient workers, and on receivers once
+            they are exchanged; of sharded parameters on gradient workers alone.
+        states: The new state of the method, on gradient workers.
+        parts: This rank's parts of sharded parameters, by block and name.
+    """
+
+    stack: Stack
+    members: tuple[int, ...]
+    gradient: Tensor | None
+    matrix: Tensor | None = None
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        return [self.stack.blocks[member] for member in self.members]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that this rank writes."""
+        if self.stack.like.shards:
+            return [part for by_name in self.parts.values() for part in by_name.values()]
+        return [] if self.matrix is None else [self.matrix]
+
+    def each(self) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with its update, where the whole is known."""
+        if self.matrix is not None:
+            yield from zip(self.blocks, self.matrix.chunk(len(self.members)), strict=True)
+
+
+def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> list[Update]:
+    """Return the updates of all blocks that have a gradient and are solved, made on their workers.
+
+    Args:
+        placed: All blocks, with their places.
+        gradients: The averaged gradients.
+        damping: The damping of this step.
+    """
+    updates = []
+    with placed.backend.phases("direct"):
+        for stack, gradient in gradients.items():
+            active = [m for m in gradient.members if stack.blocks[m].active]
+            for members in alike(stack, active):
+                matrix = gradient.of(members)
+                update = Update(stack, members, matrix)
+                if matrix is not None and placed.rank in stack.place.gradient_workers:
+                    _direct(update, matrix, damping)
+                updates.append(update)
+    return updates
+
+
+def alike(stack: Stack, members: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return sets of blocks for which a method is called once: those in the same state."""
+    same: dict[tuple[object, ...], list[int]] = {}
+    for member in members:
+        block = stack.blocks[member]
+        record = block.record
+        known = tuple(factor.name in record.masses for factor in block.unsolved)
+        key = (record.updates, record.damping, block.solved, known)
+        same.setdefault(key, []).append(member)
+    return list(map(tuple, same.values()))
+
+
+def _direct(update: Update, gradient: Tensor, damping: float) -> None:
+    """Let the method make the update and the new state."""
+    stack, members = update.stack, update.members
+    one = update.blocks[0]
+    if one.record.updates:
+        state = {name: stack.take(tensor, members) for name, tensor in stack.state.items()}
+    else:
+        state = {
+            name: torch.zeros(
+                (len(members) * spec.shape[0], *spec.shape[1:]), dtype=one.dtype, device=one.device
+            )
+            for name, spec in one.states.items()
+        }
+    given = Given(
+        gradient=gradient,
+        incoming=gradient,
+        data=stack.data_of(members),
+        state=state,
+        updates=one.record.updates,
+        solver=one.solver,
+        damping=one.damped_with(damping),
+    )
+    direction = direction_of(one.method, given)
+    update.matrix = direction.matrix
+    # A tensor that the method has left alone is the state from the first update on.
+    update.states = {**given.state, **direction.state}
+
+
+def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
+    """Send the updates from gradient workers to their receivers; every rank must call.
+
+    Every rank enters the same collectives whatever gradients it has: a worker sends zeros for
+    blocks without a gradient.
+
+    Args:
+        placed: All blocks, with their places.
+        updates: The updates, which are completed.
+    """
+    backend = placed.backend
+    of_stack: dict[Stack, list[Update]] = {}
+    for update in updates:
+        of_stack.setdefault(update.stack, []).append(update)
+    parcels: list[tuple[Stack, tuple[int, ...], Parcel]] = []
+    for stack in placed.stacks:
+        active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
+        if not active or stack.like.shards:
+            continue
+        like = stack.like
+        groups, out, into = like.shape
+        for worker in stack.place.gradient_workers:
+            group = exchange_group(worker, stack.place.sources)
+            spec = TensorSpec((len(active) * groups, out, into))
+            parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
+            if not parcel.travels or backend.rank not in group:
+                continue
+            if worker == backend.rank:
+                parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
+            parcels.append((stack, active, parcel))
+    with backend.phases("exchange"):
+        every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)
+        pending = [send(backend, bucket, "exchange") for bucket in every]
+        for one in pending:
+            one.wait()
+        _scatter(placed, of_stack)
+    for stack, active, parcel in parcels:
+        assert parcel.tensors is not None
+        for update in of_stack.get(stack, ()):
+            if update.members == active:
+                (update.matrix,) = parcel.tensors
+            else:
+                each = dict(zip(active, parcel.tensors[0].chunk(len(active)), strict=True))
+                update.matrix = torch.cat([each[member] for member in update.members])
+
+
+def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
+    """Return the updates of all active blocks of a stack, zeros for those without a gradient."""
+    if len(updates) == 1 and updates[0].members == active and updates[0].matrix is not None:
+        return updates[0].matrix
+    each = {block: matrix for update in updates for block, matrix in update.each()}
+    like = stack.like
+    zeros = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
+    return torch.cat([each.get(stack.blocks[member], zeros) for member in active])
+
+
+def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -> None:
+    """Bring each rank its parts of the updates of sharded parameters."""
+    splits: list[tuple[Update, Block, str, Split]] = []
+    for stack in placed.stacks:
+        for update in of_stack.get(stack, ()) if stack.like.shards else ():
+            wholes = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+            for block in update.blocks:
+                for name, shards in block.shards.items():
+                    split = Split(
+                        shards=shards,
+                        dtype=block.dtype,
+                        device=block.device,
+                        workers=stack.place.gradient_workers,
+                        sources=stack.place.sources,
+                        whole=wholes[block][name] if block in wholes else None,
+                    )
+                    splits.append((update, block, name, split))
+    scatter(placed.backend, [split for _, _, _, split in splits], "exchange")
+    for update, block, name, split in splits:
+        if split.part is not None:
+            update.parts.setdefault(block, {})[name] = split.part
+
+
+def write(updates: Sequence[Update], home: GradientHome) -> None:
+    """Overwrite the gradients with the updates, in place."""
+    targets: list[Tensor] = []
+    values: list[Tensor] = []
+    for update in updates:
+        for block, named in _named(update):
+            for name, value in named.items():
+                target = home.read(block.parameters[name])
+                if target is not None:
+                    targets.append(target)
+                    values.append(value)
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
+    """Yield each block with its update by the names of parameters, as this rank has them."""
+    if update.stack.like.shards:
+        yield from update.parts.items()
+        return
+    for block, matrix in update.each():
+        yield block, block.layout.unpack(matrix)
+
+
+def commit(updates: Sequence[Update]) -> None:
+    """Install the new states, and count the updates; every rank must call."""
+    for update in updates:
+        update.stack.set_state(update.members, update.states)
+        for block in update.blocks:
+            block.record.updates += 1
