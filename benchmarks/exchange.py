@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.comm import TorchDistributed
-from soframe.comm.fusion import Parcel, deliver
-from soframe.gradients.averaging import _average
+from soframe.comm.fused import Parcel, deliver
+from soframe.step.gradients import _average
 from soframe.specs import TensorSpec
 
 NETS = {

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
 from soframe.comm.base import Backend
 from soframe.preconditioner import Preconditioner
@@ -49,7 +50,7 @@ from soframe.state import saving as state
 from soframe.state.checksums import seal
 from soframe.state.durable import latest, read, save
 from soframe.state.plain_metadata import PlainPlanner, PlainReader, reader_of
-from soframe.statistics.running import pack, settled
+from soframe.step.averages import pack, settled
 from soframe.strategies.placement import BlockPlacement, Placement
 
 __all__ = ["PlainPlanner", "PlainReader", "latest", "load", "merge", "part", "read", "save", "seal"]
@@ -77,7 +78,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     """
     backend, blocks = preconditioner.backend, preconditioner._blocks
     preconditioner._land("soframe.checkpoint.part()")
-    if any(block.running.pending > 0 for block in blocks):
+    if any(block.record.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = state.header(
         blocks,
@@ -92,7 +93,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     for block, place in zip(blocks, preconditioner.placement.blocks, strict=True):
         # A block that is not solved altogether is solved anew at the next step.
         header["blocks"][block.name]["solved"] = block.solved
-        tensors.update(_written(block, place, backend))
+        tensors.update(_written(preconditioner._placed, block, place))
     # All ranks have the same header; DCP keeps one. So it needs the checksums of all.
     mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
@@ -101,15 +102,16 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     return _put_under(preconditioner, {HEADER: json.dumps(seal(header)), **tensors})
 
 
-def _written(block: Block, place: BlockPlacement, backend: Backend) -> dict[str, Tensor]:
+def _written(placed: PlacedBlocks, block: Block, place: BlockPlacement) -> dict[str, Tensor]:
     """Return the tensors of a block that this rank writes, by name."""
     tensors: dict[str, Tensor] = {}
-    pending = block.running.pending > 0
-    sums = settled(backend, block, place, "state") if pending else block.running
+    backend = placed.backend
+    pending = block.record.pending > 0
+    sums = settled(placed, block.stack, (block.member,), "state") if pending else block.running
     for index, factor in enumerate(block.factors):
         if backend.rank == place.owners[index] and factor.name in sums:
             tensors[_factor(block, factor.name)] = pack(sums[factor.name], factor).clone()
-    if block.state.updates and backend.rank == place.gradient_workers[0]:
+    if block.record.updates and backend.rank == place.gradient_workers[0]:
         for name in block.states:
             tensors[_state(block, name)] = block.state[name]
     for index, factor, _ in block.solved_here if block.solved else ():
@@ -302,7 +304,7 @@ def _names(saved: dict[str, Any], blocks: list[Block]) -> list[str]:
         names += [_factor(block, name) for name in state.masses_of(header, block)]
         names += [_state(block, name) for name in block.states if header.get("updates")]
         if _usable(header, block):
-            names += [_second_order(block, factor, name) for factor, name, _ in block.flat_specs()]
+            names += [_second_order(block, factor, name) for factor, name, _ in state.flat_specs(block)]
     return names
 
 

@@ -234,6 +234,11 @@ class Block:
         """Damp the block with a damping of its own; None for the preconditioner's."""
         self.record.damping = damping
 
+    def restore(self, data: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace the second-order data by those that `second_order` returned before."""
+        for factor, tensors in data.items():
+            self.stack.set_data(factor, (self.member,), tensors)
+
     @property
     def solved(self) -> bool:
         """Whether the gradient workers have second-order data for every factor that is solved."""

@@ -168,7 +168,7 @@ def _gather_second_order(
         if not block.solved or len(place.gradient_workers) == backend.world_size:
             continue
         source = place.gradient_workers[0]
-        names = _flat_specs(block)
+        names = flat_specs(block)
         tensors = (
             [block.second_order[f][n] for f, n, _ in names] if backend.rank == source else None
         )
@@ -186,12 +186,12 @@ def _gather_second_order(
     }
     for block, parcel in parcels:
         data[block] = {}
-        for (factor, name, _), tensor in zip(_flat_specs(block), parcel.tensors or (), strict=True):
+        for (factor, name, _), tensor in zip(flat_specs(block), parcel.tensors or (), strict=True):
             data[block].setdefault(factor, {})[name] = tensor
     return data
 
 
-def _flat_specs(block: Block) -> list[tuple[str, str, TensorSpec]]:
+def flat_specs(block: Block) -> list[tuple[str, str, TensorSpec]]:
     """Return (factor, tensor, spec) of the second-order data, in the order of travel."""
     return [
         (factor, name, spec)

@@ -42,15 +42,12 @@ def memory(
         Bytes by category.
     """
     usage = {"factors": 0, "accumulators": 0, "second_order": 0, "statistics": 0}
-    for work, place in zip(placement.work, placement.blocks, strict=True):
-        if used is not None and work.name not in used:
-            continue
+    for work, place in _in_stacks(placement, used):
         item = ITEM_BYTES[work.dtype]
         for index, factor in enumerate(work.factors):
             if place.holds(rank, index):
-                numel = factor.packed_numel if place.packed else prod(factor.shape)
-                numel = prod(factor.shape) if factor.kind != "psd" else numel
-                usage["factors"] += item * numel
+                packed = place.packed and factor.kind == "psd"
+                usage["factors"] += item * (factor.packed_numel if packed else prod(factor.shape))
             if place.deferred and factor.captured and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
         for index, specs in enumerate(work.second_order):
@@ -65,7 +62,7 @@ def memory(
 
 
 def window(placement: Placement, rank: int, due: Collection[str] | None = None) -> int:
-    """Return the bytes of the sums that a rank gathers while a window is under way.
+    """Return the bytes of the sums that a rank keeps while a window is under way.
 
     Args:
         placement: The placement.
@@ -74,10 +71,50 @@ def window(placement: Placement, rank: int, due: Collection[str] | None = None) 
     """
     return sum(
         ITEM_BYTES[work.dtype] * prod(factor.shape)
-        for work, place in zip(placement.work, placement.blocks, strict=True)
+        for work, place in _in_stacks(placement, due)
         for index, factor in enumerate(work.factors)
-        if factor.captured and place.contributes(rank, index) and (due is None or work.name in due)
+        if factor.captured and place.contributes(rank, index)
     )
+
+
+def _in_stacks(
+    placement: Placement, used: Collection[str] | None
+) -> list[tuple[BlockWork, BlockPlacement]]:
+    """Return the blocks of all stacks with a block in use: a stack's tensors are of all of them."""
+    pairs = list(zip(placement.work, placement.blocks, strict=True))
+    return [
+        pairs[index]
+        for members in placement.stacks
+        if used is None or any(pairs[member][0].name in used for member in members)
+        for index in members
+    ]
+
+
+Stacked = list[tuple[BlockWork, BlockPlacement, int]]
+"""Blocks of a stack that take part in a phase: one of them, and how many they are."""
+
+
+def _stacked(
+    placement: Placement, pairs: Collection[tuple[BlockWork, BlockPlacement]], *, owners: bool
+) -> Stacked:
+    """Return the stacks of some blocks, in the order of all stacks.
+
+    Args:
+        placement: The placement.
+        pairs: The blocks.
+        owners: Whether blocks of different owners count apart, as they do in solves.
+    """
+    names = {work.name for work, _ in pairs}
+    found: Stacked = []
+    for members in placement.stacks:
+        by_owners: dict[object, list[int]] = {}
+        for index in members:
+            if placement.work[index].name in names:
+                key = placement.blocks[index].owners if owners else ()
+                by_owners.setdefault(key, []).append(index)
+        for own in by_owners.values():
+            found.append((placement.work[own[0]], placement.blocks[own[0]], len(own)))
+    return found
 
 
 def traffic(
@@ -128,10 +165,13 @@ def traffic(
         reduced += [(w, p) for w, p in _named(active, statistics) if not p.deferred]
         for eager in (True, False):
             together = [(w, p) for w, p in reduced if p.deferred != eager]
-            _count(phases, "reduce", _reductions(together, rank, first))
+            stacked = _stacked(placement, together, owners=False)
+            _count(phases, "reduce", _reductions(stacked, rank, first))
         for after in (False, True):
-            _count(phases, "share", _shares([(w, p) for w, p in due if w.after == after], rank))
-        _count(phases, "exchange", _exchanges(active, rank, fused))
+            turn = [(w, p) for w, p in due if w.after == after]
+            _count(phases, "share", _shares(_stacked(placement, turn, owners=True), rank))
+        stacked = _stacked(placement, active, owners=False)
+        _count(phases, "exchange", _exchanges(stacked, rank, fused))
         _count(phases, "gradients", _parts(active, rank, back=False))
         _count(phases, "exchange", _parts(active, rank, back=True))
         if any(work.shards for work, _ in active):
@@ -139,7 +179,7 @@ def traffic(
             _count(phases, "agree", [_AGREED_BYTES] * ("kl" in clips))
             _count(phases, "agree", [ITEM_BYTES[active[0][0].dtype]] * ("norm" in clips))
         if local is not None:
-            _count(phases, "gradients", _averages(active, local, fused))
+            _count(phases, "gradients", _averages(stacked, local, fused))
             # One inner product, in float64 whatever the dtype of the blocks is.
             _count(phases, "agree", [_AGREED_BYTES] * bool(active and local.kl_clip))
     total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
@@ -182,16 +222,14 @@ def _solve_agreements(active: Collection[tuple[BlockWork, BlockPlacement]]) -> l
     return [_AGREED_BYTES * sum(traces)] * bool(traces) + [_OUTCOME_BYTES * _OUTCOMES * jobs]
 
 
-def _reductions(
-    pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int, first: bool
-) -> list[int]:
+def _reductions(stacked: Stacked, rank: int, first: bool) -> list[int]:
     sums: list[tuple[Hashable, int]] = []
     copies: list[tuple[Hashable, int]] = []
-    for work, place in pairs:
+    for work, place, blocks in stacked:
         wire = place.wire or work.dtype
         for index, factor in enumerate(work.factors):
             way = place.reductions[index]
-            size = factor.packed_numel * ITEM_BYTES[wire]
+            size = blocks * factor.packed_numel * ITEM_BYTES[wire]
             if not factor.captured or (first and factor.needs):
                 continue
             if rank in way.group and len(way.group) > 1:
@@ -201,28 +239,26 @@ def _reductions(
     return _calls(sums) + _calls(copies)
 
 
-def _shares(pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int) -> list[int]:
+def _shares(stacked: Stacked, rank: int) -> list[int]:
     parcels: list[tuple[Hashable, int]] = []
-    for work, place in pairs:
+    for work, place, blocks in stacked:
         for index, specs in enumerate(work.second_order):
             owner, group = place.owners[index], place.sharing(index)
             if work.factors[index].name in work.unsolved:
                 continue
-            size = ITEM_BYTES[work.dtype] * sum(spec.packed_numel for spec in specs)
+            size = ITEM_BYTES[work.dtype] * blocks * sum(spec.packed_numel for spec in specs)
             if rank in group and len(group) > 1:
                 parcels.append(((owner, group, work.dtype, work.device), size))
     return _calls(parcels)
 
 
-def _exchanges(
-    pairs: Collection[tuple[BlockWork, BlockPlacement]], rank: int, fused: bool
-) -> list[int]:
+def _exchanges(stacked: Stacked, rank: int, fused: bool) -> list[int]:
     parcels: list[tuple[Hashable, int]] = []
-    for work, place in pairs:
+    for work, place, blocks in stacked:
         for worker in place.gradient_workers if not work.shards else ():
             group = exchange_group(worker, place.sources)
             if rank in group and len(group) > 1:
-                size = ITEM_BYTES[work.dtype] * prod(work.shape)
+                size = ITEM_BYTES[work.dtype] * blocks * prod(work.shape)
                 source = None if fused and group == place.everyone else worker
                 parcels.append(((source, group, work.dtype, work.device), size))
     return _calls(parcels)
@@ -249,17 +285,16 @@ def _present(pairs: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPl
     return sum(work.parameters for work, _ in pairs) + len(local.rest) + local.idle
 
 
-def _averages(
-    active: Collection[tuple[BlockWork, BlockPlacement]], local: LocalPlan, fused: bool
-) -> list[int]:
+def _averages(stacked: Stacked, local: LocalPlan, fused: bool) -> list[int]:
     items: list[tuple[Hashable, int]] = []
     device = "cpu"
-    for work, place in active:
+    for work, place, blocks in stacked:
         workers, device = place.gradient_workers, work.device
         to: object = None
         if len(workers) == 1:
             to = "owners" if fused else workers[0]
-        items.append(((to, work.dtype, device), ITEM_BYTES[work.dtype] * prod(work.shape)))
+        size = ITEM_BYTES[work.dtype] * blocks * prod(work.shape)
+        items.append(((to, work.dtype, device), size))
     items += [((None, dtype, device), ITEM_BYTES[dtype] * size) for size, dtype in local.rest]
     return _calls(items)
 

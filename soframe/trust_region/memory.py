@@ -40,7 +40,7 @@ class _Noted:
         return cls(
             block=block,
             state=dict(block.state),
-            updates=block.state.updates,
+            updates=block.record.updates,
             data=dict(block.second_order),
             solved=frozenset(block.second_order.solved),
             masses={name: running.masses.get(name, ()) for name in names},

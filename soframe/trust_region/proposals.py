@@ -199,7 +199,7 @@ class Proposer:
         self._damp(self._of_blocks(self._dampings(self._damping)))  # what is in force from now on
         for number, second in enumerate(self._of_blocks(taken)):
             block = self._blocks()[number]
-            block.second_order.replace((other if second else one).second_order[number])
+            block.restore((other if second else one).second_order[number])
         pairs = zip(taken, one.parts, other.parts, strict=True)
         return [second if change else first for change, first, second in pairs], model
 
@@ -216,13 +216,13 @@ class Proposer:
         """Return which parts with blocks have a factor that could not be solved meanwhile."""
         unsolved: dict[int, bool] = {}
         for block, number in zip(self._blocks(), self._part_of_blocks(), strict=True):
-            failed = block.second_order.forgive()
+            failed = block.record.forgive()
             unsolved[number] = unsolved.get(number, False) or failed
         return [unsolved[number] for number in sorted(unsolved)]
 
     def _damp(self, dampings: Sequence[float]) -> None:
         for block, damping in zip(self._blocks(), dampings, strict=True):
-            block.second_order.damp(damping)
+            block.damp(damping)
 
     def _dampings(self, damping: AdaptiveDamping) -> list[float]:
         return damping.at(self._start, len(set(self._part_of_blocks())))

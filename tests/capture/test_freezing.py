@@ -129,9 +129,9 @@ def test_graph_from_before_a_change_is_ignored() -> None:
     softplus(model(vectors(0))).backward()
     train_only("bias", False, model)
     preconditioner.step()
-    before = [b.window.counts.calls for b in preconditioner._blocks]
+    before = [b.record.counts.calls for b in preconditioner._blocks]
     late.backward()
-    assert [b.window.counts.calls for b in preconditioner._blocks] == before
+    assert [b.record.counts.calls for b in preconditioner._blocks] == before
 
 
 def replace(model: nn.Module) -> None:

@@ -273,11 +273,11 @@ def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = CASE.build()
     preconditioner = precondition(model)
     softplus(model(vectors(0))).backward()
-    calls = [block.window.counts.calls for block in preconditioner._blocks]
+    calls = [block.record.counts.calls for block in preconditioner._blocks]
     other = duplicate(model)
     other.zero_grad()
     softplus(other(vectors(1))).backward()
-    assert [block.window.counts.calls for block in preconditioner._blocks] == calls
+    assert [block.record.counts.calls for block in preconditioner._blocks] == calls
     plain = CASE.build()
     softplus(plain(vectors(1))).backward()
     for name, parameter in plain.named_parameters():

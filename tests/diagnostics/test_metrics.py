@@ -244,7 +244,7 @@ def test_the_damping_of_the_last_step_and_of_a_block() -> None:
     training.step()
     found = training.step()
     assert found["damping"] == 0.25
-    training.own.blocks[0].second_order.damp(7.0)
+    training.own.blocks[0].damp(7.0)
     found = training.step()
     assert [block["damping"] for block in found["blocks"].values()] == [7.0, pytest.approx(0.5 / 3)]
 
@@ -448,7 +448,7 @@ def test_a_trust_region_tells_the_dampings_that_it_has_chosen() -> None:
 
     def begin(start: float) -> None:
         plain(start)
-        had.append([block.second_order.damping for block in own.blocks])
+        had.append([block.record.damping for block in own.blocks])
 
     optimizer._proposer.begin = begin  # type: ignore[method-assign]
     for _ in range(30):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
 from soframe.solvers import Inverse
-from soframe.statistics.running import pack
+from soframe.step.averages import pack
 from soframe.strategies import (
     BlockPlacement,
     MemOpt,
@@ -118,7 +118,7 @@ def history(
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
             for block in run.preconditioner._blocks:
-                for spec in block.factors if not block.running.pending else ():
+                for spec in block.factors if not block.record.pending else ():
                     if (stored := block.running.get(spec.name)) is not None:
                         saved = found[name][-1][block.name][spec.name]
                         compare(pack(stored, spec), saved, "every holder's")

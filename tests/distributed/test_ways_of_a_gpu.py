@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
-from soframe.gradients import magnitude
+from soframe.step import magnitude
 from soframe.kernels import devices, dispatch, halves
 from soframe.solvers import inverse
 from soframe.testing import compare

@@ -282,7 +282,7 @@ def test_lost_data_are_waited_for(method: Method) -> None:
             for factor in block.factors:
                 name = factor.name
                 expected = torch.lerp(old[block][name], new[name], 1 - factor.decay)
-                mass = block.running.masses[name][0]
+                mass = block.record.masses[name][0]
                 if factor.start is None:  # freed of its start
                     expected = torch.lerp(old[block][name], new[name], (1 - factor.decay) / mass)
                 compare(block.running[name], expected, f"{block.name}.{name}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe import PlainGrad
-from soframe.gradients import magnitude as gradients
+from soframe.step import magnitude as gradients
 from soframe.solvers import Eigen, Relative
 from tests.distributed.harness import run_ranks
 

@@ -14,7 +14,7 @@ import torch
 
 from soframe import checkpoint
 from soframe.solvers import Eigen, Lazy
-from soframe.solving.worker import Work
+from soframe.step.worker import Work
 from tests.background import (
     EVERY,
     STEPS,
@@ -120,7 +120,7 @@ def test_data_that_are_set_are_used_until_the_next_landing(runs):
     zeros = [{f: {k: 0 * t for k, t in d.items()} for f, d in one.items()} for one in first]
     train(own, 1, EVERY + 1)
     for block, data in zip(blocks, zeros, strict=True):
-        block.second_order.replace(data)
+        block.restore(data)
     own.step(EVERY + 1)
     assert all(not t.any() for t in in_use(own).values())
     own.step(EVERY + 2)

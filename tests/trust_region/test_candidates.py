@@ -161,8 +161,8 @@ def remembered(own: soframe.TrustRegion) -> list[Any]:
             if not (block.states or names):
                 continue
             data = {k: dict(v) for k, v in block.second_order.items()}
-            running = {n: (block.running.masses.get(n), block.running.get(n)) for n in names}
-            kept = (dict(block.state), block.state.updates, data, block.second_order.solved)
+            running = {n: (block.record.masses.get(n), block.running.get(n)) for n in names}
+            kept = (dict(block.state), block.record.updates, data, block.second_order.solved)
             found.append((block.name, *kept, running))
     return copy.deepcopy(found)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import soframe
-from soframe.gradients import clipping
+from soframe.step import clip as clipping
 from soframe.gradients.applying import Directions
-from soframe.gradients.norm_clip import norm_clip_factor
+from soframe.step.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor
 from tests.curvature import closing, fill, half_square, randn
