@@ -21,10 +21,16 @@ from soframe.strategies.placement import Reduction
 
 
 class Pending:
-    """Collectives under way; `wait` ends them, once, and unpacks what they brought."""
+    """Collectives under way; `wait` ends them, once, and unpacks what they brought.
 
-    def __init__(self, end: Callable[[], None] | None = None) -> None:
-        self._end = end
+    Attributes:
+        sums: The sums that it brings; empty for other collectives.
+    """
+
+    def __init__(
+        self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()
+    ) -> None:
+        self._end, self.sums = end, sums
 
     def wait(self) -> None:
         """Wait for the collective and unpack its buffer; a second call does nothing."""
@@ -243,7 +249,7 @@ def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
             for part, numbers in zip(sums, flat.split(sizes), strict=True):
                 part.read(numbers)
 
-    return _started(backend, end)
+    return _started(backend, end, [part for part in sums if len(part.way.spread) < 2])
 
 
 def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
@@ -260,8 +266,8 @@ def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
     return _started(backend, end)
 
 
-def _started(backend: Backend, end: Callable[[], None]) -> Pending:
-    pending = Pending(end)
+def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+    pending = Pending(end, sums)
     if not backend.overlap:
         pending.wait()
     return pending

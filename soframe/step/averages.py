@@ -91,26 +91,31 @@ def enter(
             eager.append((one, rates))
     for block in deferred:
         block.record.pending = decay * block.record.pending + (1 - decay)
-    sums = [_sum(backend, one) for one, _ in eager]
-    pending = add_up(backend, sums, "reduce")
+    sums = [_sum(one) for one, _ in eager]
+    entries = {id(total): (one, rates) for (one, rates), total in zip(eager, sums, strict=True)}
+    for pending in add_up(backend, sums, "reduce"):
+        arriving = [
+            (total, *entries[id(total)])
+            for total in pending.sums
+            if entries[id(total)][0].stack.place.holds(backend.rank, entries[id(total)][0].index)
+        ]
+        entry = _entry(pending, arriving)
+        for stack in {one.stack: None for _, one, _ in arriving}:
+            stack.expect(entry)
     for (one, rates), total in zip(eager, sums, strict=True):
-        if not one.stack.place.holds(backend.rank, one.index):
-            continue
-        if total.travels:
-            one.stack.expect(_then(pending, one, total, rates))
-        else:
+        if not total.travels and one.stack.place.holds(backend.rank, one.index):
             average(one.stack, one.members, one.factor, total.tensor, rates)
 
 
-def _then(
-    pending: Sequence[Pending], one: Contribution, total: Sum, rates: Sequence[float]
+def _entry(
+    pending: Pending, arriving: Sequence[tuple[Sum, Contribution, Sequence[float]]]
 ) -> Pending:
-    """Return the wait for a sum and its entry into the average."""
+    """Return the wait for some sums, and their entry into the averages."""
 
     def end() -> None:
-        for other in pending:
-            other.wait()
-        average(one.stack, one.members, one.factor, total.packed(), rates)
+        pending.wait()
+        for total, one, rates in arriving:
+            average(one.stack, one.members, one.factor, total.packed(), rates)
 
     return Pending(end)
 
@@ -292,7 +297,7 @@ def _settled(
             own = stack.accumulators.get(factor.name)
             local = None if own is None else stack.take(own, members)
             ones.append(Contribution(stack, members, index, local))
-    sums = [_sum(backend, one) for one in ones]
+    sums = [_sum(one) for one in ones]
     for pending in add_up(backend, sums, phase):
         pending.wait()
     totals: list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]] = []
@@ -316,15 +321,17 @@ def _each(one: Contribution, numbers: Sequence[float]) -> Tensor:
     return each.to(one.stack.like.device, one.stack.like.dtype).unsqueeze(1)
 
 
-def _sum(backend: Backend, one: Contribution) -> Sum:
+def _sum(one: Contribution) -> Sum:
+    """Return the sum of a contribution, whose tensor it takes."""
     like, place, factor = one.stack.like, one.stack.places[one.members[0]], one.factor
+    tensor, one.tensor = one.tensor, None
     return Sum(
         way=place.reductions[one.index],
         shape=(len(one.members) * factor.groups, *factor.shape[1:]),
         dtype=like.dtype,
         wire=getattr(torch, place.wire) if place.wire else like.dtype,
         device=like.device,
-        tensor=one.tensor,
+        tensor=tensor,
         symmetric=factor.kind == "psd",
     )
 

@@ -12,7 +12,7 @@ from soframe.methods import KFAC
 from soframe.specs import FactorSpec
 from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement
 from soframe.strategies.balance import assign, compute_cost, memory_cost
-from soframe.strategies.turns import statistics_cost
+
 from tests.examples import examples
 
 
@@ -157,5 +157,3 @@ def test_a_diagonal_costs_its_elements() -> None:
     assert compute_cost(diagonal) == memory_cost(diagonal) == 50_000
     matrix = FactorSpec("G", "left", 2, 10)
     assert (compute_cost(matrix), memory_cost(matrix)) == (2000, 200)
-    work = BlockWork("table", BlockShape(1, 10, 50_000), (diagonal, matrix))
-    assert statistics_cost([work], [7]) == 7 * (1 + 2 * 100)
