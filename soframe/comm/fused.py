@@ -263,7 +263,7 @@ def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
         for part, numbers in zip(sums, flat.split(sizes), strict=True):
             part.read(numbers)
 
-    return _started(backend, end)
+    return _started(backend, end, sums)
 
 
 def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:

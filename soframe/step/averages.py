@@ -247,6 +247,8 @@ def observe(
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
     """Bring deferred statistics of some blocks into their running factors; every rank must call."""
+    for stack in members:
+        stack.arrive()
     due = _deferred(members)
     for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
         if total is not None:
