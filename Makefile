@@ -80,10 +80,6 @@ bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned peers, about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
 
-.PHONY: mutants
-mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.gate
-
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), a few minutes
 	SOFRAME_FUZZ=$(CASES) $(PYTEST) -k fuzz $(PYTEST_ARGS)
