@@ -80,6 +80,10 @@ bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned peers, about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
 
+.PHONY: mutants
+mutants: $(VENV)/.stamp-test ## break 100 places of the code, each must fail a test (ARGS="--file ... --sample 0")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
+
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), a few minutes
 	SOFRAME_FUZZ=$(CASES) $(PYTEST) -k fuzz $(PYTEST_ARGS)
