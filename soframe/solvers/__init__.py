@@ -1,6 +1,6 @@
 """Solvers: from a factor to the second-order data that preconditions with it."""
 
-from soframe.solvers.base import SolveFailedError, Solver, solve_safely
+from soframe.solvers.base import SolveFailedError, Solver, retry, solve_safely, solve_stack
 from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
@@ -21,5 +21,7 @@ __all__ = [
     "Root",
     "SolveFailedError",
     "Solver",
+    "retry",
     "solve_safely",
+    "solve_stack",
 ]
