@@ -72,7 +72,7 @@ class FactorSpec:
 
     def __post_init__(self) -> None:
         by_side: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
-        reads = by_side[self.side] if self.reads is None else self.reads
+        reads = getattr(self, "reads", None) or by_side[self.side]
         defaults = {
             "reads": reads,
             "degree": 0 if reads == "inputs" else 2,

@@ -62,7 +62,9 @@ class ScalarLogger:
         rank: int = 0,
         prefix: str = "soframe/",
     ) -> None:
-        measured = source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
+        measured: Any = (
+            source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
+        )
         if not hasattr(measured, "measure") or not hasattr(measured, "metrics"):
             raise TypeError(
                 f"ScalarLogger takes a soframe.Preconditioner, or an optimizer that has one, not "
@@ -75,7 +77,7 @@ class ScalarLogger:
             )
         require_integer("ScalarLogger: every", every, 1)
         require_integer("ScalarLogger: rank", rank, 0)
-        self._measured: Any = measured
+        self._measured = measured
         self._source: Any = source if hasattr(source, "metrics") else measured
         self._writer, self._every, self._prefix = writer, every, prefix
         self._spectra, self._all_ranks = spectra, all_ranks

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import FactorKind, FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
@@ -332,7 +332,7 @@ def _made(
     except LinAlgError as error:
         if len(matrices) == 1:
             errors.append(str(error))
-            kind = "psd" if matrices.dim() == 3 else "diagonal"
+            kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
             specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
             return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
     each = zip(matrices.split(1), damping.split(1), strict=True)
