@@ -1,4 +1,4 @@
-"""The norms of one step: of each block's gradient, direction and weights, as this rank has them."""
+"""The norms of one step: of each block's gradient, direction and weights on this rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ from soframe.blocks.block import Block
 
 @dataclass(frozen=True)
 class Norms:
-    """Frobenius norms by the names of blocks, each a scalar in float64 on the block's device.
+    """Frobenius norms by block, scalars in float64, of blocks that this rank has as a whole."""
 
-    A block is missing where this rank does not have the whole matrix.
-
-    Attributes:
-        used: The blocks that had a gradient on any rank, the same on every rank.
-        gradient: Of the averaged gradients, before they are preconditioned.
-        direction: Of the directions as they are written, after the clips.
-        weight: Of the parameters before the update.
-    """
-
-    used: frozenset[str]
-    gradient: Mapping[str, Tensor]
-    direction: Mapping[str, Tensor]
-    weight: Mapping[str, Tensor]
+    used: frozenset[str]  # blocks with a gradient on any rank, the same on every rank
+    gradient: Mapping[str, Tensor]  # averaged, before it is preconditioned
+    direction: Mapping[str, Tensor]  # as it is written, after the clips
+    weight: Mapping[str, Tensor]  # before the update
 
 
 def measure(
@@ -36,14 +27,7 @@ def measure(
     gradients: Mapping[Block, Tensor | None],
     directions: Mapping[Block, Tensor],
 ) -> Norms:
-    """Return the norms of a step, without a wait for the device; nothing travels.
-
-    Args:
-        blocks: All blocks.
-        gradients: The averaged gradient of each block that has one, ``[groups, out, in]``; None
-            where this rank does not know it.
-        directions: The direction of each block that is preconditioned, ``[groups, out, in]``.
-    """
+    """Return the norms of a step, without a wait for the device and without communication."""
     return Norms(
         used=frozenset(block.name for block in gradients),
         gradient=_norms(gradients),
@@ -53,15 +37,7 @@ def measure(
 
 
 def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> dict[str, Tensor]:
-    """Return how far the weights of blocks have moved, as Frobenius norms in float64.
-
-    Args:
-        before: Where parameters were.
-        blocks: The blocks.
-
-    Returns:
-        Block's name -> a scalar, for blocks of which this rank has all.
-    """
+    """Return the Frobenius norms of the updates of weights, by block."""
     moved: dict[str, Tensor] = {}
     for block in blocks:
         parameters = list(block.parameters.values())

@@ -18,7 +18,6 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliver
 from soframe.comm.shards import Split, scatter
-from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
@@ -28,8 +27,7 @@ SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six
 blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
 times the time; with two threads 0.42, 0.74 and 0.95 (an AVX2 machine; `bench_apply` of
-`benchmarks/bench_kernels.py`). Where oneDNN multiplies a single matrix faster
-(`soframe.kernels.products`), five of 64 x 576 took twice the time together."""
+`benchmarks/bench_kernels.py`)."""
 
 
 def precondition(
@@ -347,7 +345,7 @@ class _Batches:
         if gradient is None:
             return None
         workers = place.gradient_workers
-        joins = _joins(block, gradient)
+        joins = _joins(block)
         batch = next((one for one in self._open if joins and one.takes(block, workers)), None)
         if batch is None:
             batch = Batch(workers, self._damping, self._arrive)
@@ -358,13 +356,11 @@ class _Batches:
         return batch
 
 
-def _joins(block: Block, gradient: Tensor) -> bool:
+def _joins(block: Block) -> bool:
     """Return whether a block is applied together with others of its shape."""
     groups, out, into = block.shape
-    if block.device.type == "cpu":
-        work = out * into * max(out, into)  # of the larger product
-        if out * into > SMALL or (groups == 1 and products.serves(gradient, work)):
-            return False
+    if block.device.type == "cpu" and out * into > SMALL:
+        return False
     if block.unsolved:
         return False  # running factors, which others change, stay where they are
     specs = [spec for tensors in block.tensors.values() for spec in tensors.values()]
