@@ -81,8 +81,8 @@ time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
 
 .PHONY: mutants
-mutants: $(VENV)/.stamp-test ## break the code in known ways, each must make a test fail
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.gate
+mutants: $(VENV)/.stamp-test ## break 100 places of the code, each must fail a test (ARGS="--file ... --sample 0")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), a few minutes

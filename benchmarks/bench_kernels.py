@@ -9,16 +9,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.factors import FORMATS, Layer, tensors
-from soframe.kernels import products
 from soframe.kernels.dispatch import PATHS
-from soframe.kernels.gram import (
-    add_by_columns,
-    add_by_halves,
-    add_by_lines,
-    halvings,
-    mirror,
-    zeros,
-)
+from soframe.kernels.gram import add_by_columns, add_by_halves, halvings, mirror, zeros
 from soframe.layers import Conv2dHelper
 from soframe.solvers import Inverse, inverse
 
@@ -39,8 +31,6 @@ def bench_input_moment(benchmark: BenchmarkFixture, name: str, path: str, layout
     batch, layer = LAYERS[name]
     if path == "pointwise" and layer.kernel > 1:
         pytest.skip("a kernel of several positions")
-    if path in ("correlation", "fourier") and layer.stride > 1:
-        pytest.skip("shifts take strides")
     conv = layer.make()
     x, gradient = tensors(layer, conv, batch, layout)
     helper = type("Chosen", (Conv2dHelper,), {"path": path})(conv)
@@ -74,7 +64,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("size", [256, 512, 768, 1024, 2048])
-@pytest.mark.parametrize("way", ["columns", "halves", "lines"])
+@pytest.mark.parametrize("way", ["columns", "halves"])
 def bench_rows(benchmark: BenchmarkFixture, way: str, size: int, threads: int) -> None:
     """2048 rows: the figures of `soframe.kernels.gram`."""
     rows, total = torch.randn(2048, size), torch.zeros(size, size)
@@ -83,7 +73,6 @@ def bench_rows(benchmark: BenchmarkFixture, way: str, size: int, threads: int) -
     ways: dict[str, Callable[[], None]] = {
         "columns": lambda: add_by_columns(total, rows),
         "halves": lambda: add_by_halves(total, rows),
-        "lines": lambda: add_by_lines(total, rows.T.contiguous()),
     }
     benchmark.pedantic(ways[way], rounds=15, warmup_rounds=2)
 
@@ -111,21 +100,6 @@ def bench_apply(
             solver.apply(gradient, left=left, right=right, damping=0.0)
 
     benchmark.pedantic(apply, rounds=15, warmup_rounds=2)
-
-
-@pytest.mark.parametrize("onednn", [False, True], ids=["torch", "oneDNN"])
-@pytest.mark.parametrize("shape", [(2048, 256), (2048, 512), (65536, 16)], ids=str)
-def bench_inner(
-    benchmark: BenchmarkFixture,
-    shape: tuple[int, int],
-    onednn: bool,
-    threads: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The figures of `soframe.kernels.products`."""
-    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
-    rows = torch.randn(*shape)
-    benchmark.pedantic(products.inner, (rows, rows), rounds=15, warmup_rounds=2)
 
 
 @pytest.mark.parametrize("framed", [False, True], ids=["as it is", "enlarged"])

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
-from soframe.comm.base import Backend
 from soframe.preconditioner import Preconditioner
 from soframe.setup.pipelines import STAGES
 from soframe.state import checksums
@@ -304,7 +303,9 @@ def _names(saved: dict[str, Any], blocks: list[Block]) -> list[str]:
         names += [_factor(block, name) for name in state.masses_of(header, block)]
         names += [_state(block, name) for name in block.states if header.get("updates")]
         if _usable(header, block):
-            names += [_second_order(block, factor, name) for factor, name, _ in state.flat_specs(block)]
+            names += [
+                _second_order(block, factor, name) for factor, name, _ in state.flat_specs(block)
+            ]
     return names
 
 

@@ -37,12 +37,12 @@ from soframe.checks.numbers import require_numbers
 from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
-from soframe.step import moving
-from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state.stateful import unpacked, whole_for_dcp
+from soframe.step import moving
+from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -52,13 +52,8 @@ from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
-from soframe.step import gradients as averaging
-from soframe.step import magnitude
 from soframe.gradients.accumulation import Accumulation, OptimizerSteps
-from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
-from soframe.step.moving import as_agreed
-from soframe.step.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
@@ -70,14 +65,19 @@ from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining, unread
 from soframe.setup.pipelines import STAGES
 from soframe.setup.weights import HINTS, Weights
-from soframe.step.refresh import Refresh
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.state.transfer import Watch, hand_over
 from soframe.statistics.window import Statistics
+from soframe.step import gradients as averaging
+from soframe.step import magnitude
 from soframe.step.averages import observe
+from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.step.gradients import Gradients
+from soframe.step.moving import as_agreed
+from soframe.step.rates import ClipLR, LearningRates
+from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.step.updates import Update, alike, commit, exchange, precondition, write
 from soframe.strategies.base import Strategy

@@ -22,18 +22,13 @@ C = TypeVar("C", bound=type)
 
 @cache
 def _installed(path: tuple[str, ...]) -> Any:
-    """Return what selects entry points of all packages on a path, whose metadata are read once."""
+    """Return the entry points of all packages on a path; their metadata are read once."""
     del path
     return entry_points()  # of one type in Python 3.11, and of another since 3.12
 
 
 class Registry:
-    """The components of one kind, by key.
-
-    Args:
-        kind: What the components are, for messages and the entry-point group, e.g. ``"solver"``.
-        key_type: ``str`` for components chosen by name, ``type`` for components of module types.
-    """
+    """The components of one kind, by name or, with ``key_type=type``, by module type."""
 
     def __init__(self, kind: str, key_type: type = str) -> None:
         self.kind = kind
@@ -48,18 +43,7 @@ class Registry:
         return f"soframe.{self.kind}"
 
     def register(self, key: Any, *, override: bool = False) -> Callable[[C], C]:
-        """Return a class decorator that adds the class under ``key``.
-
-        Args:
-            key: The name, or for layers the module type.
-            override: Replace what is registered under ``key``.
-
-        Returns:
-            The decorator; it returns the class unchanged.
-
-        Raises:
-            TypeError: If ``key`` is not of this registry's key type.
-        """
+        """Return a class decorator that adds the class under ``key``."""
         if not isinstance(key, self.key_type):
             raise TypeError(
                 f"a {self.kind} is registered under a {self.key_type.__name__}, not {key!r}"
@@ -72,16 +56,10 @@ class Registry:
         return add
 
     def register_optional(self, *keys: type | str) -> Callable[[C], C]:
-        """Return a class decorator that adds the class for who asks for all that there is.
+        """Return a class decorator that adds the class for ``layers="all"``."""
 
-        Args:
-            *keys: Module types; or, where the type's package need not be installed, their qualified
-                names, such as ``"transformers.pytorch_utils.Conv1D"``.
-
-        Returns:
-            The decorator; it returns the class unchanged.
-        """
-
+        # Keys are module types or, where the type's package need not be installed, their qualified
+        # names, such as "transformers.pytorch_utils.Conv1D".
         def add(component: C) -> C:
             self._optional.update(dict.fromkeys(keys, component))
             return component
@@ -89,28 +67,17 @@ class Registry:
         return add
 
     def _add(self, key: Any, component: type, *, override: bool = False) -> None:
-        known = self._components.get(key)
-        if known is not None and known is not component and not override:
-            # The same class from a reloaded module (a notebook, importlib.reload) replaces itself.
-            same = (known.__module__, known.__qualname__) == (
-                component.__module__,
-                component.__qualname__,
+        known = self._components.get(key, component)
+        # The same class from a reloaded module (a notebook, importlib.reload) replaces itself.
+        if self._show(known) != self._show(component) and not override:
+            raise ValueError(
+                f"{self.kind} {self._show(key)} is already {self._show(known)}; choose another key "
+                f"or pass override=True (registered: {self._list()})"
             )
-            if not same:
-                raise ValueError(
-                    f"{self.kind} {self._show(key)} is already {known.__module__}."
-                    f"{known.__qualname__}; choose another key or pass override=True "
-                    f"(registered: {self._list()})"
-                )
         self._components[key] = component
 
     def discover(self) -> None:
-        """Import the components of installed packages, once.
-
-        Raises:
-            ValueError: If an entry point cannot be loaded, clashes with a registered component,
-                or registers nothing where it should (layers).
-        """
+        """Import the components of installed packages, once; errors name the entry point."""
         if self._discovered:
             return
         self._discovered = True
@@ -118,7 +85,7 @@ class Registry:
             for point in _installed(tuple(sys.path)).select(group=self.group):
                 self._load(point)
         except BaseException:
-            self._discovered = False  # the next one who asks is told too
+            self._discovered = False  # the next call fails with the same error
             raise
 
     def _load(self, point: EntryPoint) -> None:
@@ -135,26 +102,16 @@ class Registry:
                     f"@soframe.register({self.kind!r}, ModuleType)"
                 )
             self._add(point.name, component)
-        except Exception as error:  # whatever another package does wrong, it has to be named
+        except Exception as error:  # whatever it is, name the package
             raise ValueError(f"{what} cannot be used: {error}") from error
 
     def available(self) -> dict[Any, type]:
-        """Return every component by key, those of installed packages included."""
+        """Return every component by key, including those of installed packages."""
         self.discover()
         return dict(self._components)
 
     def get(self, key: Any) -> type:
-        """Return the class under ``key``.
-
-        Args:
-            key: The name, or for layers the exact module type.
-
-        Returns:
-            The registered class.
-
-        Raises:
-            ValueError: If there is none; the message lists those that do exist.
-        """
+        """Return the class under ``key``; the error lists the keys that exist."""
         self.discover()
         try:
             return self._components[key]
@@ -164,15 +121,7 @@ class Registry:
             ) from None
 
     def lookup(self, module_type: type, *, optional: bool = False) -> type | None:
-        """Return the class for a module type: the nearest registered one along its MRO.
-
-        Args:
-            module_type: The type of the module.
-            optional: Whether what is there for those who ask for it counts too.
-
-        Returns:
-            The registered class, or None.
-        """
+        """Return the class of the nearest registered type along a module type's MRO, or None."""
         self.discover()
         known = {**self._optional, **self._components} if optional else self._components
         for base in module_type.__mro__:
@@ -182,28 +131,13 @@ class Registry:
         return None
 
     def has(self, module_type: type) -> bool:
-        """Return whether a module type is itself a key, here or for those who ask for it.
-
-        Args:
-            module_type: The type.
-        """
+        """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
         known = {**self._optional, **self._components}
         return module_type in known or name in known
 
     def build(self, choice: Any, base: type) -> Any:
-        """Return a component from a name, a class or an instance.
-
-        Args:
-            choice: A registered name, a subclass of ``base``, or an instance of it.
-            base: The class that components of this kind extend.
-
-        Returns:
-            The instance; classes are built with their default options.
-
-        Raises:
-            TypeError: If ``choice`` is none of these, or what is registered is no ``base``.
-        """
+        """Return an instance of ``base`` from a registered name, a class or an instance."""
         if isinstance(choice, str):
             component = self.get(choice)()
             if not isinstance(component, base):
@@ -285,15 +219,8 @@ def available(kind: str) -> dict[Any, type]:
 
 
 def describe(component: object) -> str:
-    """Return what a component is and its options, the same in every process.
-
-    Args:
-        component: An instance; or a tuple, list or dict of such.
-
-    Returns:
-        Its ``repr`` without addresses; of a class without one of its own with its options: the
-        public attributes that are numbers, texts, or tuples of these.
-    """
+    """Return a component's ``repr`` without addresses, the same in every process."""
+    # Without a ``repr`` of its own: the public attributes that are numbers, texts or tuples.
     text = repr(component)
     if " at 0x" not in text:
         return text
@@ -318,16 +245,6 @@ def _is_plain(value: object) -> bool:
 
 
 def first_match(patterns: Iterable[str], *names: str) -> str | None:
-    """Return the first pattern that is found in one of the names.
-
-    Args:
-        patterns: Regular expressions (``re.search``: anchor with ``^`` and ``$``), in order.
-        *names: For example a module's qualified name and its class name.
-
-    Returns:
-        The pattern, or None if there is no match.
-    """
-    for pattern in patterns:
-        if any(re.search(pattern, name) for name in names):
-            return pattern
-    return None
+    """Return the first pattern that ``re.search`` finds in one of the names, or None."""
+    found = (one for one in patterns if any(re.search(one, name) for name in names))
+    return next(found, None)

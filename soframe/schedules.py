@@ -17,7 +17,7 @@ Interval = int | Callable[[int], int]
 
 
 def _value(name: str, value: object, step: int) -> object:
-    """Return a constant, or what a callable returns; what it raises itself is passed on."""
+    """Return a constant, or the result of a callable; its own errors pass through."""
     if not callable(value):
         return value
     try:
@@ -33,17 +33,9 @@ def _value(name: str, value: object, step: int) -> object:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A hyper-parameter with the range that it must stay in.
+    """A setting in ``[low, high)``, or ``(low, high)``: constant or a callable of the step."""
 
-    Attributes:
-        name: The setting's name, for errors.
-        value: A constant, or a callable of the step.
-        low: Lower bound.
-        high: Upper bound (exclusive).
-        open_low: Whether the lower bound itself is excluded.
-    """
-
-    name: str
+    name: str  # of the setting, for errors
     value: Schedule
     low: float = 0.0
     high: float = math.inf
@@ -67,31 +59,15 @@ class Scheduled:
         return number
 
     def at(self, step: int) -> float:
-        """Return the value at a step.
-
-        Args:
-            step: The number of completed steps.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: If a callable returns a value out of range.
-            TypeError: If it is not one of the step.
-        """
+        """Return the value after a number of completed steps; an error if it is out of range."""
         return self._check(_value(self.name, self.value, step))
 
 
 @dataclass(frozen=True)
 class Every:
-    """An interval in steps: due when the step is a multiple of it.
+    """An interval in steps, constant or a callable of the step."""
 
-    Attributes:
-        name: The setting's name, for errors.
-        value: A positive integer, or a callable of the step that returns one.
-    """
-
-    name: str
+    name: str  # of the setting, for errors
     value: Interval
 
     def __post_init__(self) -> None:
@@ -107,26 +83,11 @@ class Every:
         return int(value)
 
     def at(self, step: int) -> int:
-        """Return the interval at a step.
-
-        Args:
-            step: The number of completed steps.
-
-        Raises:
-            ValueError: If a callable returns no positive integer.
-            TypeError: If it is not one of the step.
-        """
+        """Return the interval after a number of completed steps; an error if it is none."""
         return self._check(_value(self.name, self.value, step))
 
     def due(self, step: int) -> bool:
-        """Return whether the step is due.
-
-        Args:
-            step: The number of completed steps.
-
-        Returns:
-            True at step 0 and at every multiple of the interval.
-        """
+        """Return whether a step is due: step 0 and every multiple of the interval."""
         return step % self.at(step) == 0
 
 
@@ -148,11 +109,7 @@ class WarmInterval:
         _require_positive(self, "interval", "first")
 
     def __call__(self, step: int) -> int:
-        """Return the interval at a step.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return the interval after a number of completed steps."""
         return self.first if step < self.steps else self.interval
 
 
@@ -180,11 +137,7 @@ class GrowingInterval:
             raise ValueError(f"GrowingInterval: age must be in (0, 1], not {self.age!r}")
 
     def __call__(self, step: int) -> int:
-        """Return the interval at a step.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return the interval after a number of completed steps."""
         longest = max(1, math.floor(self.age * step))
         return int(min(self.last, 2 ** (longest.bit_length() - 1)))
 
@@ -193,9 +146,9 @@ class GrowingInterval:
 class GrowingBatch:
     """A batch size that grows exponentially (Martens and Grosse, 2015, section 13).
 
-    Small batches point well enough at first, when the gradient is large, and large ones are needed
-    later: ``first * (full / first)^(step / steps)``, up to ``full``. (There steps are counted from
-    1, ``m_1 = 1000``, and ``m_500`` is the whole training set.) Use it wherever batches are drawn::
+    ``first * (full / first)^(step / steps)``, up to ``full``: small batches estimate the gradient
+    well enough at first, when it is large. (There steps are counted from 1, ``m_1 = 1000``, and
+    ``m_500`` is the whole training set.) Use it wherever batches are drawn::
 
         size = batch_size(step)
         rows = torch.randperm(len(inputs))[:size]
@@ -218,11 +171,7 @@ class GrowingBatch:
             )
 
     def __call__(self, step: int) -> int:
-        """Return the batch size of a step.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return the batch size after a number of completed steps."""
         if step >= self.steps:
             return self.full
         growth: float = (self.full / self.first) ** (step / self.steps)
@@ -230,7 +179,7 @@ class GrowingBatch:
 
 
 def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
-    """Return a decay under which all samples so far weigh alike, however batches grow.
+    """Return a decay under which all samples so far have the same weight, however batches grow.
 
     The running factors average the means of batches, one per statistics step, whatever the sizes
     of the batches. With the decay ``1 - n_k / (n_0 + ... + n_k)`` of this schedule they are the

@@ -17,10 +17,10 @@ import torch
 
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import Rows
-from soframe.step.rates import ClipLR
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
 from soframe.schedules import Interval, Schedule
+from soframe.step.rates import ClipLR
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What the parts say to each other about factors and second-order data: shapes, no tensors."""
+"""Shapes of factors and second-order data, as parts exchange them: no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import Literal
 
@@ -21,12 +21,12 @@ FactorKind = Literal["psd", "diagonal", "vector", "elementwise"]
 a mean that may have any sign; ``"elementwise"``: one for each entry of the gradient's matrix."""
 
 Reads = Literal["inputs", "outputs", "both", "gradient"]
-"""What statistics are made of: a call's inputs, its output gradients, both together; or the
-averaged gradient, at the step."""
+"""The source of statistics: a call's inputs, its output gradients, both together; or the averaged
+gradient, at the step."""
 
 MeanOver = Literal["samples", "rows", "group rows"]
-"""What a statistic is a mean over: the samples of the loss, the rows of all groups of a layer, or
-the rows that reach each group (experts)."""
+"""A statistic is a mean over the samples of the loss, the rows of all groups of a layer, or the
+rows that reach each group (experts)."""
 
 
 @dataclass(frozen=True)
@@ -39,86 +39,60 @@ class FactorSpec:
             (outputs), ``"right"`` (inputs), or ``"both"``.
         groups: The leading dimension of the factor.
         size: The number of rows of the factor; for an elementwise one that of the gradient's.
-        kind: What it is.
-        reads: What its statistics are made of; by default inputs on the right side, output
-            gradients on the left, and both on both.
-        degree: Its degree in the gradient, which says how it scales with the loss; by default 0 for
-            what reads inputs, 2 for everything else.
-        mean_over: What it is a mean over; by default rows for what reads output gradients, samples
-            for everything else.
+        kind: Its kind, which determines its shape.
+        reads: The source of its statistics; by default inputs on the right side, output gradients
+            on the left, and both on both.
+        degree: Its degree in the gradient, by which it scales with the loss; by default 0 if it
+            reads inputs, else 2.
+        mean_over: What it is a mean over; by default rows if it reads output gradients, else
+            samples.
         columns: The number of columns of an elementwise factor.
-        needs: The factors whose second-order data its statistics are made with, and belong to: it
-            waits for them, and new data of one of them drop what was gathered with the old. Not for
-            statistics of the averaged gradient that go on averaging whatever the data are: those
-            are given the block's data anyway (`soframe.methods.Method.observes_with_data`).
+        needs: The factors whose second-order data its statistics are computed with: statistics wait
+            for these data, and are dropped when new data replace them. Not for statistics of the
+            averaged gradient that outlive the data (`soframe.methods.Method.observes_with_data`).
+        decay: The decay of its running average; None for the preconditioner's.
         start: The multiple of the identity, or of ones where it is no matrix, that its running
             average starts from with the weight of a whole past; None to start with the first
             statistics. For factors of the averaged gradient.
-        decay: What its running average keeps of its past; None for the preconditioner's.
     """
 
     name: str
     side: Literal["left", "right", "both"]
     groups: int
     size: int
-    kind: FactorKind
-    reads: Reads
-    degree: int
-    mean_over: MeanOver
-    columns: int
-    needs: tuple[str, ...]
-    decay: float | None
-    start: float | None
+    _: KW_ONLY
+    kind: FactorKind = "psd"
+    reads: Reads = None  # type: ignore[assignment]  # by the side
+    degree: int = None  # type: ignore[assignment]  # by what it reads
+    mean_over: MeanOver = None  # type: ignore[assignment]  # by what it reads
+    columns: int = 0
+    needs: tuple[str, ...] = ()
+    decay: float | None = None
+    start: float | None = None
 
-    def __init__(
-        self,
-        name: str,
-        side: Literal["left", "right", "both"],
-        groups: int,
-        size: int,
-        *,
-        kind: FactorKind = "psd",
-        reads: Reads | None = None,
-        degree: int | None = None,
-        mean_over: MeanOver | None = None,
-        columns: int = 0,
-        needs: tuple[str, ...] = (),
-        decay: float | None = None,
-        start: float | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         by_side: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
-        reads = by_side[side] if reads is None else reads
-        if degree is None:
-            degree = 0 if reads == "inputs" else 2
-        if mean_over is None:
-            mean_over = "rows" if reads == "outputs" else "samples"
-        if degree not in (0, 1, 2):
-            raise ValueError(f"factor {name!r}: degree must be 0, 1 or 2, not {degree}")
-        if (kind == "elementwise") != (columns > 0):
-            raise ValueError(
-                f"factor {name!r}: columns= belongs to kind='elementwise', and to it alone"
-            )
-        if start is not None and reads != "gradient":
-            raise ValueError(
-                f"factor {name!r}: start= belongs to reads='gradient'; averages of calls start "
-                f"from the identity under scaling='kaisa'"
-            )
-        values = {
-            "name": name,
-            "side": side,
-            "groups": groups,
-            "size": size,
-            "kind": kind,
+        reads = getattr(self, "reads", None) or by_side[self.side]
+        defaults = {
             "reads": reads,
-            "degree": degree,
-            "mean_over": mean_over,
-            "columns": columns,
-            "needs": tuple(needs),
-            "decay": decay,
-            "start": start,
+            "degree": 0 if reads == "inputs" else 2,
+            "mean_over": "rows" if reads == "outputs" else "samples",
         }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        object.__setattr__(self, "needs", tuple(self.needs))
+        if self.degree not in (0, 1, 2):
+            raise ValueError(f"factor {self.name!r}: degree must be 0, 1 or 2, not {self.degree}")
+        if (self.kind == "elementwise") != (self.columns > 0):
+            raise ValueError(
+                f"factor {self.name!r}: columns= belongs to kind='elementwise', and to it alone"
+            )
+        if self.start is not None and reads != "gradient":
+            raise ValueError(
+                f"factor {self.name!r}: start= belongs to reads='gradient'; averages of calls "
+                f"start from the identity under scaling='kaisa'"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,7 +105,7 @@ class FactorSpec:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Its shape as it travels and is saved, matrices as triangles."""
+        """The shape in which it travels and is saved: matrices as triangles."""
         if self.kind == "psd":
             return (self.groups, self.size * (self.size + 1) // 2)
         return self.shape

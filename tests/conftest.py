@@ -15,7 +15,7 @@ pytest_plugins = ["tests.background"]  # its fixtures
 # A shared machine is slow at times; that is no failure.
 # Examples differ from run to run, so that many runs see many.
 settings.register_profile("soframe", deadline=None, print_blob=True, max_examples=25)
-# For the mutation gate: a verdict that never changes, and no search for the smallest example.
+# For `make mutants`: a verdict that never changes, and no search for the smallest example.
 settings.register_profile(
     "verdict",
     settings.get_profile("soframe"),

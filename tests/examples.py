@@ -9,7 +9,7 @@ def examples(number: int) -> int:
     """The examples of one property: they differ from run to run, so that many runs see many.
 
     Args:
-        number: All that are worth trying at a time: so many in the mutation gate.
+        number: The most worth trying at a time: the profile ``verdict`` tries this many.
 
     Returns:
         Half of them; a few under ``make test-fast``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,22 +90,6 @@ def test_large_blocks_of_a_cpu_are_applied_alone(monkeypatch: pytest.MonkeyPatch
     run(1, solver=Counting())
     assert Counting.applied.count((1, 24, 25)) == 3
     assert (4, 3, 28) in Counting.applied
-
-
-def test_blocks_with_faster_products_of_their_own_are_applied_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Blocks of groups have none."""
-    least = 24 * 25 * 25
-    monkeypatch.setattr(applying, "products", SimpleNamespace(serves=lambda _, work: work >= least))
-    Counting.applied = []
-    run(1, solver=Counting())
-    assert Counting.applied.count((1, 24, 25)) == 3
-    assert (4, 3, 28) in Counting.applied
-    monkeypatch.setattr(applying, "products", SimpleNamespace(serves=lambda _, work: work > least))
-    Counting.applied = []
-    run(1, solver=Counting())
-    assert (3, 24, 25) in Counting.applied
 
 
 def test_data_lie_side_by_side_and_are_held_once() -> None:

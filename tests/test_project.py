@@ -242,9 +242,10 @@ def test_modules_are_found_by_their_former_names(old: str) -> None:
 
 
 def test_folders_give_what_the_modules_of_their_names_had() -> None:
+    from soframe.solving import Solution
+
     from soframe.blocks import Block
     from soframe.capture import Capture, Probe
-    from soframe.solving import Solution
     from soframe.statistics import Statistics
 
     assert {c.__name__ for c in (Block, Capture, Probe, Solution, Statistics)} == {

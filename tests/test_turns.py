@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soframe.blocks.window import Cost
 from torch import Tensor, nn
 
-from soframe.blocks.window import Cost
 from soframe.checkpoint import seal
 from soframe.layers import LinearHelper
 from soframe.layers.base import LayerHelper

@@ -27,9 +27,7 @@ class Pending:
         sums: The sums that it brings; empty for other collectives.
     """
 
-    def __init__(
-        self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()
-    ) -> None:
+    def __init__(self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()) -> None:
         self._end, self.sums = end, sums
 
     def wait(self) -> None:

@@ -1,8 +1,8 @@
-"""Damping policies: how much the curvature is distrusted, and how that changes.
+"""Damping policies: the damping over time.
 
-A policy is a registered component. It is asked for the damping at every step. `TrustRegion` tells
-it the reduction ratio ``rho``, the measured over the predicted change of the loss, at steps where
-that was measured; `Preconditioner` measures none, and takes policies that need none.
+A policy is a registered component; `at` is called at every step. `TrustRegion` passes it the
+reduction ratio ``rho``, the measured over the predicted change of the loss, at steps where that was
+measured; `Preconditioner` measures none, and takes policies that need none.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class DampingPolicy(ABC):
     """The damping over time.
 
     Attributes:
-        interval: Steps between measurements of the reduction ratio; 0 for never. Of a step that did
-            harm, or with full batches brought more than twice its promise, it hears at once.
+        interval: Steps between measurements of the reduction ratio; 0 for never. A step that did
+            harm, or with full batches reduced the loss by more than twice the prediction, is
+            reported at once.
         per_block: Whether blocks have dampings of their own, so that there is no one number for
             the quadratic model.
     """
@@ -53,18 +54,11 @@ class DampingPolicy(ABC):
         """
 
     def solver(self, solver: Solver) -> Solver:
-        """Return how a block is to be solved: with a solver that knows what the number means.
-
-        Args:
-            solver: The block's solver.
-
-        Returns:
-            The same, or one around it.
-        """
+        """Return the solver of a block, or one around it that interprets the damping."""
         return solver
 
     def observe(self, ratio: float) -> None:  # noqa: B027 (optional)
-        """Take note of a reduction ratio.
+        """Update the damping.
 
         Args:
             ratio: Measured over predicted reduction of the loss; minus infinity if the loss is not
@@ -72,21 +66,17 @@ class DampingPolicy(ABC):
         """
 
     def restart(self) -> None:  # noqa: B027 (optional)
-        """Forget every ratio: an optimizer begins, with a copy of the policy that it was given."""
+        """Forget every ratio, as an optimizer starts with a copy of the policy."""
 
     def to_be_measured(self) -> bool:
-        """Return whether the damping to begin with is to be found on the first batch."""
+        """Return whether the initial damping is found by a search on the first batch."""
         return False
 
     def begin(self, damping: float) -> None:  # noqa: B027 (optional)
-        """Begin with a damping that was found so.
-
-        Args:
-            damping: It has promised most, and kept it.
-        """
+        """Start from the damping that the search has found."""
 
     def at_cap(self) -> bool:
-        """Return whether the damping is as large as it gets, so that nothing can raise it."""
+        """Return whether the damping is at its upper bound."""
         return False
 
     def state(self) -> dict[str, float]:
@@ -94,11 +84,7 @@ class DampingPolicy(ABC):
         return {}
 
     def load(self, state: Mapping[str, float]) -> None:  # noqa: B027 (optional)
-        """Continue from a state.
-
-        Args:
-            state: What `state` returned.
-        """
+        """Continue from the result of `state`."""
 
 
 @register("damping", "constant")
@@ -116,13 +102,12 @@ class ConstantDamping(DampingPolicy):
         self._scheduled = Scheduled("damping", self.value)
 
     def at(self, step: int) -> float:
-        """See `DampingPolicy.at`."""
         return self._scheduled.at(step)
 
 
 @register("damping", "relative")
 @dataclass
-class RelativeDamping(DampingPolicy):
+class RelativeDamping(ConstantDamping):
     """A multiple of the mean eigenvalue of each block: ``value * tr(A) / n_A * tr(G) / n_G``.
 
     The step then does not change with the scale of the loss, nor with that of a layer's inputs or
@@ -137,15 +122,7 @@ class RelativeDamping(DampingPolicy):
     value: Schedule = 1e-1
     per_block: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        self._scheduled = Scheduled("damping", self.value)
-
-    def at(self, step: int) -> float:
-        """See `DampingPolicy.at`: the multiple."""
-        return self._scheduled.at(step)
-
     def solver(self, solver: Solver) -> Solver:
-        """See `DampingPolicy.solver`."""
         return Relative(solver)
 
 
@@ -187,28 +164,22 @@ class LevenbergMarquardt(DampingPolicy):
         self.restart()
 
     def restart(self) -> None:
-        """See `DampingPolicy.restart`."""
         initial = START if self.initial is None else self.initial
         self._now = min(self.high, max(self.low, float(initial)))
 
     def to_be_measured(self) -> bool:
-        """See `DampingPolicy.to_be_measured`."""
         return self.initial is None
 
     def begin(self, damping: float) -> None:
-        """See `DampingPolicy.begin`."""
         self._now = min(self.high, max(self.low, damping))
 
     def at_cap(self) -> bool:
-        """See `DampingPolicy.at_cap`."""
         return self._now >= self.high
 
     def at(self, step: int) -> float:
-        """See `DampingPolicy.at`."""
         return self._now
 
     def observe(self, ratio: float) -> None:
-        """See `DampingPolicy.observe`."""
         factor = self.omega**self.interval
         if ratio > 0.75:
             self._now = max(self.low, self._now * factor)
@@ -216,11 +187,9 @@ class LevenbergMarquardt(DampingPolicy):
             self._now = min(self.high, self._now / factor)
 
     def state(self) -> dict[str, float]:
-        """See `DampingPolicy.state`."""
         return {"now": self._now}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """See `DampingPolicy.load`."""
         self._now = float(state["now"])
 
 
@@ -229,32 +198,17 @@ DampingChoice = Schedule | str | type[DampingPolicy] | DampingPolicy
 
 
 def adopted(policy: DampingPolicy) -> DampingPolicy:
-    """Return a copy of a policy that begins anew, so that optimizers share none.
-
-    Args:
-        policy: What the user passed, perhaps once more; it stays as it is.
-    """
+    """Return a copy of a policy that starts anew, so that optimizers share no state."""
     fresh = copy.copy(policy)
     for name, value in vars(fresh).items():
-        if isinstance(value, list | dict | set | deque):  # else both would write into one
+        if isinstance(value, list | dict | set | deque):  # else both would write to one object
             vars(fresh)[name] = copy.copy(value)
     fresh.restart()
     return fresh
 
 
 def damping_policy(choice: DampingChoice) -> DampingPolicy:
-    """Return a damping policy.
-
-    Args:
-        choice: What the user passed; numbers and callables become a `ConstantDamping`.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If a number is out of range, or a name not registered.
-        TypeError: If a class is no policy.
-    """
+    """Return a policy; numbers and callables of the step become a `ConstantDamping`."""
     registry = KINDS["damping"]
     if isinstance(choice, str) and choice not in registry.available():
         names = ", ".join(map(repr, sorted(registry.available())))

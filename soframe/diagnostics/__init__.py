@@ -1,4 +1,4 @@
-"""What there is to see of a run: metrics as plain data, spectra of factors, scalars for loggers."""
+"""Diagnostics of a run: metrics as plain data, spectra of factors, scalars for loggers."""
 
 from soframe.diagnostics.logger import ScalarLogger, Writer
 from soframe.diagnostics.metrics import scalars

@@ -11,34 +11,10 @@ from soframe.diagnostics.metrics import scalars
 
 @runtime_checkable
 class Writer(Protocol):
-    """What `torch.utils.tensorboard.SummaryWriter` has, and others have alike."""
+    """A writer like `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write one number.
-
-        Args:
-            tag: Its name.
-            scalar_value: The number.
-            global_step: The step.
-        """
-
-
-class Measured(Protocol):
-    """What is logged: a `soframe.Preconditioner`."""
-
-    @property
-    def steps(self) -> int:
-        """Completed steps."""
-
-    @property
-    def backend(self) -> Any:
-        """How tensors travel."""
-
-    def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
-        """Say what the steps from the next one on measure."""
-
-    def metrics(self, *, spectra: bool = False, all_ranks: bool = False) -> dict[str, Any]:
-        """Return the metrics."""
+        """Write one number under a name."""
 
 
 class ScalarLogger:
@@ -53,9 +29,9 @@ class ScalarLogger:
             optimizer.step()
             logger.step()
 
-    It lets the preconditioner time its phases, and measure norms in the steps that are written.
-    Where ``every`` is a multiple of the interval of solves, all steps that are written are as long
-    after a solve: to see ages of all kinds choose one that is not, such as 49.
+    The preconditioner then times its phases, and measures norms in the steps that are written.
+    Where ``every`` is a multiple of the interval of solves, all steps that are written have the
+    same age of a solve: choose one that is not, such as 49, to see them all.
 
     Args:
         source: A `soframe.Preconditioner`, or an optimizer that has one (`soframe.Optimizer`,
@@ -64,10 +40,10 @@ class ScalarLogger:
             step, as ``lambda scalars, step: run.log(scalars, step=step)``.
         every: Steps between two writings.
         spectra: Whether factors are decomposed for every writing, see ``metrics``.
-        all_ranks: Whether ranks tell each other what they know; then `step` is to be called on
-            every rank. Otherwise what the writing rank does not know is left out.
+        all_ranks: Whether ranks exchange their metrics; then every rank has to call `step`.
+            Otherwise the metrics of blocks that the writing rank does not hold are left out.
         rank: The rank that writes. On the others `step` does nothing, but for ``all_ranks``.
-        prefix: What names begin with.
+        prefix: The prefix of names.
 
     Raises:
         TypeError: If ``source`` has no metrics, or ``writer`` can neither be called nor has
@@ -86,7 +62,9 @@ class ScalarLogger:
         rank: int = 0,
         prefix: str = "soframe/",
     ) -> None:
-        measured = source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
+        measured: Any = (
+            source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
+        )
         if not hasattr(measured, "measure") or not hasattr(measured, "metrics"):
             raise TypeError(
                 f"ScalarLogger takes a soframe.Preconditioner, or an optimizer that has one, not "
@@ -99,7 +77,7 @@ class ScalarLogger:
             )
         require_integer("ScalarLogger: every", every, 1)
         require_integer("ScalarLogger: rank", rank, 0)
-        self._measured: Measured = measured  # type: ignore[assignment]  # looked at above
+        self._measured = measured
         self._source: Any = source if hasattr(source, "metrics") else measured
         self._writer, self._every, self._prefix = writer, every, prefix
         self._spectra, self._all_ranks = spectra, all_ranks
@@ -112,11 +90,11 @@ class ScalarLogger:
             self._measured.measure(norms=self._is_due(1), times=True)
 
     def _is_due(self, ahead: int) -> bool:
-        """Return whether a step ahead of the last one is written."""
-        return (self._measured.steps + ahead) % self._every == 0
+        """Return whether the step ``ahead`` of the last one is written."""
+        return bool((self._measured.steps + ahead) % self._every == 0)
 
     def step(self) -> None:
-        """Write, if it is time; call it after every step, when parameters have moved.
+        """Write if the step is due; call it after every step, when parameters have moved.
 
         Raises:
             RuntimeError: See `soframe.Preconditioner.metrics`.
@@ -127,7 +105,7 @@ class ScalarLogger:
             metrics = self._source.metrics(spectra=self._spectra, all_ranks=self._all_ranks)
             if self._writes:
                 self._write(scalars(metrics), self._measured.steps)
-            # Times are those since the last writing.
+            # Times are counted from the last writing.
             self._measured.measure(times=True)
         self._measured.measure(norms=self._is_due(1))
 

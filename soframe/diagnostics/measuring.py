@@ -1,4 +1,4 @@
-"""What steps measure, and what is remembered of the last one, until `metrics` is asked."""
+"""The measurements of steps, kept until `metrics` is called."""
 
 from __future__ import annotations
 
@@ -14,32 +14,17 @@ from soframe.tracing.phases import Phases
 
 
 class Measuring:
-    """Measures what it was told to, in each step; by default nothing.
-
-    Args:
-        phases: The phases of this rank, which may be timed.
-
-    Attributes:
-        norms: Whether the coming step takes norms.
-        last: The last step as it was taken; None before the first.
-    """
+    """Measures norms and the times of phases where asked to; by default nothing."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases, self._timed_from = phases, 0
-        self.norms = False
+        self.norms = False  # of the coming step
         self.last: Taken | None = None
 
     def choose(
         self, *, norms: bool | None, times: bool | None, placed: PlacedBlocks, steps: int
     ) -> None:
-        """Choose what is measured from the next step on; see `soframe.Preconditioner.measure`.
-
-        Args:
-            norms: Whether norms are taken; None to leave it so.
-            times: Whether phases are timed, from zero; None to leave it so.
-            placed: All blocks; their devices are timed too.
-            steps: Completed steps.
-        """
+        """Choose the measurements from the next step on; None leaves a choice as it is."""
         if norms is not None:
             require_flag("norms", norms)
             self.norms = norms
@@ -53,11 +38,11 @@ class Measuring:
                 self._phases.stop_clock()
 
     def note(self, taken: Taken | None) -> None:
-        """Remember a step; None to forget the last one, which was another run's."""
+        """Keep a step; None to forget the last one."""
         self.last = taken
 
     def redamped(self, damping: float) -> None:
-        """Remember that the last step's directions were made once more, with another damping."""
+        """Update the last step, whose directions were made again with another damping."""
         if self.last is not None:
             self.last = replace(self.last, damping=damping, norms=None)
 

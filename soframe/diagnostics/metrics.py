@@ -1,7 +1,7 @@
-"""Metrics: what is in force and what became of it, by block and overall, as plain data.
+"""Metrics: settings in force and their effects, by block and overall, as plain data.
 
-Numbers, strings, lists and dicts, so that ``json.dumps`` writes them. None stands for what is not
-known: on this rank, or not yet, or because nobody asked in time.
+Numbers, strings, lists and dicts, so that ``json.dumps`` writes them. None stands for a number that
+this rank does not know, or not yet, or that was not measured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import unpack
 from soframe.comm.agreement import describe_error, gather_texts
 from soframe.diagnostics.norms import Norms
 from soframe.diagnostics.spectra import spectrum
-from soframe.step.clip import Clipped
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
-from soframe.blocks.stack import unpack
 from soframe.step.averages import settled
+from soframe.step.clip import Clipped
 from soframe.strategies.placement import BlockPlacement
 from soframe.tracing.phases import Seconds, only
 
@@ -34,26 +34,15 @@ CALL = "Preconditioner.metrics(all_ranks=True)"
 NORMS = ("gradient_norm", "direction_norm", "weight_norm")
 Spectra = bool | Literal["full"]
 
-_PHASE_OF = {"gradients": "average", "move": "hand over"}
-"""Phases by the names under which traffic counts them, where these differ."""
+_PHASE_OF = {"gradients": "average", "move": "hand over"}  # by the names of the traffic
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A step as it was taken.
+    """The settings of a step as it was taken, and the effect of its clips."""
 
-    Attributes:
-        step: Completed steps before it.
-        damping: The damping of blocks without one of their own.
-        decay: What running factors kept of their past.
-        kl_clip: The bound of the KL clip, or None.
-        norm_clip: That of the norm clip, or None.
-        clipped: What the clips did.
-        norms: The norms, if they were measured.
-    """
-
-    step: int
-    damping: float
+    step: int  # completed steps before it
+    damping: float  # of blocks without one of their own
     decay: float
     kl_clip: float | None
     norm_clip: float | None
@@ -63,14 +52,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the clock of a rank says.
+    """The seconds of each phase in a number of timed steps."""
 
-    Attributes:
-        steps: How many steps were timed; None if there is no clock.
-        seconds: How long each phase took in them.
-    """
-
-    steps: int | None
+    steps: int | None  # None without a clock
     seconds: Mapping[str, Seconds]
 
 
@@ -84,24 +68,7 @@ def collect(
     spectra: Spectra,
     all_ranks: bool,
 ) -> dict[str, Any]:
-    """Return the metrics; see `soframe.Preconditioner.metrics`.
-
-    Args:
-        placed: All blocks, with their places.
-        steps: Completed steps.
-        taken: The last step; None before the first.
-        counters: What went wrong so far.
-        timing: How long phases took.
-        spectra: Whether factors are decomposed.
-        all_ranks: Whether ranks tell each other what they know; then every rank must call.
-
-    Returns:
-        The metrics.
-
-    Raises:
-        ValueError: If ``spectra`` is nothing that is known, or ranks ask for different ones.
-        RuntimeError: If a rank does not come, or fails.
-    """
+    """Return the metrics; see `soframe.Preconditioner.metrics`."""
     if not isinstance(spectra, bool) and spectra != "full":
         raise ValueError(f"spectra must be True, False or 'full', not {spectra!r}")
     backend = placed.backend
@@ -139,7 +106,7 @@ def collect(
                 all_ranks=all_ranks,
             )
             blocks[block.name] = _of_block(block, taken, spectrums, steps)
-    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+    except Exception as error:  # the other ranks wait for an answer, whatever it is
         if not all_ranks:
             raise
         failure = error
@@ -151,7 +118,7 @@ def collect(
 
 
 def _of_step(taken: Taken | None) -> dict[str, Any]:
-    """Return what holds for all blocks of the last step."""
+    """Return the numbers of the last step that hold for all blocks."""
     if taken is None:
         return dict.fromkeys((*_OVERALL, "measured"))
     kl, norm = taken.clipped.kl, taken.clipped.norm
@@ -214,7 +181,7 @@ def _age(steps: int, at: int | None) -> int | None:
 
 
 def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | None]:
-    """Return what is added to the curvature of a block, and, where it is relative, the multiple."""
+    """Return the damping of a block and, where it is relative, its multiple."""
     if taken is None:
         return None, None
     number = block.damped_with(taken.damping)
@@ -237,11 +204,8 @@ def _norms(name: str, norms: Norms | None) -> dict[str, float | None]:
 
 
 def _sums(placed: PlacedBlocks, all_ranks: bool) -> dict[Block, Mapping[str, Tensor]]:
-    """Return the running factors that this rank holds; what was deferred only with ``all_ranks``.
-
-    Between two solves nobody alone knows the running factors of a strategy that adds statistics up
-    at the solves.
-    """
+    """Return the running factors that this rank holds; deferred ones with ``all_ranks`` only."""
+    # A strategy that reduces statistics at the solves has them in parts, on all ranks.
     sums: dict[Block, Mapping[str, Tensor]] = {}
     for block in placed.blocks:
         if block.record.pending == 0:
@@ -259,10 +223,7 @@ def _spectra(
     placed: PlacedBlocks,
     all_ranks: bool,
 ) -> dict[str, dict[str, Any] | None]:
-    """Return the spectra of the factors that this rank is to decompose.
-
-    These are all that it holds, or with ``all_ranks`` those that it owns.
-    """
+    """Return the spectra of the factors that this rank holds, or with ``all_ranks`` owns."""
     return {
         factor.name: spectrum(unpack(sums[factor.name], factor), factor, full=spectra == "full")
         for index, factor in enumerate(block.factors)
@@ -289,12 +250,12 @@ def _phases(traffic: Mapping[str, Mapping[str, int]], timing: Timing) -> dict[st
 
 
 def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Return a norm over all blocks that have one; None if this rank does not know it of each."""
+    """Return a norm over all blocks that have one; None if that of any is unknown."""
     squares: list[float] = []
     for block in blocks:
         if block["used"] is None:
             return None
-        # A block that nobody used has no gradient; one that is not solved yet, no direction.
+        # An unused block has no gradient; one that is not solved yet, no direction.
         needs = {
             "gradient_norm": block["used"],
             "direction_norm": block["used"] and block["active"],
@@ -310,7 +271,7 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any], failure: Exception | None) -> None:
-    """Fill in what this rank does not know and another one does; every rank must call."""
+    """Fill in numbers that only other ranks know; every rank must call."""
     mine = {"blocks": metrics["blocks"], "phases": metrics["phases"]}
     mine["failed"] = None if failure is None else describe_error(failure)
     texts = gather_texts(placed.backend, json.dumps(mine), "metrics")
@@ -346,10 +307,10 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of metrics by names that loggers group, such as ``"damping/net.0"``.
 
     Args:
-        metrics: What ``metrics()`` returned.
+        metrics: The result of ``metrics()``.
 
     Returns:
-        Name -> number; what is None is left out. Eigenvalues are, too.
+        Name -> number, without unknown numbers and eigenvalues.
     """
     return {name: float(value) for name, value in _named(metrics) if value is not None}
 

@@ -1,4 +1,4 @@
-"""The norms of one step: of each block's gradient, direction and weights, as this rank has them."""
+"""The norms of one step: of each block's gradient, direction and weights on this rank."""
 
 from __future__ import annotations
 
@@ -16,33 +16,16 @@ from soframe.step.updates import Update
 
 @dataclass(frozen=True)
 class Norms:
-    """Frobenius norms by the names of blocks, each a scalar in float64 on the block's device.
+    """Frobenius norms by block, scalars in float64, of blocks that this rank has as a whole."""
 
-    A block is missing where this rank does not have the whole matrix.
-
-    Attributes:
-        used: The blocks that had a gradient on any rank, the same on every rank.
-        gradient: Of the averaged gradients, before they are preconditioned.
-        direction: Of the directions as they are written, after the clips.
-        weight: Of the parameters before the update.
-    """
-
-    used: frozenset[str]
-    gradient: Mapping[str, Tensor]
-    direction: Mapping[str, Tensor]
-    weight: Mapping[str, Tensor]
+    used: frozenset[str]  # blocks with a gradient on any rank, the same on every rank
+    gradient: Mapping[str, Tensor]  # averaged, before it is preconditioned
+    direction: Mapping[str, Tensor]  # as it is written, after the clips
+    weight: Mapping[str, Tensor]  # before the update
 
 
-def measure(
-    blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]
-) -> Norms:
-    """Return the norms of a step, without a wait for the device; nothing travels.
-
-    Args:
-        blocks: All blocks.
-        gradients: The averaged gradients.
-        updates: The updates.
-    """
+def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]) -> Norms:
+    """Return the norms of a step, without a wait for the device and without communication."""
     used = [(s, [s.blocks[m] for m in gradient.members]) for s, gradient in gradients.items()]
     known = [
         (block, matrix)
@@ -60,15 +43,7 @@ def measure(
 
 
 def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> dict[str, Tensor]:
-    """Return how far the weights of blocks have moved, as Frobenius norms in float64.
-
-    Args:
-        before: Where parameters were.
-        blocks: The blocks.
-
-    Returns:
-        Block's name -> a scalar, for blocks of which this rank has all.
-    """
+    """Return the Frobenius norms of the updates of weights, by block."""
     moved: dict[str, Tensor] = {}
     for block in blocks:
         parameters = list(block.parameters.values())

@@ -12,16 +12,13 @@ from soframe.specs import FactorSpec
 
 
 def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[str, Any] | None:
-    """Return what the eigenvalues of a factor tell, as plain data.
-
-    One eigenvalue decomposition in float64, ``O(groups n^3)``, without eigenvectors; of a diagonal
-    factor none.
+    """Return a summary of a factor's eigenvalues, computed in float64, as plain data.
 
     Args:
         matrix: The running factor, without damping: ``[groups, n, n]`` or, where it is diagonal,
             ``[groups, n]``.
-        factor: What it is.
-        full: Whether all eigenvalues are part of it.
+        factor: Its spec.
+        full: Whether all eigenvalues are included.
 
     Returns:
         ``"largest"`` and ``"smallest"`` eigenvalue over all groups; ``"condition"``, the largest

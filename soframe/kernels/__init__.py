@@ -1,5 +1,4 @@
 """Second moments of a layer's inputs and output gradients: pure functions of tensors and geometry.
 
-Every function adds into a sum that exists, in its lower triangle. `soframe.kernels.dispatch` says
-which of the ways is used for which shape.
+All add to the lower triangle of a sum; `soframe.kernels.dispatch` chooses the path of a shape.
 """

@@ -1,4 +1,4 @@
-"""Where a tensor is: what is fast there, and what the host need not wait for."""
+"""Device helpers: is a tensor on an accelerator, and asynchronous copies from the host."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from torch import Tensor
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether a tensor is on an accelerator, where other ways are fast than on the CPU.
-
-    Args:
-        x: An operand.
-    """
+    """Return whether a tensor is on an accelerator, where launches count rather than copies."""
     return x.device.type != "cpu"
 
 
 def sent(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Return the host's numbers where a tensor is, in its dtype; the host does not wait for that.
-
-    Args:
-        numbers: The numbers.
-        like: The tensor.
-    """
+    """Return the host's numbers in the dtype and on the device of a tensor, without waiting."""
     here = torch.tensor(numbers, dtype=like.dtype, device="cpu")
-    # CUDA has read what is not pinned when the call returns, so that nobody can change it.
+    # CUDA reads pageable memory before the call returns, so it may be freed at once.
     return here.to(like.device, non_blocking=like.is_cuda)

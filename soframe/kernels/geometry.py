@@ -23,16 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a convolution with zeros for padding.
-
-    Attributes:
-        size: Positions of the input.
-        kernel: Positions of the kernel.
-        stride: The stride.
-        dilation: The dilation.
-        before: Zeros before the input.
-        after: Zeros after it.
-    """
+    """One axis of a convolution: input and kernel positions, and zeros before and after them."""
 
     size: int
     kernel: int
@@ -43,7 +34,7 @@ class Axis:
 
     @property
     def reach(self) -> int:
-        """From a window's first position to its last."""
+        """The distance from a window's first position to its last."""
         return self.dilation * (self.kernel - 1)
 
     @property
@@ -52,14 +43,7 @@ class Axis:
         return (self.size + self.before + self.after - self.reach - 1) // self.stride + 1
 
     def inside(self, k: int) -> tuple[int, int]:
-        """Return the range of outputs whose kernel position ``k`` is within the input.
-
-        Args:
-            k: The kernel position.
-
-        Returns:
-            ``start, stop``; empty where ``stop <= start``.
-        """
+        """Return ``start, stop`` of the outputs that meet the input at kernel position ``k``."""
         first = self.before - self.dilation * k
         start = max(0, -(-first // self.stride))
         return start, min(self.out, (self.size - 1 + first) // self.stride + 1)
@@ -67,19 +51,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a factor of a convolution's inputs depends on, besides numbers.
-
-    Attributes:
-        batch: Samples.
-        groups: Groups of the convolution.
-        channels: Input channels of a group.
-        rows: The axis of the height.
-        columns: The axis of the width.
-    """
+    """The shapes that a factor of a convolution's inputs depends on."""
 
     batch: int
     groups: int
-    channels: int
+    channels: int  # of a group
     rows: Axis
     columns: Axis
 
@@ -96,38 +72,21 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions ``start, start + stride, ...`` and the blocks that sum over them.
-
-    Attributes:
-        start: The first position.
-        count: How many there are.
-        shift: The other position, minus this one.
-        first: The first kernel position of the run ``first, first + step, ...``.
-        step: The step of the run.
-        kernels: The length of the run.
-        other: ``k' - k``.
-    """
+    """Positions ``start, start + stride, ...`` and the blocks that sum over them."""
 
     start: int
     count: int
-    shift: int
-    first: int
+    shift: int  # the other position minus this one
+    first: int  # of the run of kernel positions ``first, first + step, ...``
     step: int
-    kernels: int
-    other: int
+    kernels: int  # the length of the run
+    other: int  # ``k' - k``
 
 
 @lru_cache(maxsize=1024)
 def segments(axis: Axis) -> tuple[Segment, ...]:
-    """Return the segments of an axis, for shifts of either sign.
-
-    Args:
-        axis: The axis.
-
-    Returns:
-        The segments, by the length of their shift. Each block's range is the disjoint union of the
-        segments whose run contains its ``k``.
-    """
+    """Return the segments of an axis by the length of their shift, for shifts of either sign."""
+    # Each block's range is the disjoint union of the segments whose run contains its ``k``.
     stride, runs = axis.stride, []
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for k in range(axis.kernel):
@@ -164,32 +123,17 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a factor that two segments add to.
+    """The blocks of a factor that two segments add to."""
 
-    Attributes:
-        size: Features of a block: channels, or a kernel row of them.
-        kernels: How many blocks there are along the kernel's rows and columns.
-        steps: From one of them to the next, in features.
-        row: The first block's first row in the factor.
-        column: Likewise its first column.
-    """
-
-    size: int
-    kernels: tuple[int, int]
-    steps: tuple[int, int]
-    row: int
+    size: int  # features of a block: channels, or a kernel row of them
+    kernels: tuple[int, int]  # blocks along the kernel's rows and columns
+    steps: tuple[int, int]  # from one block to the next, in features
+    row: int  # of the factor, where the first block begins
     column: int
 
     def of(self, total: Tensor) -> Tensor:
-        """Return the blocks of a factor, as one strided view.
-
-        Args:
-            total: ``[groups, features, features]``.
-
-        Returns:
-            ``[groups, kernel rows, kernel columns, size, size]``. A run of segments moves along the
-            diagonal, so that a step is one along both of the total's dimensions.
-        """
+        """Return a view of ``total``: ``[groups, kernel rows, kernel columns, size, size]``."""
+        # A run of segments moves along the diagonal: one step along both dimensions of the total.
         group, down, right = total.stride()
         along = down + right
         shape = (total.shape[0], *self.kernels, self.size, self.size)
@@ -200,13 +144,7 @@ class Blocks:
 
 @lru_cache(maxsize=4096)
 def blocks(rows: Segment, columns: Segment | None, geometry: Geometry) -> Blocks:
-    """Return where the products of two segments are added.
-
-    Args:
-        rows: The segment of rows.
-        columns: That of columns; None where a block has all kernel columns.
-        geometry: The geometry.
-    """
+    """Return the blocks of two segments; without ``columns`` they have all kernel columns."""
     channels = geometry.channels
     line = geometry.columns.kernel * channels  # features of a kernel row
     row, other, step = rows.first * line, rows.other * line, rows.step * line
@@ -218,15 +156,7 @@ def blocks(rows: Segment, columns: Segment | None, geometry: Geometry) -> Blocks
 
 
 def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return the sum of all patches: what the bias shares with the weight.
-
-    Args:
-        x: ``[batch, channels, height, width]``.
-        geometry: The geometry.
-
-    Returns:
-        ``[groups, features]``, in the order kernel row, kernel column, channel.
-    """
+    """Return the sum of all patches, ``[groups, features]``: the bias's row of the factor."""
     rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
     sums = rows @ x.sum(0) @ columns.T  # [channels, kernel rows, kernel columns]
     by_group: Tensor = sums.unflatten(0, (geometry.groups, geometry.channels))
@@ -234,15 +164,7 @@ def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return the mean patch of every sample.
-
-    Args:
-        x: ``[batch, channels, height, width]``.
-        geometry: The geometry.
-
-    Returns:
-        ``[groups, batch, 1, features]``, in the order kernel row, kernel column, channel.
-    """
+    """Return the mean patch of every sample, ``[groups, batch, 1, features]``."""
     rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
     sums = rows @ x @ columns.T  # [batch, channels, kernel rows, kernel columns]
     by_group = sums.unflatten(1, (geometry.groups, geometry.channels)).permute(1, 0, 3, 4, 2)
@@ -252,10 +174,8 @@ def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _meets(axis: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``[kernel, size]``: one where a kernel position meets an input position.
-
-    It is kept: on its way to an accelerator the host waits for that.
-    """
+    """Return ``[kernel, size]``: one where a kernel position meets an input position."""
+    # Cached, since copying it to an accelerator makes the host wait.
     meets = torch.zeros(axis.kernel, axis.size, device="cpu")
     for k in range(axis.kernel):
         start, stop = axis.inside(k)

@@ -12,30 +12,15 @@ from soframe.kernels import devices
 
 
 def widens(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether products of rows of half precision pay, and are as exact as of their copies.
-
-    A product of two such numbers has at most 22 bits, so that single precision does not round it,
-    and the tensor cores of an accelerator multiply them ten times faster and add up in it.
-
-    Args:
-        rows: The rows.
-        dtype: What they are summed in.
-    """
+    """Return whether rows of half precision are multiplied as they are, and summed in ``dtype``."""
+    # A product of two such numbers has at most 22 bits, so that single precision does not round
+    # it, and the tensor cores of an accelerator multiply them ten times faster and add up in it.
     half = rows.dtype in (torch.bfloat16, torch.float16)
     return half and dtype == torch.float32 and devices.on_gpu(rows)
 
 
 def inner_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left^T right`` of rows of half precision, summed in another dtype: see `widens`.
-
-    Args:
-        left: ``[rows, m]``.
-        right: ``[rows, n]``.
-        dtype: The dtype.
-
-    Returns:
-        ``[m, n]``.
-    """
-    if left.is_cuda and torch.version.hip is None:  # which torch has such products for
+    """Return ``left^T right`` of ``[rows, m]`` and ``[rows, n]``, summed in another dtype."""
+    if left.is_cuda and torch.version.hip is None:  # torch has ``out_dtype`` for CUDA only
         return torch.mm(left.T, right, out_dtype=dtype)
     return left.T.to(dtype) @ right.to(dtype)

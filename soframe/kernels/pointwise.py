@@ -9,14 +9,7 @@ from soframe.kernels.gram import add_moment
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches, without a copy where the stride is one.
-
-    Args:
-        total: ``[groups, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``.
-        geometry: Its geometry; the kernel is 1 x 1.
-        scale: The multiplier.
-    """
+    """Add the moment of the patches to ``total``, without a copy where the stride is one."""
     rows, columns = geometry.rows, geometry.columns
     # Padding is zeros, which add nothing.
     seen = x[:, :, _slice(rows), _slice(columns)]

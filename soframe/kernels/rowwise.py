@@ -1,11 +1,11 @@
 """Products of shifted positions, one for each row of the image: views of one copy of the input.
 
-The copy has its positions first, ``[height, width, batch, channels]``. A range of columns is then a
-batch of matrices, one for each row, wherever it begins, and so is what a shift brings to it.
-Threads share such a batch where they would not share one product of the same few columns; and the
-rows of the border, which fewer blocks contain, come out of it besides.
+The copy has its positions first, ``[height, width, batch, channels]``. Every range of columns,
+shifted or not, is then a batch of matrices, one for each row. Threads share such a batch where they
+would not share one product of the same few columns; and the rows of the border, which fewer blocks
+contain, are the first and last matrices of the same batch.
 
-What is multiplied, and where it is added, depends on the geometry alone and is planned once.
+Operands and blocks depend on the geometry alone and are planned once.
 """
 
 from __future__ import annotations
@@ -24,26 +24,14 @@ Numbers = tuple[int, ...]
 
 
 def serves(geometry: Geometry) -> bool:
-    """Return whether this is the better way: not for groups, nor for more channels than positions.
-
-    The products of all rows would take more memory than their operands there.
-
-    Args:
-        geometry: The geometry.
-    """
+    """Return whether this pays: not for groups, nor for more channels than a row has positions."""
+    # There the products of all rows would take more memory than their operands.
     row = geometry.batch * geometry.columns.out
     return geometry.groups == 1 and geometry.channels <= row
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches, by shifts along both axes.
-
-    Args:
-        total: ``[1, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``.
-        geometry: Its geometry, of one group.
-        scale: The multiplier.
-    """
+    """Add the moment of the patches of one group, by shifts along both axes."""
     grid = positions_first(x)
     stride = geometry.columns.stride
     # Columns of one residue side by side, so that a range of them is contiguous.
@@ -55,46 +43,27 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
 
 
 def positions_first(x: Tensor) -> Tensor:
-    """Return ``[height, width, batch, channels]``, whose copies move whole pixels.
-
-    Args:
-        x: ``[batch, channels, height, width]``.
-    """
+    """Return ``[height, width, batch, channels]`` of an image; copies move whole pixels."""
     return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A range of columns of every row.
+    """A range of columns of every row."""
 
-    Attributes:
-        phase: The residue of the columns.
-        view: Size, strides and offset of ``[rows, positions, channels]`` within it.
-    """
-
-    phase: int
-    view: tuple[Numbers, Numbers, int]
+    phase: int  # the residue of the columns
+    view: tuple[Numbers, Numbers, int]  # size, strides, offset: ``[rows, positions, channels]``
 
     def of(self, phases: Sequence[Tensor]) -> Tensor:
-        """Return the view.
-
-        Args:
-            phases: The columns of each residue, contiguous.
-        """
+        """Return the view of the contiguous columns of its residue."""
         whole, (size, strides, offset) = phases[self.phase], self.view
-        # What need not be copied, such as one image with its channels last, begins anywhere.
+        # An image that need not be copied, such as one in channels_last, may begin anywhere.
         return whole.as_strided(size, strides, whole.storage_offset() + offset)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a product that the same blocks contain.
-
-    Attributes:
-        first: The first row.
-        stop: The one behind the last.
-        blocks: These.
-    """
+    """The rows ``first`` to ``stop`` of a product, which the same blocks contain."""
 
     first: int
     stop: int
@@ -103,26 +72,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Product:
-    """The products of all rows with those that two shifts bring to them.
+    """The products of all rows with shifted ones, and the blocks they are added to."""
 
-    Attributes:
-        left: The positions, transposed.
-        right: Those that are shifted.
-        parts: Where the rows are added.
-    """
-
-    left: Operand
+    left: Operand  # transposed
     right: Operand
     parts: tuple[Part, ...]
 
 
 @lru_cache(maxsize=256)
 def plan(geometry: Geometry) -> tuple[Product, ...]:
-    """Return the products of a geometry.
-
-    Args:
-        geometry: The geometry, of one group.
-    """
+    """Return the products of a geometry of one group."""
     together: dict[tuple[int, int], list[Segment]] = defaultdict(list)
     for rows in segments(geometry.rows):
         if rows.other <= 0:

@@ -1,4 +1,4 @@
-"""Squares and moments of the gradients of single samples, which are never all there at once.
+"""Squares and moments of the gradients of single samples, without storing all of them.
 
 Sample n has the gradient ``W_n = sum_t g_{n,t} a_{n,t}^T`` of a linear layer's weight, with inputs
 ``a`` and output gradients ``g`` at its positions t. Where there is one position the squares need
@@ -6,6 +6,7 @@ no product of samples: ``sum_n W_n^2 = (g^2)^T (a^2)``. The moments of its rows 
 ``sum_n W_n W_n^T`` and ``sum_n W_n^T W_n``, are then those of ``g`` and ``a``, weighted with
 ``|a|^2`` and ``|g|^2``; with several positions, products of Gram matrices
 ``[positions, positions]`` with ``g`` and ``a``, wherever that takes less than the gradients.
+Rows are ``[groups, batch, positions, in]`` and ``[groups, batch, positions, out]``.
 """
 
 from __future__ import annotations
@@ -13,35 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AT_ONCE = 2**22  # numbers: the gradients of as many samples are made together
+AT_ONCE = 2**22  # numbers in the gradients of the samples that are computed together
 
 
 def squared_gradients(rows: Tensor, output_rows: Tensor) -> Tensor:
-    """Return the sum over samples of the squares of their gradients.
-
-    Args:
-        rows: ``[groups, batch, shared, in]``, the inputs.
-        output_rows: ``[groups, batch, shared, out]``, the gradients of the outputs.
-
-    Returns:
-        ``[groups, out, in]``.
-    """
+    """Return the sum over samples of their squared gradients, ``[groups, out, in]``."""
     if rows.shape[2] == 1:
         return output_rows.squeeze(2).square().mT @ rows.squeeze(2).square()
     return by_samples(rows, output_rows)
 
 
 def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Tensor:
-    """Do the same by way of the gradients, some samples at a time.
-
-    Args:
-        rows: See `squared_gradients`.
-        output_rows: See `squared_gradients`.
-        at_once: How many numbers gradients may have together; those of one sample in any case.
-
-    Returns:
-        See `squared_gradients`.
-    """
+    """Compute the same from the gradients, some samples at a time."""
     groups, _, _, into = rows.shape
     out = output_rows.shape[3]
     total = rows.new_zeros(groups, out, into)
@@ -55,15 +39,7 @@ def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Ten
 
 
 def sample_moments(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over samples of ``W_n W_n^T`` and ``W_n^T W_n``.
-
-    Args:
-        rows: ``[groups, batch, shared, in]``, the inputs.
-        output_rows: ``[groups, batch, shared, out]``, the gradients of the outputs.
-
-    Returns:
-        ``[groups, out, out]`` and ``[groups, in, in]``.
-    """
+    """Return the sums over samples of ``W_n W_n^T`` and ``W_n^T W_n``, of two sets of rows."""
     shared, into, out = *rows.shape[2:], output_rows.shape[3]
     grams = 2 * shared**2 * (into + out) + shared * (into**2 + out**2)
     if grams <= out * into * (shared + into + out):
@@ -72,15 +48,7 @@ def sample_moments(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moments_by_grams(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows ``a`` and ``g``.
-
-    Args:
-        rows: See `sample_moments`.
-        output_rows: See `sample_moments`.
-
-    Returns:
-        See `sample_moments`.
-    """
+    """Compute the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows a and g."""
     inputs = torch.matmul(rows, rows.mT)  # [groups, batch, shared, shared]
     outputs = torch.matmul(output_rows, output_rows.mT)
     left = output_rows.flatten(1, 2).mT @ torch.matmul(inputs, output_rows).flatten(1, 2)
@@ -90,16 +58,7 @@ def moments_by_grams(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]
 def moments_by_samples(
     rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE
 ) -> tuple[Tensor, Tensor]:
-    """Do the same by way of the gradients, some samples at a time: the plain twin.
-
-    Args:
-        rows: See `sample_moments`.
-        output_rows: See `sample_moments`.
-        at_once: See `by_samples`.
-
-    Returns:
-        See `sample_moments`.
-    """
+    """Compute the same from the gradients, some samples at a time: the plain twin."""
     groups, _, _, into = rows.shape
     out = output_rows.shape[3]
     left, right = rows.new_zeros(groups, out, out), rows.new_zeros(groups, into, into)

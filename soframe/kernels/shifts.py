@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soframe.kernels import halves, products, rowwise
+from soframe.kernels import halves, rowwise
 from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
@@ -28,14 +28,7 @@ Slab = Callable[[int], Tensor]
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches, by shifts along both axes.
-
-    Args:
-        total: ``[groups, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``.
-        geometry: Its geometry.
-        scale: The multiplier.
-    """
+    """Add the moment of the patches to ``total``, by shifts along both axes."""
     if rowwise.serves(geometry):
         rowwise.add(total, x, geometry, scale)
         return
@@ -65,15 +58,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
 
 
 def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches, by shifts along the height alone.
-
-    Args:
-        total: ``[groups, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``; of half precision, with one group, where
-            `soframe.kernels.halves.widens` says so.
-        geometry: Its geometry.
-        scale: The multiplier.
-    """
+    """Add the moment of the patches, by shifts along the height alone; also of half precision."""
     axis, step = geometry.columns, geometry.rows.stride
     grid = positions_first(F.pad(x, (axis.before, axis.after)))
     grid = grid.unflatten(3, (geometry.groups, geometry.channels))
@@ -116,7 +101,7 @@ def _add_products(
             continue
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
-            products.add_inner(added[0, 0, 0], a, b, scale)
+            added[0, 0, 0].addmm_(a.T, b, alpha=scale)
         else:
             added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 
@@ -130,7 +115,7 @@ def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
 def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
     """Return ``a^T b`` of each group."""
     if groups == 1:
-        return products.inner(a, b).unsqueeze(0)
+        return (a.T @ b).unsqueeze(0)
     if a.shape[1] == groups:
         return (a * b).sum(0).view(groups, 1, 1)
     a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))

@@ -1,4 +1,4 @@
-"""The plain twin: patches written out, then one product. What all other paths are held to."""
+"""The plain twin of all other paths: patches written out, then one product."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from soframe.kernels.gram import add_moment
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return all patches.
-
-    Args:
-        x: ``[batch, channels, height, width]``.
-        geometry: Its geometry.
-
-    Returns:
-        ``[groups, batch, positions, features]``, features in the order kernel row, kernel column,
-        channel of the group.
-    """
+    """Return ``[groups, batch, positions, features]``, of kernel row, kernel column, channel."""
     rows, columns = geometry.rows, geometry.columns
     padding = (rows.before, columns.before)
     if padding != (rows.after, columns.after):
@@ -38,12 +29,5 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches.
-
-    Args:
-        total: ``[groups, features, features]``; the lower triangle is added to.
-        x: ``[batch, channels, height, width]``.
-        geometry: Its geometry.
-        scale: The multiplier.
-    """
+    """Add the moment of the patches to ``total``, ``[groups, features, features]``."""
     add_moment(total, patches(x, geometry), scale)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from soframe.kernels.gram import add_bias, add_moment, zeros
+from soframe.kernels.gram import add_bias, add_moment, empty
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.specs import FactorSpec
@@ -493,20 +493,21 @@ class LayerHelper(ABC):
             ``[groups, in, in]`` in the dtype of ``output_rows``. Only the lower triangle has a
             meaning.
         """
+        beta = 1.0
         if total is None:
-            total = zeros(self.groups, self.shape.in_features, widened(output_rows))
+            total, beta = empty(self.groups, self.shape.in_features, widened(output_rows)), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
-            add_bias(total, total.new_zeros(groups, 0), batch * shared, scale)
+            add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)
             return total
         rows = self._weight_rows(inputs, output_rows)
         if self.bias is None:
-            add_moment(total, rows, scale)
+            add_moment(total, rows, scale, beta)
         elif rows.numel() <= FEW:
-            add_moment(total, F.pad(rows, (0, 1), value=1.0), scale)
+            add_moment(total, F.pad(rows, (0, 1), value=1.0), scale, beta)
         else:
-            add_moment(total[:, :-1, :-1], rows, scale)
-            add_bias(total, rows.sum((1, 2), dtype=total.dtype), batch * shared, scale)
+            add_moment(total[:, :-1, :-1], rows, scale, beta)
+            add_bias(total, rows.sum((1, 2), dtype=total.dtype), batch * shared, scale, beta)
         return total
 
     def mean_moment(
@@ -528,9 +529,10 @@ class LayerHelper(ABC):
             The moment of `mean_rows`, in the form of that of `input_moment`.
         """
         rows = self.mean_rows(inputs, output_rows)
+        beta = 1.0
         if total is None:
-            total = zeros(len(rows), rows.shape[3], rows)
-        add_moment(total, rows, scale)
+            total, beta = empty(len(rows), rows.shape[3], rows), 0.0
+        add_moment(total, rows, scale, beta)
         return total
 
     def output_moment(
@@ -547,9 +549,11 @@ class LayerHelper(ABC):
         Returns:
             ``[groups, out, out]``. Only the lower triangle has a meaning.
         """
+        beta = 1.0
         if total is None:
-            total = zeros(len(output_rows), output_rows.shape[3], widened(output_rows))
-        add_moment(total, output_rows, scale)
+            total = empty(len(output_rows), output_rows.shape[3], widened(output_rows))
+            beta = 0.0
+        add_moment(total, output_rows, scale, beta)
         return total
 
 

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.kernels.dispatch import PATHS, Path, Processor, choose
+from soframe.kernels import devices
+from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, zeros
 from soframe.kernels.unfold import patches
@@ -118,7 +119,8 @@ class Conv2dHelper(LayerHelper):
             weights = total[:, :-1, :-1]
             sums = patch_sums(x.to(total.dtype), geometry)
             add_bias(total, sums, geometry.positions, scale)
-        path = self.path or choose(geometry, Processor.of(x), planes=x.is_contiguous())
+        gpu = devices.on_gpu(x)
+        path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
         PATHS[path](weights, x, geometry, scale)
         return total
 

@@ -1,4 +1,4 @@
-"""The loss, as a Fisher sees it: the Hessian of each sample's loss in the network's output.
+"""The loss as a Fisher needs it: the Hessian of each sample's loss in the network's output.
 
 Outputs are ``[N, ...]``, and the loss is the mean over N samples of ``l_n(output_n)``. For losses
 that are negative log-likelihoods with natural parameters for outputs (all that come with soframe)
@@ -28,9 +28,9 @@ class Loss(ABC):
 
     @property
     def floor(self) -> float | None:
-        """What the loss is never below, whatever outputs, targets and weights are; None if unknown.
+        """A lower bound of the loss for all outputs, targets and weights; None if unknown.
 
-        `soframe.TrustRegion` does not believe a model that promises less.
+        `soframe.TrustRegion` does not trust a model that predicts less.
         """
         return None
 
@@ -38,16 +38,16 @@ class Loss(ABC):
     def expected(self) -> bool:
         """Whether the Hessian depends on targets, so that its expectation is given in its place.
 
-        That is the Fisher: the mean over targets that the model itself would draw (Martens, 2020,
-        section 9.1). False by default. `soframe.TrustRegion` takes its quadratic model of it then,
-        and asks `counts` for the scale of the closure's loss.
+        The expectation is the Fisher, over targets that the model itself would draw (Martens, 2020,
+        section 9.1). False by default. `soframe.TrustRegion` then builds its quadratic model of the
+        Fisher, and calls `counts` for the scale of the closure's loss.
         """
         return False
 
     def counts(self, outputs: Tensor, gradients: Tensor) -> Tensor:
-        """Return what each term of a closure's loss is multiplied by, from its gradient alone.
+        """Return the factor of each term of a closure's loss, from its gradient alone.
 
-        Asked where `expected` says so, since the closure's curvature cannot tell then.
+        Called where `expected` is true, since the closure's curvature does not determine it then.
 
         Args:
             outputs: ``[N, ...]``.
@@ -58,19 +58,19 @@ class Loss(ABC):
             ``1 / N`` where a closure returns the mean over N samples of this loss.
 
         Raises:
-            NotImplementedError: If the loss does not say.
+            NotImplementedError: If the loss does not override it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} says that its Hessian is expected, and not what a closure's "
-            f"terms count: give it a method counts(outputs, gradients)"
+            f"{type(self).__name__}.expected is true, so it needs a method "
+            f"counts(outputs, gradients)"
         )
 
     @property
     def means(self) -> bool | None:
-        """Whether a sample's loss is a mean over its positions, the dimensions behind the second.
+        """Whether a sample's loss is a mean over its positions, the dimensions after the second.
 
-        False, the default, for a sum; None if it is neither. `Preconditioner.count` has to know it
-        where positions are ignored.
+        False, the default, for a sum; None if it is neither. Used by `Preconditioner.count` where
+        positions are ignored.
         """
         return False
 
@@ -117,10 +117,9 @@ class Loss(ABC):
         return total
 
     def term_sums(self, values: Tensor) -> Tensor:
-        """Return sums over what the Hessian couples: one number for each term of a sample's loss.
+        """Return sums over the entries that the Hessian couples, one for each term of a loss.
 
-        Terms may have weights of their own in a user's loss; see
-        `soframe.trust_region.declared`. By default a sample is one term.
+        Terms may have weights of their own in a user's loss. By default a sample is one term.
 
         Args:
             values: ``[N, ...]``.
@@ -132,25 +131,27 @@ class Loss(ABC):
 
     @staticmethod
     def each_sample(values: Tensor) -> Tensor:
-        """Return the sum over each sample.
-
-        Args:
-            values: ``[N, ...]``.
-
-        Returns:
-            ``[N, 1, ...]``.
-        """
+        """Return the sum over each sample of ``[N, ...]``, as ``[N, 1, ...]``."""
         sums = values.reshape(len(values), -1).sum(1)
         return sums.view(-1, *(1 for _ in values.shape[1:]))
 
 
-def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return 1 or -1 for each number of a tensor, with equal probabilities.
+def diagonal_columns(root: Tensor) -> Iterator[Tensor]:
+    """Yield the columns of a diagonal square root ``[N, ...]``: one for each number of a sample."""
+    flat = root.reshape(len(root), root[:1].numel())
+    for number in range(flat.shape[1]):
+        column = torch.zeros_like(flat)
+        column[:, number] = flat[:, number]
+        yield column.view_as(root)
 
-    Args:
-        like: Its shape, dtype and device are those of the signs.
-        generator: The source of randomness.
-    """
+
+def mean_scale(mean: bool, terms: int) -> float:
+    """Return the factor of each of a sample's terms: ``1 / terms`` where the loss is their mean."""
+    return 1.0 / max(1, terms) if mean else 1.0
+
+
+def random_signs(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return 1 or -1 for each number of a tensor, with equal probabilities."""
     # A byte draws eight, which takes a fraction of the time of as many normal numbers.
     count = -(-like.numel() // 8)
     device = like.device

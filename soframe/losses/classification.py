@@ -10,23 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from soframe.losses.base import Loss
+from soframe.losses.base import Loss, diagonal_columns, mean_scale
 from soframe.registry import register
 
 Over = Literal["mean", "sum"]
 
 
 def require_over(name: str, setting: str, value: str) -> None:
-    """Check how a loss combines what a sample has of terms.
-
-    Args:
-        name: The loss.
-        setting: The name of the setting.
-        value: Its value.
-
-    Raises:
-        ValueError: If it is neither a mean nor a sum.
-    """
+    """Raise if a loss combines the terms of a sample by neither a mean nor a sum."""
     if value not in ("mean", "sum"):
         raise ValueError(f"{name}: {setting} must be 'mean' or 'sum', not {value!r}")
 
@@ -37,7 +28,7 @@ class CrossEntropy(Loss):
     """``nn.CrossEntropyLoss()`` of logits ``[N, classes, ...]``: ``H = diag(p) - p p^T``.
 
     Attributes:
-        positions: How a sample's positions (the dimensions behind the classes) are combined.
+        positions: How a sample's positions (the dimensions after the classes) are combined.
     """
 
     positions: Over = "mean"
@@ -47,29 +38,24 @@ class CrossEntropy(Loss):
 
     @property
     def means(self) -> bool:
-        """See `Loss.means`."""
         return self.positions == "mean"
 
     @property
     def floor(self) -> float:
-        """See `Loss.floor`."""
         return 0.0
 
     def _scale(self, outputs: Tensor) -> float:
-        positions = outputs[0, 0].numel() if len(outputs) else 1
-        return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
+        return mean_scale(self.means, outputs[:1, :1].numel())
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
         p = outputs.softmax(1)
         return self._scale(outputs) * p * (vectors - (p * vectors).sum(1, keepdim=True))
 
     def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every position is one."""
         return values.sum(1, keepdim=True)
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: ``sqrt(p_c) (e_c - p)`` for every class at every position."""
+        # ``sqrt(p_c) (e_c - p)`` for every class at every position
         p = outputs.softmax(1).flatten(2) if outputs.dim() > 2 else outputs.softmax(1).unsqueeze(2)
         for position in range(p.shape[2]):
             for label in range(p.shape[1]):
@@ -82,10 +68,9 @@ class CrossEntropy(Loss):
                 yield column.view_as(outputs)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: a label from the softmax, at every position."""
         p = outputs.softmax(1).movedim(1, -1)
         flat = p.reshape(-1, p.shape[-1])
-        # Logits that are not finite have no distribution: the gradient tells, not an error here.
+        # Logits that are not finite have no distribution: the gradient is NaN, without an error.
         labels = torch.multinomial(flat.nan_to_num(1.0), 1, generator=generator)
         gradient = flat.scatter_add(1, labels, flat.new_full(labels.shape, -1.0))
         gradient = gradient.view(p.shape).movedim(-1, 1)
@@ -109,38 +94,26 @@ class BinaryCrossEntropy(Loss):
 
     @property
     def means(self) -> bool:
-        """See `Loss.means`."""
         return self.features == "mean"
 
     @property
     def floor(self) -> float:
-        """See `Loss.floor`."""
         return 0.0
 
     def _variance(self, outputs: Tensor) -> Tensor:
         p = outputs.sigmoid()
-        scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
-        return scale * p * (1 - p)
+        return mean_scale(self.means, outputs[:1].numel()) * p * (1 - p)
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
         return self._variance(outputs) * vectors
 
     def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every feature is one."""
         return values
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: one column per feature."""
-        root = self._variance(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())
-        for feature in range(root.shape[1]):
-            column = torch.zeros_like(root)
-            column[:, feature] = root[:, feature]
-            yield column.view_as(outputs)
+        return diagonal_columns(self._variance(outputs).sqrt())
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: a label for every feature."""
         p = outputs.sigmoid()
-        labels = torch.bernoulli(p.nan_to_num(0.5), generator=generator)  # the gradient tells
-        scale = 1.0 / max(1, outputs[:1].numel()) if self.features == "mean" else 1.0
-        return (p - labels) * math.sqrt(scale)
+        labels = torch.bernoulli(p.nan_to_num(0.5), generator=generator)  # as of CrossEntropy
+        return (p - labels) * math.sqrt(mean_scale(self.means, outputs[:1].numel()))

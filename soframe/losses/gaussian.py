@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.losses.base import Loss, random_signs
+from soframe.losses.base import Loss, diagonal_columns, mean_scale, random_signs
 from soframe.losses.classification import Over, require_over
 from soframe.registry import register
 
@@ -25,7 +25,7 @@ class Gaussian(Loss):
     loss).
 
     Attributes:
-        positions: How a sample's positions (the dimensions behind the second) are combined.
+        positions: How a sample's positions (the dimensions after the second) are combined.
     """
 
     positions: Over = "mean"
@@ -35,12 +35,10 @@ class Gaussian(Loss):
 
     @property
     def expected(self) -> bool:
-        """See `Loss.expected`."""
         return True
 
     @property
     def means(self) -> bool:
-        """See `Loss.means`."""
         return self.positions == "mean"
 
     def _diagonal(self, outputs: Tensor) -> Tensor:
@@ -48,31 +46,23 @@ class Gaussian(Loss):
         return self._scale(outputs) * torch.cat([precision, torch.full_like(precision, 0.5)], 1)
 
     def _scale(self, outputs: Tensor) -> float:
-        positions = outputs[:1, :1].numel() if len(outputs) else 1
-        return 1.0 / max(1, positions) if self.positions == "mean" else 1.0
+        return mean_scale(self.means, outputs[:1, :1].numel())
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
         return self._diagonal(outputs) * vectors
 
     def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every position is one."""
         return values.sum(1, keepdim=True)
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: one column per number."""
-        root = self._diagonal(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())
-        for number in range(root.shape[1]):
-            column = torch.zeros_like(root)
-            column[:, number] = root[:, number]
-            yield column.view_as(outputs)
+        return diagonal_columns(self._diagonal(outputs).sqrt())
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: no two of its numbers are correlated, so signs do."""
+        # No two of its numbers are correlated, so signs have the second moment.
         return random_signs(outputs, generator) * self._diagonal(outputs).sqrt()
 
     def counts(self, outputs: Tensor, gradients: Tensor) -> Tensor:
-        """See `Loss.counts`: both gradients of a term are of one residual, and tell its factor."""
+        # Both gradients of a term are of one residual, which determines its factor.
         # With a = c (m - y) exp(-s) and b = c (1 - (m - y)^2 exp(-s)) / 2 it solves
         # c^2 - 2 b c = a^2 exp(s).
         a, b = gradients.double().split(1, 1)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from soframe.losses.base import Loss, random_signs
+from soframe.losses.base import Loss, diagonal_columns, mean_scale, random_signs
 from soframe.registry import register
 
 
@@ -20,7 +20,6 @@ class _Gaussian(Loss):
 
     @property
     def floor(self) -> float:
-        """See `Loss.floor`."""
         return 0.0
 
     @abstractmethod
@@ -28,23 +27,16 @@ class _Gaussian(Loss):
         """Return the factor of the identity that the Hessian is."""
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
         return vectors * self._precision(outputs)
 
     def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every feature is one."""
         return values
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: one column per feature."""
-        features = outputs[:1].numel()
-        for feature in range(features):
-            column = outputs.new_zeros(len(outputs), features)
-            column[:, feature] = math.sqrt(self._precision(outputs))
-            yield column.view_as(outputs)
+        return diagonal_columns(torch.full_like(outputs, math.sqrt(self._precision(outputs))))
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: noise of the Gaussian's variance, of which signs are the cheapest."""
+        # Noise of the Gaussian's variance, of which signs are the cheapest.
         return random_signs(outputs, generator) * math.sqrt(self._precision(outputs))
 
 
@@ -74,8 +66,7 @@ class MeanSquaredError(_Gaussian):
 
     @property
     def means(self) -> bool:
-        """See `Loss.means`."""
         return True
 
     def _precision(self, outputs: Tensor) -> float:
-        return 2.0 / max(1, outputs[:1].numel())
+        return 2.0 * mean_scale(True, outputs[:1].numel())

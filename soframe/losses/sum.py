@@ -25,9 +25,9 @@ class Term:
 
     Attributes:
         loss: A name, class or instance.
-        features: Which part of the output it is of, along its second dimension; None for all.
-        weight: What it is multiplied by.
-        output: Which output it is of, where the model has several.
+        features: The features of the output that it reads (dimension 1); None for all.
+        weight: Its factor.
+        output: The index of the output that it reads, where the model has several.
     """
 
     loss: str | type[Loss] | Loss
@@ -49,17 +49,7 @@ class Term:
         return self.loss
 
     def of(self, output: Tensor) -> Tensor:
-        """Return the part of an output that the term is of, as a view.
-
-        Args:
-            output: ``[N, ...]``.
-
-        Returns:
-            ``[N, ...]``.
-
-        Raises:
-            ValueError: If the output does not have all of these features.
-        """
+        """Return a view of the features that the term reads; an error if the output lacks any."""
         if self.features is None:
             return output
         size = output.shape[1] if output.dim() > 1 else 0
@@ -69,15 +59,7 @@ class Term:
         return output[:, self.features]
 
     def embed(self, part: Tensor, output: Tensor) -> Tensor:
-        """Return a vector in the output whose other features are zero.
-
-        Args:
-            part: ``[N, ...]``, of the part's shape.
-            output: ``[N, ...]``.
-
-        Returns:
-            ``[N, ...]``, of the output's shape.
-        """
+        """Return a part embedded in zeros of the output's shape."""
         if self.features is None:
             return part
         whole = torch.zeros_like(output)
@@ -115,18 +97,15 @@ class SumLoss(Loss):
 
     @property
     def expected(self) -> bool:
-        """See `Loss.expected`: whether that of any term is."""
         return any(term.own.expected for term in self.terms)
 
     @property
     def means(self) -> bool | None:
-        """See `Loss.means`: what all terms are."""
         kinds = {term.own.means for term in self.terms}
         return kinds.pop() if len(kinds) == 1 else None
 
     @property
     def floor(self) -> float | None:
-        """See `Loss.floor`: the weighted sum of those of all terms."""
         floors = [term.own.floor for term in self.terms]
         known = [floor for floor in floors if floor is not None]
         if len(known) < len(floors):
@@ -134,31 +113,20 @@ class SumLoss(Loss):
         return sum(term.weight * floor for term, floor in zip(self.terms, known, strict=True))
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`."""
         return self.hessian_products([outputs], [vectors])[0]
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: the columns of every term."""
         for (column,) in self.half_factors([outputs]):
             assert column is not None
             yield column
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """See `Loss.sample`: the sum of samples of every term."""
         return self.samples([outputs], generator)[0]
 
     def hessian_products(
         self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the Hessian in several outputs, times a vector; no term couples two of them.
-
-        Args:
-            outputs: ``[N, ...]`` each.
-            vectors: ``[N, ...]`` each.
-
-        Returns:
-            ``[N, ...]`` for each output.
-        """
+        """Return the Hessian in several outputs, times vectors; no term couples two outputs."""
         self._check(outputs)
         totals = [torch.zeros_like(vector) for vector in vectors]
         for term in self.terms:
@@ -168,14 +136,7 @@ class SumLoss(Loss):
         return totals
 
     def half_factors(self, outputs: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-        """Yield the columns of a square root of the Hessian in several outputs.
-
-        Args:
-            outputs: ``[N, ...]`` each.
-
-        Yields:
-            ``[N, ...]`` for each output, None for zeros.
-        """
+        """Yield the columns of a square root of the Hessian, by output; None stands for zeros."""
         self._check(outputs)
         for term in self.terms:
             output = outputs[term.output]
@@ -187,15 +148,7 @@ class SumLoss(Loss):
     def samples(
         self, outputs: Sequence[Tensor], generator: torch.Generator | None = None
     ) -> list[Tensor]:
-        """Return the gradients in several outputs at independently drawn targets.
-
-        Args:
-            outputs: ``[N, ...]`` each.
-            generator: The source of randomness.
-
-        Returns:
-            ``[N, ...]`` for each output.
-        """
+        """Return the gradients in several outputs at independently drawn targets."""
         self._check(outputs)
         totals = [torch.zeros_like(output) for output in outputs]
         for number, term in enumerate(self.terms):

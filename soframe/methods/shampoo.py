@@ -18,7 +18,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.graft import at_length
@@ -73,11 +72,11 @@ def gradient_moments(
     weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
-        rows = times(gradient, weights["R"]) if "R" in weights else gradient
-        moments["L"] = times(rows, rows.mT)
+        rows = gradient @ weights["R"] if "R" in weights else gradient
+        moments["L"] = rows @ rows.mT
     if "R" in names:
-        columns = times(weights["L"].mT, gradient) if "L" in weights else gradient
-        moments["R"] = times(columns.mT, columns)
+        columns = weights["L"].mT @ gradient if "L" in weights else gradient
+        moments["R"] = columns.mT @ columns
     return moments
 
 
@@ -143,9 +142,9 @@ class Shampoo(Method):
         """See `Method.direct`."""
         matrix = given.incoming
         if self.sides != "right":
-            matrix = times(given.data["L"]["root"], matrix)
+            matrix = given.data["L"]["root"] @ matrix
         if self.sides != "left":
-            matrix = times(matrix, given.data["R"]["root"])
+            matrix = matrix @ given.data["R"]["root"]
         return Direction(at_length(matrix, given.incoming) if self.graft else matrix)
 
     def unsuited(self, candidate: Candidate) -> str | None:

@@ -26,7 +26,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
@@ -166,8 +165,8 @@ class SOAP(Method):
                 order = order.unsqueeze(-1 if name == "L" else -2)
                 square = square.gather(dim, order.expand_as(square))
             else:
-                overlap = times(new[name]["vectors"].mT, old[name]["vectors"]).square()
-                square = times(overlap, square) if name == "L" else times(square, overlap.mT)
+                overlap = (new[name]["vectors"].mT @ old[name]["vectors"]).square()
+                square = overlap @ square if name == "L" else square @ overlap.mT
         return {**moved, "square": square}
 
 
@@ -247,12 +246,12 @@ class SOAPNorMuon(SOAPMuon):
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Return a matrix in the basis; sides without one stay as they are."""
     if "L" in data:
-        matrix = times(data["L"]["vectors"].mT, matrix)
-    return times(matrix, data["R"]["vectors"]) if "R" in data else matrix
+        matrix = data["L"]["vectors"].mT @ matrix
+    return matrix @ data["R"]["vectors"] if "R" in data else matrix
 
 
 def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Undo `into_basis`."""
     if "L" in data:
-        matrix = times(data["L"]["vectors"], matrix)
-    return times(matrix, data["R"]["vectors"].mT) if "R" in data else matrix
+        matrix = data["L"]["vectors"] @ matrix
+    return matrix @ data["R"]["vectors"].mT if "R" in data else matrix

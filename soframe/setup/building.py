@@ -24,17 +24,17 @@ from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.comm.stages import Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
-from soframe.step import gradients as averaging
-from soframe.step.rates import LearningRates
 from soframe.methods.base import Method
 from soframe.registry import KINDS, describe
-from soframe.solvers.base import Solver
 from soframe.settings import Cadence, Clips, Curvature
 from soframe.setup import pipelines
 from soframe.setup.pipelines import Pipeline
-from soframe.step.solves import Solves, require_able
-from soframe.step.refresh import Refresh, require_followable, require_served
+from soframe.solvers.base import Solver
+from soframe.step import gradients as averaging
 from soframe.step.averages import require_eager
+from soframe.step.rates import LearningRates
+from soframe.step.refresh import Refresh, require_followable, require_served
+from soframe.step.solves import Solves, require_able
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
 

@@ -1,6 +1,7 @@
 """Solvers: from a factor to the second-order data that preconditions with it."""
 
-from soframe.solvers.base import SolveFailedError, Solver, solve_safely
+from soframe.solvers.around import Around
+from soframe.solvers.base import SolveFailedError, Solver, retry, solve_safely, solve_stack
 from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
@@ -11,6 +12,7 @@ from soframe.solvers.relative import Relative
 from soframe.solvers.root import Root
 
 __all__ = [
+    "Around",
     "Basis",
     "Eigen",
     "Inverse",
@@ -21,5 +23,7 @@ __all__ = [
     "Root",
     "SolveFailedError",
     "Solver",
+    "retry",
     "solve_safely",
+    "solve_stack",
 ]

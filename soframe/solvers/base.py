@@ -1,21 +1,21 @@
 """The solver: what a factor becomes, and how that multiplies a gradient.
 
-Second-order data is a named set of tensors per factor. A solver says which it makes and in which
-shapes; strategies and comm move them without knowing what they are. All matrices are
-``[groups, n, n]`` and symmetric.
+Second-order data is a named set of tensors per factor. A solver names its tensors and their shapes;
+strategies and comm move them by these alone. All matrices are ``[groups, n, n]`` and symmetric.
+Groups are independent of each other: those of one block, or of many blocks side by side.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import FactorKind, FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
@@ -32,7 +32,7 @@ class Solver(ABC):
             ``shares``) rather than to their product by ``apply``.
         follows: Whether ``follow`` does anything.
         alone: Whether solving changes settings of the whole process for a while, so that nothing
-            else is to be computed meanwhile.
+            else may be computed meanwhile.
         diagonals: Whether it takes diagonal factors, which are given as ``[groups, n]`` in place of
             ``[groups, n, n]``.
     """
@@ -44,7 +44,7 @@ class Solver(ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether a solve starts from the last one's data, as where ``solve_again`` has a body."""
+        """Whether a solve starts from the last one's data: by default where it is overridden."""
         return type(self).solve_again is not Solver.solve_again
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
@@ -54,8 +54,8 @@ class Solver(ABC):
             factors: The factors.
 
         Returns:
-            The reason and a remedy, for the error when the block is built. By default that it takes
-            no diagonals, where there are some.
+            The reason and a remedy, for the error at construction. By default diagonal factors are
+            unsupported, unless ``diagonals`` is set.
         """
         diagonal = [factor.name for factor in factors if factor.kind == "diagonal"]
         if not diagonal or self.diagonals:
@@ -79,18 +79,21 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """Return the second-order data of a factor.
+        """Return the second-order data of a factor, each group by itself.
+
+        A group that cannot be solved may be marked by NaN in its data in place of an error, so that
+        the host need not wait for the device.
 
         Args:
             matrix: ``[groups, n, n]``, positive semi-definite up to rounding; or of a diagonal
-                factor ``[groups, n]``.
+                factor ``[groups, n]``. Only the lower triangle may be read.
             damping: ``[groups]``, the factor's share of the damping.
 
         Returns:
             The tensors that ``tensors`` announces, in the dtype of ``matrix``.
 
         Raises:
-            torch.linalg.LinAlgError: If the factorisation fails.
+            torch.linalg.LinAlgError: If the factorisation of a group fails.
         """
 
     def solve_again(
@@ -98,8 +101,8 @@ class Solver(ABC):
     ) -> dict[str, Tensor]:
         """Return the second-order data of a factor that has been solved before.
 
-        For iterations that start where the last ones ended; by default there is nothing to gain.
-        Owners that are no gradient workers keep no second-order data, and call ``solve``.
+        For iterations that start from the last result; by default ``solve``. Owners that are no
+        gradient workers keep no second-order data, and call ``solve``.
 
         Args:
             matrix: See ``solve``.
@@ -113,10 +116,10 @@ class Solver(ABC):
         return self.solve(matrix, damping)
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return the tensors that change because the factor has, between two solves.
+        """Return the tensors that change with the factor between two solves.
 
-        It is called after statistics, on gradient workers, where all of them hold the factor. They
-        must all find the same.
+        Called after statistics, on gradient workers, where all of them hold the factor; all must
+        compute the same.
 
         Args:
             matrix: The factor as it is now, ``[groups, n, n]``.
@@ -128,16 +131,17 @@ class Solver(ABC):
         del matrix, data
         return None
 
-    def usable(self, data: Mapping[str, Tensor]) -> bool:
-        """Return whether second-order data that are finite may be used.
+    def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
+        """Return which groups may be used, of data that are finite.
 
-        What underflows is finite, and would turn gradients to zero.
+        Data that have underflowed are finite, and would turn gradients to zero.
 
         Args:
-            data: What ``solve`` has made, in the dtype in which it is kept.
+            data: The result of ``solve``, in the dtype in which it is kept.
 
         Returns:
-            False to have the factor count as one that cannot be solved. By default True.
+            False, or False in a vector ``[groups]``, to count factors as ones that cannot be
+            solved. By default True.
         """
         del data
         return True
@@ -193,19 +197,75 @@ class Solver(ABC):
             damping: The damping of this step; ``[groups]`` where each group has one of its own.
 
         Returns:
-            ``[groups]`` for each factor. By default the whole damping: so it has to be for a
-            block of one factor, of which the other is the identity.
-
-        Raises:
-            SolveFailedError: If the factors' scales are such that the solver cannot serve them.
+            ``[groups]`` for each factor; NaN where the factors' scales are such that the solver
+            cannot serve them. By default the whole damping, as is right for a block of one factor,
+            of which the other is the identity.
         """
         return [torch.ones_like(trace) * damping for trace in mean_traces]
+
+
+def solve_stack(
+    solver: Solver, matrices: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Solve many factors at once, without waiting for the device.
+
+    A solver's own waits remain: eigendecompositions check for convergence, and iterations
+    (`Lazy`, `OrthogonalIteration`, `NewtonSchulz`) decide by numbers, once for each call.
+
+    Args:
+        solver: The solver.
+        matrices: ``[groups, n, n]``, or diagonals ``[groups, n]``: factors side by side.
+        damping: ``[groups]``, the share of each; a share of NaN marks a failure.
+        last: The data of the last solve of all groups, if they are here.
+
+    Returns:
+        The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and which groups may
+        be used, a boolean vector ``[groups]`` on the device. Data of the others are undefined: see
+        `retry`.
+
+    Raises:
+        RuntimeError: If the solver changes the factors in place.
+    """
+    return _solve(solver, matrices, damping, last, matrices.dtype, [])
+
+
+def retry(
+    solver: Solver,
+    matrices: Tensor,
+    damping: Tensor,
+    data: Mapping[str, Tensor],
+    failed: Sequence[int],
+) -> tuple[dict[str, Tensor], dict[int, str]]:
+    """Solve the groups that failed once more: in float64, from the start.
+
+    Args:
+        solver: The solver.
+        matrices: See `solve_stack`.
+        damping: See `solve_stack`.
+        data: The data that it returned.
+        failed: The indices of the groups.
+
+    Returns:
+        The data with those of the groups, in the dtype of ``matrices``, and why groups failed
+        again, by their index.
+    """
+    if not failed:
+        return dict(data), {}
+    groups, errors = torch.tensor(failed, device=matrices.device), list[str]()
+    some, shares, dtype = matrices[groups].double(), damping[groups].double(), matrices.dtype
+    new, good = _solve(solver, some, shares, None, dtype, errors)
+    reasons = {
+        group: _reason({n: t[number] for n, t in new.items()}, shares[number], dtype, errors)
+        for number, (group, ok) in enumerate(zip(failed, good.tolist(), strict=True))
+        if not ok
+    }
+    return {n: tensor.index_copy(0, groups, new[n]) for n, tensor in data.items()}, reasons
 
 
 def solve_safely(
     solver: Solver, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Solve a factor; where that fails, once more in float64, from the start.
+    """Solve the factor of one block; where that fails, once more in float64, from the start.
 
     Args:
         solver: The solver.
@@ -220,80 +280,126 @@ def solve_safely(
         SolveFailedError: If it fails in float64 too, or gives something that is not finite.
         RuntimeError: If it changes the factor in place.
     """
-    reason = "the result is not finite"
+    errors: list[str] = []
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
-        version = matrix._version
-        try:
-            if last and dtype == matrix.dtype:
-                data = solver.solve_again(matrix, damping, last)
-            else:
-                data = solver.solve(matrix.to(dtype), damping.to(dtype))
-        except LinAlgError as error:
-            reason = str(error)
-            continue
-        finally:
-            if matrix._version != version:
-                raise RuntimeError(
-                    f"{solver!r}: solve() has changed the factor in place, and it is a running "
-                    f"average that goes on: return new tensors, such as of matrix + damping * eye"
-                )
-        data = separate(data, matrix)
-        if all(map(_finite, data.values())):
-            if solver.usable(data):
-                return data, dtype != matrix.dtype
-            reason = f"{matrix.dtype} cannot hold the result: its scale is out of range"
-    raise SolveFailedError(reason)
+        own = last if dtype == matrix.dtype else None
+        data, good = _solve(solver, matrix.to(dtype), damping.to(dtype), own, matrix.dtype, errors)
+        if bool(good.all()):
+            return data, dtype != matrix.dtype
+    raise SolveFailedError(_reason(data, damping, matrix.dtype, errors))
 
 
-def separate(data: Mapping[str, Tensor], matrix: Tensor) -> dict[str, Tensor]:
-    """Return second-order data in the factor's dtype, contiguous, in memory that is not its own.
+def _solve(
+    solver: Solver,
+    matrices: Tensor,
+    damping: Tensor,
+    last: Mapping[str, Tensor] | None,
+    dtype: torch.dtype,
+    errors: list[str],
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the data in the dtype in which they are kept, and which groups may be used."""
+    version = matrices._version
+    try:
+        made = _made(solver, matrices, damping, last, errors)
+    finally:
+        if matrices._version != version:
+            raise RuntimeError(
+                f"{solver!r}: solve() has changed the factor in place, and it is a running "
+                f"average that goes on: return new tensors, such as of matrix + damping * eye"
+            )
+    # One layout on every rank, whoever solved: products of other strides have other bits.
+    data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
+    # The factor changes in place at the next statistics, and its data do not.
+    data = {n: t.clone() if _same_memory(t, matrices) else t for n, t in data.items()}
+    good = damping.isfinite()
+    for tensor in data.values():
+        good = good & _finite(tensor, len(matrices))
+    return data, good & _usable(solver, data, len(matrices))
 
-    The factor changes in place at the next statistics, and its data do not. One layout on every
-    rank, whoever solved: products of other strides have other bits.
-    """
-    data = {name: tensor.to(matrix.dtype).contiguous() for name, tensor in data.items()}
-    return {n: t.clone() if _same_memory(t, matrix) else t for n, t in data.items()}
+
+def _made(
+    solver: Solver,
+    matrices: Tensor,
+    damping: Tensor,
+    last: Mapping[str, Tensor] | None,
+    errors: list[str],
+) -> dict[str, Tensor]:
+    """Return what a solver makes; where it raises, group by group, with NaN for those that do."""
+    try:
+        if last:
+            return solver.solve_again(matrices, damping, last)
+        return solver.solve(matrices, damping)
+    except LinAlgError as error:
+        if len(matrices) == 1:
+            errors.append(str(error))
+            kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
+            specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
+            return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
+    each = zip(matrices.split(1), damping.split(1), strict=True)
+    parts = [_made(solver, matrix, share, None, errors) for matrix, share in each]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _finite(tensor: Tensor, groups: int) -> Tensor:
+    """Return ``[groups]``: whether all entries are finite."""
+    finite = tensor.isfinite()
+    if finite.shape[:1] != (groups,):
+        return finite.all()
+    return finite.flatten(1).all(1) if finite.dim() > 1 else finite
+
+
+def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:
+    """Return `Solver.usable`, by group."""
+    usable = solver.usable(data)
+    if isinstance(usable, Tensor) or usable or groups == 1:
+        return usable
+    each = [
+        bool(solver.usable({name: tensor[group : group + 1] for name, tensor in data.items()}))
+        for group in range(groups)
+    ]
+    return torch.tensor(each, device=next(iter(data.values())).device)
+
+
+def _reason(
+    data: Mapping[str, Tensor], damping: Tensor, dtype: torch.dtype, errors: Sequence[str]
+) -> str:
+    if errors:
+        return errors[-1]
+    if not bool(damping.isfinite().all()):
+        return (
+            f"its eigenvalues times those of the other factor are beyond {dtype}: scale the loss, "
+            f"or pass dtype=torch.float64"
+        )
+    if all(bool(tensor.isfinite().all()) for tensor in data.values()):
+        return f"{dtype} cannot hold the result: its scale is out of range"
+    return "the result is not finite: the damped factor is not positive-definite"
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _finite(tensor: Tensor) -> bool:
-    # A sum is the fastest pass, by far; only what has none that is finite is looked at closely.
-    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
+def replace_groups(
+    data: Mapping[str, Tensor], chosen: Tensor, solve: Callable[[Tensor], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Replace the data of the groups that a mask ``[groups]`` chooses; one wait for the device."""
+    groups = chosen.nonzero().flatten()
+    if not len(groups):
+        return dict(data)
+    new = solve(groups)
+    return {name: tensor.index_copy(0, groups, new[name]) for name, tensor in data.items()}
 
 
 def mean_trace(matrix: Tensor) -> Tensor:
-    """Return the trace over the size.
-
-    Args:
-        matrix: ``[groups, n, n]``, or a diagonal ``[groups, n]``.
-
-    Returns:
-        ``[groups]``.
-    """
+    """Return the trace over the size, ``[groups]``, of matrices or of diagonals ``[groups, n]``."""
     return mean_of(matrix.diagonal(dim1=-2, dim2=-1) if matrix.dim() == 3 else matrix)
 
 
 def mean_of(diagonal: Tensor) -> Tensor:
-    """Return the mean of the entries of a diagonal.
-
-    Args:
-        diagonal: ``[groups, n]``.
-
-    Returns:
-        ``[groups]``, finite where the entries are: the sum, which may not be, is taken in float64.
-    """
+    """Return the mean of ``[groups, n]`` over n, summed in float64 so that it does not overflow."""
     return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)
 
 
 def whole(matrix: Tensor) -> Tensor:
-    """Return symmetric matrices, from their lower triangles.
-
-    Factorisations read one triangle; products need both.
-
-    Args:
-        matrix: ``[groups, n, n]``.
-    """
+    """Return symmetric matrices from their lower triangles, for products; they read both."""
     return matrix.tril() + matrix.tril(-1).mT

@@ -1,8 +1,8 @@
 """The eigenbasis of a factor, which follows it by one QR, as SOAP keeps its bases.
 
 From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are put into the
-descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep in the basis has to
-follow: which of the old columns each new one comes from is part of the data.
+descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. The order is part of the data, for
+methods that keep moments in the basis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver, whole
 from soframe.solvers.eigen import rayleigh
@@ -36,20 +35,18 @@ class Basis(Solver):
     ordered: bool = True
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        """See `Solver.unsupported`: it serves matrices of the averaged gradient."""
         for factor in factors:
             if factor.captured or factor.kind != "psd":
                 return "it has no eigenvalues to precondition with: pass solver='eigen'"
         return None
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`: the order has numbers of columns, in the dtype of the factor."""
+        # The order has numbers of columns, in the dtype of the factor.
         vectors = {"vectors": TensorSpec(factor.shape)}
         order = {"order": TensorSpec((factor.groups, factor.size))}
         return {**vectors, **order} if self.ordered else vectors
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """See `Solver.solve`; there is no damping, and the order is that of the columns."""
         del damping
         vectors = torch.linalg.eigh(matrix)[1].flip(-1)
         if not self.ordered:
@@ -61,10 +58,9 @@ class Basis(Solver):
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """See `Solver.solve_again`."""
         del damping
         vectors = last["vectors"]
-        product = times(whole(matrix), vectors)
+        product = whole(matrix) @ vectors
         if not self.ordered:
             return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -79,9 +75,4 @@ class Basis(Solver):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        """See `Solver.apply`.
-
-        Raises:
-            NotImplementedError: Always: there are no eigenvalues, see `unsupported`.
-        """
         raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")

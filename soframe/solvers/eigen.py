@@ -7,18 +7,18 @@ the gradient is preconditioned, so it may change between solves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.registry import register
-from soframe.solvers.base import SolveFailedError, Solver, whole
+from soframe.solvers.base import Solver, whole
 from soframe.specs import FactorSpec, TensorSpec
 
-_SIZES = 2.0**20  # what the largest eigenvalues of two factors may be times their mean traces
+_SIZES = 2.0**20  # the product of the largest eigenvalues of two factors over their mean traces
 
 
 @register("solver", "eigen")
@@ -30,16 +30,15 @@ class Eigen(Solver):
         follows: Whether eigenvalues follow the running factors between solves: after statistics
             they become ``diag(Q^T F Q)``, the best diagonal that the eigenvectors Q of the last
             solve allow (in the Frobenius norm). That is one product per factor, on every gradient
-            worker; where not all of them hold the factor, the eigenvalues are those of the last
-            solve. It helps where the factor grows or shrinks and hardly turns. Where eigenvalues
-            were equal, for example zero, Q is any basis, and other roundings follow otherwise.
+            worker, all of which have to hold the factor. It helps where the factor grows or shrinks
+            and hardly turns. Where eigenvalues are equal, for example zero, Q is any basis, and the
+            result depends on rounding.
     """
 
     follows: bool = field(default=False, kw_only=True)
     diagonals = True
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`: a diagonal factor has values and no vectors."""
         if factor.kind == "diagonal":
             return {"values": TensorSpec(factor.shape)}
         return {
@@ -48,43 +47,29 @@ class Eigen(Solver):
         }
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-        """See `Solver.shares`.
-
-        Args:
-            mean_traces: ``[groups]`` for each factor.
-            damping: The damping of this step.
-
-        Returns:
-            The whole damping, which nobody asks for.
-
-        Raises:
-            SolveFailedError: If products of the factors' eigenvalues are not finite: what is
-                divided by them would be zero.
-        """
-        dtype = mean_traces[0].dtype
-        largest = torch.stack([trace.double().amax() for trace in mean_traces])
-        if len(mean_traces) > 1 and float(largest.prod()) > torch.finfo(dtype).max / _SIZES:
-            raise SolveFailedError(
-                f"its eigenvalues times those of the other factor are beyond {dtype}: scale the "
-                f"loss, or pass dtype=torch.float64"
-            )
-        return super().shares(mean_traces, damping)
+        shares = super().shares(mean_traces, damping)
+        if len(mean_traces) == 1:
+            return shares
+        # Products of eigenvalues that are not finite would turn gradients to zero.
+        traces = [trace.double() for trace in mean_traces]
+        if len({len(trace) for trace in traces}) > 1:
+            traces = [trace.amax(0, keepdim=True) for trace in traces]
+        beyond = torch.stack(traces).prod(0) > torch.finfo(mean_traces[0].dtype).max / _SIZES
+        return [share.masked_fill(beyond, math.nan) for share in shares]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """See `Solver.solve`; the damping enters in ``apply``."""
         if matrix.dim() == 2:
             return {"values": matrix.clamp(min=0)}
         values, vectors = torch.linalg.eigh(matrix)
         return {"vectors": vectors, "values": values.clamp_(min=0)}
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Solver.follow`."""
         if not self.follows:
             return None
         if matrix.dim() == 2:
             return {"values": matrix.clamp(min=0)}
         vectors = data["vectors"]
-        return {"values": rayleigh(vectors, times(whole(matrix), vectors)).clamp_(min=0)}
+        return {"values": rayleigh(vectors, whole(matrix) @ vectors).clamp_(min=0)}
 
     def apply(
         self,
@@ -94,7 +79,6 @@ class Eigen(Solver):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        """See `Solver.apply`."""
         rotated = turned(gradient, left, right, back=False)
         curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
         if damping == 0:
@@ -107,7 +91,6 @@ class Eigen(Solver):
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
-        """See `Solver.apply_right`."""
         curvature = right["values"].unsqueeze(-2) + damping
         # Where there is neither curvature nor damping, no step is the least one.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
@@ -118,35 +101,17 @@ class Eigen(Solver):
 def turned(
     gradient: Tensor, left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, back: bool
 ) -> Tensor:
-    """Return a gradient in the eigenbasis of two factors, or back from it.
-
-    Args:
-        gradient: ``[groups, out, in]``.
-        left: ``"vectors"`` of the factor of the outputs; without any it is diagonal, and its basis
-            the one that the gradient is in.
-        right: The same of the factor of the inputs.
-        back: Whether the gradient is in the eigenbasis, rather than to be brought there.
-
-    Returns:
-        ``[groups, out, in]``; the gradient itself where both are diagonal.
-    """
+    """Rotate ``[groups, out, in]`` into the eigenbasis of two factors, or back from it."""
+    # A diagonal factor has no vectors; where both are diagonal this is the gradient itself.
     if "vectors" in left:
         vectors = left["vectors"]
-        gradient = times(vectors if back else vectors.mT, gradient)
+        gradient = (vectors if back else vectors.mT) @ gradient
     if "vectors" in right:
         vectors = right["vectors"]
-        gradient = times(gradient, vectors.mT if back else vectors)
+        gradient = gradient @ (vectors.mT if back else vectors)
     return gradient
 
 
 def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:
-    """Return ``diag(Q^T F Q)``.
-
-    Args:
-        vectors: Q, ``[groups, n, n]``.
-        product: ``F Q``.
-
-    Returns:
-        ``[groups, n]``.
-    """
+    """Return ``diag(Q^T F Q)``, ``[groups, n]``, of Q and ``F Q``."""
     return (vectors * product).sum(-2)

@@ -21,12 +21,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from soframe.kernels.products import times
 from soframe.registry import register
-from soframe.solvers.base import whole
+from soframe.solvers.base import replace_groups, whole
 from soframe.solvers.inverse import Inverse, damped
 
-_CHUNK = 3  # iterations between two looks at the residual, each of which waits for the device
+_CHUNK = 3  # iterations between two tests of the residual, each of which waits for the device
 
 
 @register("solver", "newton-schulz")
@@ -51,64 +50,52 @@ class NewtonSchulz(Inverse):
             raise ValueError(f"iterations must be positive, not {self.iterations!r}")
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """See `Solver.solve`."""
         if matrix.dim() == 2:
             return super().solve(matrix, damping)
         full = damped(whole(matrix), damping)
         # Row sums bound the largest eigenvalue, the damping is at most the smallest.
         scale = 2 / (full.abs().sum(-1).amax(-1) + damping)
         eye = torch.eye(full.shape[-1], dtype=full.dtype, device=full.device)
-        inverse = invert(full, scale[:, None, None] * eye, self.iterations)
-        return super().solve(matrix, damping) if inverse is None else {"inverse": inverse}
+        inverse, converged = invert(full, scale[:, None, None] * eye, self.iterations)
+        cholesky = super().solve
+        return replace_groups(
+            {"inverse": inverse}, ~converged, lambda left: cholesky(matrix[left], damping[left])
+        )
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """See `Solver.solve_again`."""
         if matrix.dim() == 2:
             return super().solve(matrix, damping)
-        inverse = invert(damped(whole(matrix), damping), last["inverse"], self.iterations)
-        return self.solve(matrix, damping) if inverse is None else {"inverse": inverse}
+        full = damped(whole(matrix), damping)
+        inverse, converged = invert(full, last["inverse"], self.iterations)
+        return replace_groups(
+            {"inverse": inverse}, ~converged, lambda left: self.solve(matrix[left], damping[left])
+        )
 
 
-def invert(matrix: Tensor, start: Tensor, iterations: int) -> Tensor | None:
-    """Invert symmetric matrices by Newton-Schulz iteration.
-
-    Args:
-        matrix: ``[groups, n, n]``, float32 or float64.
-        start: ``[groups, n, n]``, symmetric.
-        iterations: At most so many.
-
-    Returns:
-        ``[groups, n, n]``, symmetric to the bit; None if the iteration does not converge.
-    """
+def invert(matrix: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Return inverses of ``[groups, n, n]``, symmetric to the bit, and which have converged."""
     inverse = start
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     with exact_products(matrix.device.type):
-        residual = eye - times(matrix, inverse)
+        residual = eye - matrix @ inverse
         for count in range(1, iterations + 1):
-            inverse = inverse + times(inverse, residual)
+            inverse = inverse + inverse @ residual
+            residual = eye - matrix @ inverse
             if count % _CHUNK and count < iterations:
-                residual = eye - times(matrix, inverse)
                 continue
-            residual = eye - times(matrix, inverse)
-            worst = float((residual.square().sum((-2, -1)) / len(eye)).sqrt().amax())
-            if worst <= tolerance:
-                inverse = inverse + times(inverse, residual)
-                return (inverse + inverse.mT) / 2
-            if not worst <= 1:
-                return None
-    return None
+            size = (residual.square().sum((-2, -1)) / len(eye)).sqrt()
+            if bool(((size <= tolerance) | ~(size <= 1)).all()):  # all have converged or diverge
+                break
+        inverse = inverse + inverse @ residual
+    return (inverse + inverse.mT) / 2, size <= tolerance
 
 
 @contextmanager
 def exact_products(device: str) -> Iterator[None]:
-    """Take float32 products in float32, whatever autocast or the process say.
-
-    Args:
-        device: The type of the device.
-    """
+    """Take float32 products in float32, whatever autocast and the process have turned on."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # untyped
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -6,8 +6,8 @@ mean traces,
 
     (A ⊗ G + relative a g I)^-1 = (A/a ⊗ G/g + relative I)^-1 / (a g)
 
-so the inner solver sees factors of mean eigenvalue one, and a number for the damping. The traces
-travel and are saved with the second-order data: every rank divides by what the owner solved with.
+so the inner solver sees factors of mean eigenvalue one, and a number for the damping. The traces of
+the solve travel and are saved with the second-order data.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.solvers.base import Solver, mean_trace
+from soframe.solvers.around import Around
+from soframe.solvers.base import mean_trace
 from soframe.specs import FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
-class Relative(Solver):
+class Relative(Around):
     """A solver whose damping is a multiple of each block's mean eigenvalue.
 
     A block without curvature, whose damping would be zero too, gets no step.
@@ -33,37 +34,22 @@ class Relative(Solver):
         solver: The solver within.
     """
 
-    solver: Solver
-
     def __post_init__(self) -> None:
-        object.__setattr__(self, "damps_factors", self.solver.damps_factors)
-        object.__setattr__(self, "follows", self.solver.follows)
-        object.__setattr__(self, "alone", self.solver.alone)
+        super().__post_init__()
         object.__setattr__(self, "diagonals", self.solver.diagonals)
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        """See `Solver.unsupported`: the mean eigenvalue is that of factors of as many groups."""
         if len({factor.groups for factor in factors}) > 1:
             listed = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
             return f"relative damping needs factors of as many groups, not {listed}"
         return self.solver.unsupported(factors)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`: the inner solver's, and the mean trace."""
         return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-        """See `Solver.shares`.
-
-        Args:
-            mean_traces: ``[groups]`` for each factor.
-            damping: The multiple of the mean eigenvalue.
-
-        Returns:
-            The shares of the block's own damping, for factors of mean eigenvalue one.
-        """
-        # The block's own damping, a product, may be one that the factors' dtype cannot hold, while
-        # the shares are multiples of traces, which it does hold.
+        # Shares are those of factors of mean eigenvalue one. In float64: the block's damping, a
+        # product, may be one that the factors' dtype cannot hold, while multiples of traces are.
         traces = [trace.double() for trace in mean_traces]
         product = torch.stack(traces).prod(0)
         shares = self.solver.shares(traces, damping * product)
@@ -74,28 +60,20 @@ class Relative(Solver):
         ]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """See `Solver.solve`: of the factor with mean eigenvalue one."""
         scaled, trace = _scaled(matrix)
         return {**self.solver.solve(scaled, damping), "mean_trace": trace}
 
     @property
     def continues(self) -> bool:
-        """See `Solver.continues`: as the solver within does."""
         return self.solver.continues
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """See `Solver.solve_again`; the last data are those of mean eigenvalue one, too."""
         scaled, trace = _scaled(matrix)
         return {**self.solver.solve_again(scaled, damping, last), "mean_trace": trace}
 
-    def usable(self, data: Mapping[str, Tensor]) -> bool:
-        """See `Solver.usable`."""
-        return self.solver.usable(data)
-
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """See `Solver.follow`."""
         scaled, trace = _scaled(matrix)
         followed = self.solver.follow(scaled, data)
         return None if followed is None else {**followed, "mean_trace": trace}
@@ -108,15 +86,13 @@ class Relative(Solver):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        """See `Solver.apply`."""
-        result = self.solver.apply(gradient, left=left, right=right, damping=damping)
+        result = super().apply(gradient, left=left, right=right, damping=damping)
         return _divide(_divide(result, left["mean_trace"]), right["mean_trace"])
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
-        """See `Solver.apply_right`."""
-        result = self.solver.apply_right(gradient, right=right, damping=damping)
+        result = super().apply_right(gradient, right=right, damping=damping)
         return _divide(result, right["mean_trace"])
 
 

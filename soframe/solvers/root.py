@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from soframe.kernels.gram import mirror
-from soframe.kernels.products import times
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -47,7 +46,6 @@ class Root(Solver):
             raise ValueError(f"Root: epsilon must not be negative, not {self.epsilon!r}")
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        """See `Solver.unsupported`: it serves matrices of the averaged gradient."""
         for factor in factors:
             if factor.captured or factor.kind != "psd":
                 return (
@@ -57,11 +55,9 @@ class Root(Solver):
         return None
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """See `Solver.tensors`."""
         return {"root": TensorSpec(factor.shape, symmetric=True)}
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """See `Solver.solve`; there is no damping."""
         del damping
         values, vectors = torch.linalg.eigh(matrix)
         largest = values[:, -1:].clamp(min=0)
@@ -72,7 +68,7 @@ class Root(Solver):
             rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * largest
             values = values.where(values > rounding, 0.0)
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
-        return {"root": mirror(times(vectors * powers.unsqueeze(-2), vectors.mT))}
+        return {"root": mirror((vectors * powers.unsqueeze(-2)) @ vectors.mT)}
 
     def apply(
         self,
@@ -82,13 +78,11 @@ class Root(Solver):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        """See `Solver.apply`: the power of both factors, without damping."""
         del damping
-        return times(times(left["root"], gradient), right["root"])
+        return left["root"] @ gradient @ right["root"]
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
-        """See `Solver.apply_right`."""
         del damping
-        return times(gradient, right["root"])
+        return gradient @ right["root"]

@@ -24,12 +24,12 @@ from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.stages import ALONE, Stages
-from soframe.step.rates import LearningRates
 from soframe.registry import describe
 from soframe.specs import TensorSpec
 from soframe.state import checksums
 from soframe.state.transfer import to_everyone
 from soframe.step.averages import settled, store
+from soframe.step.rates import LearningRates
 from soframe.strategies.placement import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
@@ -180,10 +180,7 @@ def _gather_second_order(
     if parcels:
         deliver(backend, [parcel for _, parcel in parcels], "state")
     # A block that is not solved altogether is solved anew at the next step.
-    data = {
-        block: {f: dict(t) for f, t in block.second_order.items()}
-        for block in placed.blocks
-    }
+    data = {block: {f: dict(t) for f, t in block.second_order.items()} for block in placed.blocks}
     for block, parcel in parcels:
         data[block] = {}
         for (factor, name, _), tensor in zip(flat_specs(block), parcel.tensors or (), strict=True):
@@ -631,9 +628,7 @@ def _own(tensor: Tensor, block: Block) -> Tensor:
     return tensor.detach().to(device=block.device, dtype=block.dtype, copy=True)
 
 
-def memory_usage(
-    placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
-) -> dict[str, int]:
+def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
     """Return bytes on this rank.
 
     Args:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from soframe.blocks import dtensors, zero
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.stack import unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.packing import pack_triangle
@@ -18,7 +19,6 @@ from soframe.layers.base import LayerHelper
 from soframe.layers.layout import Layout
 from soframe.registry import describe
 from soframe.specs import TensorSpec
-from soframe.blocks.stack import unpack
 from soframe.step.averages import pack, settle, store
 from soframe.strategies.placement import BlockPlacement
 

@@ -309,9 +309,7 @@ class ShardedGradients(AveragedGradients):
                 wholes = []
                 for block in (stack.blocks[i] for i in members):
                     named = {n: split.whole for n, split in splits[block].items()}
-                    wholes.append(
-                        block.assemble({n: w for n, w in named.items() if w is not None})
-                    )
+                    wholes.append(block.assemble({n: w for n, w in named.items() if w is not None}))
                 matrix = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
             found[stack] = Gradient(members, matrix)
         return found

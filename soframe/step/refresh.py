@@ -14,8 +14,6 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.turns import turns
 
 
-
-
 @dataclass
 class Refresh:
     """When blocks take statistics and are solved, the same on every rank.

@@ -30,13 +30,7 @@ from soframe.comm.agreement import told_all
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
 from soframe.methods.returned import rebased_by
-from soframe.solvers.base import (
-    LinAlgError,
-    SolveFailedError,
-    Solver,
-    separate,
-    solve_safely,
-)
+from soframe.solvers.base import Solver, retry, solve_stack
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.step.averages import settle
 from soframe.step.worker import Work, Worker
@@ -70,6 +64,16 @@ class Job:
     needed: bool
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
+
+    def require(self, data: Mapping[str, Tensor]) -> None:
+        """Check that the solver has made the tensors that it says, by which they travel."""
+        made = {name: tuple(tensor.shape) for name, tensor in data.items()}
+        said = {n: spec.shape for n, spec in zip(self.names, self.parcel.specs, strict=True)}
+        if any(made.get(name) != shape for name, shape in said.items()):
+            raise ValueError(
+                f"{self.solver!r}: solve() returned {made} of the factor {self.factor.name!r}, "
+                f"and tensors() says {said}"
+            )
 
 
 @dataclass(eq=False)
@@ -147,112 +151,56 @@ class Run:
                 job.copy = None
 
     def _solve(self) -> list[Tensor]:
-        shares, hopeless = self._shares()
+        shares = self.stack.like.shares(self.traces, self.damping)
         made: list[dict[str, Tensor]] = []
         matrices: list[Tensor] = []
-        flags: list[Tensor] = []
+        usable: list[Tensor] = []
         for job in self.mine:
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor)
             else:
                 matrix = self.stack.matrices(job.factor, self.members)
-            data, good = _batched(job, matrix, shares[job.number], len(self.members))
+            data, good = solve_stack(job.solver, matrix, shares[job.number], job.last)
+            job.require(data)
             made.append(data)
             matrices.append(matrix)
-            flags.append(good)
+            usable.append(good)
         # One wait for the device, for all factors.
-        good_of = torch.stack(flags).tolist()
-        for job, matrix, data, goods in zip(self.mine, matrices, made, good_of, strict=True):
-            for number, good in enumerate(goods):
-                if number in hopeless:
-                    self._fail(job, number, data, hopeless[number])
-                elif not good:
-                    self._retry(job, number, matrix, shares[job.number], data)
-        return [data[name] for job, data in zip(self.mine, made, strict=True) for name in data]
+        good_of = iter(torch.cat(usable).tolist())
+        for number, (job, matrix) in enumerate(zip(self.mine, matrices, strict=True)):
+            failed = [group for group in range(len(matrix)) if not next(good_of)]
+            if failed:
+                made[number] = self._again(job, matrix, shares[job.number], made[number], failed)
+        return [data[name] for job, data in zip(self.mine, made, strict=True) for name in job.names]
 
-    def _shares(self) -> tuple[list[Tensor], dict[int, SolveFailedError]]:
-        """Return the share of the damping of each factor, and the blocks that have none."""
-        like, size = self.stack.like, len(self.members)
-        try:
-            return like.shares(self.traces, self.damping), {}
-        except SolveFailedError:
-            pass
-        each: list[list[Tensor]] = []
-        hopeless: dict[int, SolveFailedError] = {}
-        for number in range(size):
-            own = [_part(trace, number, size) for trace in self.traces]
-            try:
-                each.append(like.shares(own, self.damping))
-            except SolveFailedError as error:
-                hopeless[number] = error
-                each.append([torch.zeros_like(trace) for trace in own])
-        return [torch.cat(of_factor) for of_factor in zip(*each, strict=True)], hopeless
-
-    def _retry(
-        self, job: Job, number: int, matrix: Tensor, share: Tensor, data: dict[str, Tensor]
-    ) -> None:
-        """Solve the factor of one block by itself: in its own precision, then in float64."""
-        size = len(self.members)
-        last = {name: _part(tensor, number, size) for name, tensor in job.last.items()}
-        own = (_part(matrix, number, size), _part(share, number, size))
-        try:
-            solved, retried = solve_safely(job.solver, *own, last)
-        except SolveFailedError as error:
-            self._fail(job, number, data, error)
-            return
-        self.retried[job.number][number] = int(retried)
-        for name, tensor in solved.items():
-            _part(data[name], number, size).copy_(tensor)
-
-    def _fail(
-        self, job: Job, number: int, data: Mapping[str, Tensor], error: SolveFailedError
-    ) -> None:
-        self.failed[job.number][number] = FAILED
-        for tensor in data.values():
-            _part(tensor, number, len(self.members)).fill_(math.nan)
-        block = self.blocks[number]
-        if not block.record.failures[job.factor.name]:
-            # Once: it may be so for the rest of training.
-            log.warning(
-                "%s: factor %s cannot be solved (%s); the block keeps its last good "
-                "second-order data, or without any its raw gradient. Further failures are "
-                "counted, see report() and counters",
-                block.name,
-                job.factor.name,
-                error,
-            )
-
-
-def _batched(
-    job: Job, matrix: Tensor, share: Tensor, blocks: int
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Solve a factor of several blocks by one call, without a wait for the device.
-
-    Returns:
-        The second-order data, and for each block whether they are finite and usable, ``[blocks]``.
-    """
-    solver, specs = job.solver, dict(zip(job.names, job.parcel.specs, strict=True))
-    try:
-        if job.last:
-            data = solver.solve_again(matrix, share, job.last)
-        else:
-            data = solver.solve(matrix, share)
-    except LinAlgError:
-        shapes = {name: spec.shape for name, spec in specs.items()}
-        data = {name: matrix.new_empty(shape) for name, shape in shapes.items()}
-        return data, torch.zeros(blocks, dtype=torch.bool, device=matrix.device)
-    made = {name: tuple(tensor.shape) for name, tensor in data.items()}
-    if any(made.get(name) != spec.shape for name, spec in specs.items()):
-        said = {name: spec.shape for name, spec in specs.items()}
-        raise ValueError(
-            f"{solver!r}: solve() returned {made} of the factor {job.factor.name!r}, and "
-            f"tensors() says {said}"
-        )
-    data = separate({name: data[name] for name in specs}, matrix)
-    # A sum is the fastest pass; where it overflows, `_retry` looks closer.
-    sums = [tensor.reshape(blocks, -1).sum(1) for tensor in data.values()]
-    good = torch.stack(sums).isfinite().all(0)
-    return data, good if solver.usable(data) else torch.zeros_like(good)
+    def _again(
+        self,
+        job: Job,
+        matrix: Tensor,
+        share: Tensor,
+        data: Mapping[str, Tensor],
+        failed: Sequence[int],
+    ) -> dict[str, Tensor]:
+        """Solve groups once more in float64, and note the blocks for which that fails."""
+        data, reasons = retry(job.solver, matrix, share, data, failed)
+        groups = len(matrix) // len(self.members)
+        for group in failed:
+            self.retried[job.number][group // groups] = 1
+        for group, reason in reasons.items():
+            number = group // groups
+            self.failed[job.number][number], self.retried[job.number][number] = FAILED, 0
+            block = self.blocks[number]
+            if not block.record.failures[job.factor.name]:
+                # Once: it may be so for the rest of training.
+                log.warning(
+                    "%s: factor %s cannot be solved (%s); the block keeps its last good "
+                    "second-order data, or without any its raw gradient. Further failures are "
+                    "counted, see report() and counters",
+                    block.name,
+                    job.factor.name,
+                    reason,
+                )
+        return data
 
 
 def _part(tensor: Tensor, number: int, blocks: int) -> Tensor:

@@ -1,20 +1,17 @@
 """The phase that a rank is in: a range for ``torch.profiler``, and a clock.
 
-A rank is in one phase at a time. A phase that begins within another one interrupts it: while a
-bucket of second-order data is sent, the rank shares and does not solve. So ranges never overlap and
-times add up. A collective belongs to its own phase from the buffer to the wait, whoever waits.
-
-Nothing is done unless somebody looks: neither a profiler nor a clock on, a phase costs two calls.
+A rank is in one phase at a time: a phase that begins within another one interrupts it, so that
+ranges never overlap and times add up. A collective belongs to its own phase from the buffer to the
+wait. Without a profiler or a clock a phase costs two calls.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,31 +31,22 @@ NAMES = (
     "write",
     "move",
 )
-"""The phases of a step, in the order of the design. Gradients are averaged when they are first
-asked for: before methods observe them, or else after the solves."""
+"""The phases of a step, in order. Gradients are averaged when they are first used: before methods
+observe them, or else after the solves."""
 
-PREFIX = "soframe::"
-"""What the names of ranges begin with."""
+PREFIX = "soframe::"  # of the names of ranges
 
 
 @dataclass
 class Seconds:
-    """How long a phase took so far.
+    """The duration of a phase so far, in seconds."""
 
-    Attributes:
-        host: On the host's clock, its waiting included, in seconds.
-        device: Between events on the device's stream, in seconds; None where there is none.
-    """
-
-    host: float = 0.0
-    device: float | None = None
+    host: float = 0.0  # waiting included
+    device: float | None = None  # between events on the device's stream, if there is one
 
 
 class Phases:
-    """The phases of one preconditioner's steps, on this rank.
-
-    Call it with the name of a phase for a context manager.
-    """
+    """The phases of one preconditioner's steps; a call with a name is a context manager."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -66,28 +54,27 @@ class Phases:
         self._range: Any = None
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of a phase.
-
-        Args:
-            name: The phase.
-        """
+        """Return the context of a phase."""
         if self._clock is None and not _profiler_enabled():
             return _UNSEEN
-        return _Phase(self, name)
+        return self._phase(name)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end()
 
     # -- the clock --------------------------------------------------------------------------------
 
     def start_clock(self, *, device: bool, event: Callable[[], Any] | None = None) -> None:
-        """Time phases from now on, from zero.
-
-        Args:
-            device: Whether a stream of a CUDA device is timed besides.
-            event: Makes an event of a stream; None for CUDA's.
-        """
+        """Time phases from zero, on the host and by events of a CUDA device's stream."""
         self._clock = Clock((event or _cuda_event) if device else None)
 
     def stop_clock(self) -> None:
-        """Time nothing any more, and forget what was timed."""
+        """Stop timing, and forget all times."""
         self._clock = None
 
     @property
@@ -96,23 +83,19 @@ class Phases:
         return self._clock is not None
 
     def seconds(self) -> dict[str, Seconds]:
-        """Return how long each phase took since the clock was started; the device is waited for."""
+        """Return the seconds of each phase since the clock was started; waits for the device."""
         return {} if self._clock is None else self._clock.read()
 
     # -- one at a time ----------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
-        """Interrupt the phase that is open, and begin another.
-
-        Args:
-            name: The phase.
-        """
+        """Interrupt the open phase, and begin another."""
         self._close()
         self._open.append(name)
         self._resume()
 
     def end(self) -> None:
-        """End the open phase, and go on with the one that it has interrupted."""
+        """End the open phase, and resume the interrupted one."""
         self._close()
         self._open.pop()
         self._resume()
@@ -135,43 +118,11 @@ class Phases:
             self._range = None
 
 
-class _Unseen(AbstractContextManager[None]):
-    """The context of a phase that nobody looks at."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-
-_UNSEEN = _Unseen()
-
-
-class _Phase(AbstractContextManager[None]):
-    """The context of a phase that somebody looks at."""
-
-    def __init__(self, phases: Phases, name: str) -> None:
-        self._phases, self._name = phases, name
-
-    def __enter__(self) -> None:
-        self._phases.begin(self._name)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._phases.end()
+_UNSEEN = nullcontext()
 
 
 class Clock:
-    """Adds up how long phases take.
-
-    Args:
-        event: Makes an event of the device's current stream; None where there is no device.
-    """
+    """Adds up the times of phases, by events of the device's current stream if there are any."""
 
     def __init__(self, event: Callable[[], Any] | None) -> None:
         self._event = event
@@ -182,11 +133,7 @@ class Clock:
         self._pending: deque[tuple[str, Any, Any]] = deque()
 
     def begin(self, name: str) -> None:
-        """Begin a phase.
-
-        Args:
-            name: The phase.
-        """
+        """Begin a phase."""
         self._name = name
         if self._event is not None:
             self._first = self._event()
@@ -208,14 +155,12 @@ class Clock:
                 self._add(*self._pending.popleft())
 
     def read(self) -> dict[str, Seconds]:
-        """Return the seconds of each phase so far, once the device has come to its end."""
+        """Return the seconds of each phase so far; waits for the device."""
         while self._pending:
             name, first, last = self._pending.popleft()
             last.synchronize()
             self._add(name, first, last)
-        return {
-            name: Seconds(seconds.host, seconds.device) for name, seconds in self._seconds.items()
-        }
+        return {name: replace(seconds) for name, seconds in self._seconds.items()}
 
     def _add(self, name: str, first: Any, last: Any) -> None:
         seconds = self._of(name)
@@ -226,11 +171,7 @@ class Clock:
 
 
 def only(names: Collection[str]) -> list[str]:
-    """Return names of phases in the order of a step; others come after them, sorted.
-
-    Args:
-        names: The names.
-    """
+    """Return names of phases in the order of a step; others come after them, sorted."""
     known = [name for name in NAMES if name in names]
     return [*known, *sorted(set(names) - set(known))]
 

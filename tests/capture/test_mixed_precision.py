@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
-from soframe.kernels import devices, dispatch, halves
+from soframe.kernels import devices, halves
 from soframe.layers import conv
 from soframe.layers.linear import LinearHelper
 from soframe.testing import compare
@@ -429,7 +429,7 @@ def test_convolutions_in_half_precision_on_an_accelerator(
     """By each of its ways the sums are those of copies in single precision."""
     if name not in ("pointwise", "no weight"):
         path = "unfold" if name == "unfold" else "rows"
-        monkeypatch.setattr(conv, "choose", lambda *_, planes: path)
+        monkeypatch.setattr(conv, "choose", lambda *_, gpu: path)
     form = torch.channels_last if last else torch.contiguous_format
     found, multiplied = [], []
     inner_in = halves.inner_in
@@ -441,8 +441,7 @@ def test_convolutions_in_half_precision_on_an_accelerator(
     if name == "no weight":
         layer.bias.requires_grad_()
     for gpu in (False, True):
-        for module in (devices, dispatch):
-            monkeypatch.setattr(module, "on_gpu", lambda _, gpu=gpu: gpu)
+        monkeypatch.setattr(devices, "on_gpu", lambda _, gpu=gpu: gpu)
         model = nn.Sequential(copy.deepcopy(layer)).to(memory_format=form)
         own = Preconditioner(model, lr=0.1, statistics_every=1, solve_every=1, damping=0.1)
         x = torch.randn(3, layer.in_channels, 9, 8, generator=torch.Generator().manual_seed(1))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from soframe.comm.tasks import finish, run, start
 
 

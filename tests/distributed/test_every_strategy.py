@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from soframe.solving import solution as solving
 from torch import Tensor
 
 import soframe
@@ -14,7 +15,6 @@ from soframe.comm import TorchDistributed
 from soframe.gradients import applying
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
-from soframe.solving import solution as solving
 from soframe.strategies import Strategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, train_on_paper

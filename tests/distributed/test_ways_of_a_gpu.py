@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
-from soframe.step import magnitude
-from soframe.kernels import devices, dispatch, halves
+from soframe.kernels import devices, halves
 from soframe.solvers import inverse
+from soframe.step import magnitude
 from soframe.testing import compare
 from tests.distributed.harness import run_ranks
 
@@ -49,7 +49,7 @@ def train(
     rank: int, ranks: int, gpu: bool, strategy: str, steps: range, state: Any
 ) -> tuple[dict[str, Tensor], Any, int]:
     """Return how weights have moved, and factors; the state; the number of products of halves."""
-    for module in (devices, dispatch, magnitude, inverse):
+    for module in (devices, magnitude, inverse):
         module.on_gpu = lambda _: gpu  # type: ignore[attr-defined]
     multiplied, inner_in = [], halves.inner_in
     halves.inner_in = lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)  # type: ignore[func-returns-value]

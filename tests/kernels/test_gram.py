@@ -52,6 +52,9 @@ def test_moment(
     flat = rows.flatten(1, 2)
     expected = start + 0.5 * torch.einsum("gri,grj->gij", flat, flat)
     compare(mirror(total), expected, "moment", rtol=1e-12)
+    written = torch.full_like(start, torch.nan)
+    add_moment(written, rows, 0.5, beta=0)
+    compare(mirror(written), expected - start, "written", rtol=1e-12, atol=1e-14)
     assert torch.equal(rows, before)
 
 
@@ -113,12 +116,15 @@ def test_halves_are_columns(size: int, number: int) -> None:
     for _ in range(2):
         gram.add_by_halves(got[:-1, :-1], rows, 0.25)
     compare(got.tril(), whole.tril(), "halves", rtol=1e-12)
+    written = torch.full_like(whole, torch.nan)
+    gram.add_by_halves(written[:-1, :-1], rows, 0.5, beta=0)
+    compare(written[:-1, :-1].tril(), whole[:-1, :-1].tril(), "written", rtol=1e-12)
     assert (got != 0).sum() <= (0.5 + 0.5 / 2**number) * size**2
 
 
 def test_threads_share_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(gram, "add_by_halves", lambda total, rows, scale: taken.append(len(total)))
+    monkeypatch.setattr(gram, "add_by_halves", lambda total, rows, *_: taken.append(len(total)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for size in (256, 1024, 1025):
         gram.add_rows(torch.zeros(size, size), torch.ones(1, size))
@@ -142,9 +148,9 @@ def test_views_of_images_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     def spy(name: str) -> None:
         plain = getattr(gram, name)
 
-        def seen(total: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        def seen(total: Tensor, x: Tensor, *numbers: float) -> None:
             met.append((name, x.untyped_storage().data_ptr()))
-            plain(total, x, scale)
+            plain(total, x, *numbers)
 
         monkeypatch.setattr(gram, name, seen)
 
@@ -167,13 +173,14 @@ def test_sums_begin_where_vectors_do(
     monkeypatch.setattr(gram, "HUGE", huge)
     kept = []  # so that each begins somewhere else
     for size in range(1, 40):
-        total = gram.zeros(3, size, torch.ones(1, dtype=dtype))
-        assert total.shape == (3, size, size)
-        assert total.is_contiguous()
-        assert (total == 0).all()
-        assert total.dtype == dtype
-        assert total.data_ptr() % 64 == 0
-        kept.append(total)
+        for make in (gram.zeros, gram.empty):
+            total = make(3, size, torch.ones(1, dtype=dtype))
+            assert total.shape == (3, size, size)
+            assert total.is_contiguous()
+            assert make is gram.empty or (total == 0).all()
+            assert total.dtype == dtype
+            assert total.data_ptr() % 64 == 0
+            kept.append(total)
 
 
 def test_bias_row() -> None:
@@ -183,3 +190,7 @@ def test_bias_row() -> None:
     add_bias(total, rows.sum((1, 2)), 12, 0.5)
     ones = torch.cat([rows, torch.ones(2, 3, 4, 1)], 3).flatten(1, 2)
     compare(mirror(total), 0.5 * ones.mT @ ones, "with a bias", rtol=1e-12)
+    written = torch.full_like(total, torch.nan)
+    add_moment(written[:, :-1, :-1], rows, 0.5, beta=0)
+    add_bias(written, rows.sum((1, 2)), 12, 0.5, beta=0)
+    compare(mirror(written), 0.5 * ones.mT @ ones, "written", rtol=1e-12)

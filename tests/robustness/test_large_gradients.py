@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import soframe
 from soframe import PlainGrad
-from soframe.step import magnitude as gradients
 from soframe.solvers import Eigen, Relative
+from soframe.step import magnitude as gradients
 from tests.distributed.harness import run_ranks
 
 

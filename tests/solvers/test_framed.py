@@ -18,13 +18,13 @@ def test_inverses_are_those_of_the_matrices_themselves(
     size: int, enlarged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[int] = []
-    plain = torch.linalg.cholesky
+    plain = torch.linalg.cholesky_ex
 
-    def seen(matrix: Tensor) -> Tensor:
+    def seen(matrix: Tensor) -> tuple[Tensor, Tensor]:
         met.append(matrix.shape[-1])
         return plain(matrix)
 
-    monkeypatch.setattr(torch.linalg, "cholesky", seen)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", seen)
     monkeypatch.setattr(inverse, "FRAMED", 1)
     square = randn(2, size, size)
     matrix, damping = square @ square.mT / size, torch.tensor([0.1, 0.2], dtype=torch.float64)
@@ -44,5 +44,4 @@ def test_small_matrices_stay_as_they_are() -> None:
 def test_an_indefinite_matrix_still_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverse, "FRAMED", 1)
     matrix = torch.diag(torch.tensor([1.0, -1.0, 1.0])).unsqueeze(0)
-    with pytest.raises(torch.linalg.LinAlgError):
-        inverse.Inverse().solve(matrix, torch.tensor([0.1]))
+    assert inverse.Inverse().solve(matrix, torch.tensor([0.1]))["inverse"].isnan().all()

@@ -174,16 +174,16 @@ def test_float32_is_as_exact_as_cholesky(damping: float, monkeypatch: Any) -> No
         errors.append(float((found - exact).norm() / exact.norm()))
     assert errors[1] <= 4 * errors[0] + 1e-3 * min(1.0, 1e-3 / damping)
     calls = []
-    real = torch.linalg.cholesky
-    monkeypatch.setattr(torch.linalg, "cholesky", lambda m: (calls.append(1), real(m))[1])
+    real = torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda m: (calls.append(1), real(m))[1])
     NewtonSchulz().solve(matrix, share)
     assert len(calls) == {1.0: 0, 1e-2: 0, 1e-5: 1, 1e-7: 1}[damping]
 
 
 def test_a_start_that_does_not_converge_is_left() -> None:
     matrix = spectrum(1, 4, 1e-2)
-    assert invert(matrix, 100 * torch.eye(4).double()[None], 40) is None
-    assert invert(matrix, 0.1 * torch.eye(4).double()[None], 3) is None
+    assert not invert(matrix, 100 * torch.eye(4).double()[None], 40)[1].any()
+    assert not invert(matrix, 0.1 * torch.eye(4).double()[None], 3)[1].any()
     bad = {"inverse": 100 * torch.eye(4).double()[None]}
     found = NewtonSchulz().solve_again(matrix, full(0.1, 1), bad)["inverse"]
     compare(found, torch.linalg.inv(matrix + 0.1 * torch.eye(4).double()), "inverse", rtol=1e-10)

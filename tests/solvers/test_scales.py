@@ -140,12 +140,20 @@ def test_an_inverse_that_underflows_is_a_failure() -> None:
 def test_products_of_eigenvalues_that_overflow_are_a_failure() -> None:
     traces = [torch.full((2,), 1e18), torch.tensor([1.0, 1e18])]
     for solver in (Eigen(), OrthogonalIteration(), Lazy(Eigen())):
+        shares = solver.shares(traces, 1e-3)
+        assert [share.isnan().tolist() for share in shares] == [[False, True]] * 2
         with pytest.raises(SolveFailedError, match=r"beyond torch.float32: .* dtype=torch.float64"):
-            solver.shares(traces, 1e-3)
-        solver.shares([trace.double() for trace in traces], 1e-3)
-        solver.shares([trace / 1e9 for trace in traces], 1e-3)
-        solver.shares(traces[:1], 1e-3)  # alone it is no product
-    Relative(Eigen()).shares(traces, 1e-3)  # it sees factors of mean eigenvalue one
+            solve_safely(solver, torch.eye(3).expand(2, 3, 3), shares[0])
+        for finite in (
+            solver.shares([trace.double() for trace in traces], 1e-3),
+            solver.shares([trace / 1e9 for trace in traces], 1e-3),
+            solver.shares(traces[:1], 1e-3),  # alone it is no product
+        ):
+            assert all(share.isfinite().all() for share in finite)
+        uneven = solver.shares([traces[0], traces[1][1:]], 1e-3)
+        assert all(share.isnan().all() for share in uneven)
+    # It sees factors of mean eigenvalue one.
+    assert all(share.isfinite().all() for share in Relative(Eigen()).shares(traces, 1e-3))
 
 
 def test_the_mean_of_a_trace_that_overflows() -> None:

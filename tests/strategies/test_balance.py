@@ -12,7 +12,6 @@ from soframe.methods import KFAC
 from soframe.specs import FactorSpec
 from soframe.strategies import BlockWork, CommOpt, HybridOpt, MemOpt, Placement
 from soframe.strategies.balance import assign, compute_cost, memory_cost
-
 from tests.examples import examples
 
 

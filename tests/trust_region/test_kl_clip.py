@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soframe.gradients.applying import Directions
 from torch import Tensor, nn
 
 import soframe
 from soframe.step import clip as clipping
-from soframe.gradients.applying import Directions
 from soframe.step.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from soframe.trust_region import kl_clip_factor

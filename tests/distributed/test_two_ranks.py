@@ -1,7 +1,4 @@
-"""Two ranks compute what one process computes on both of their batches; the least that shows it.
-
-The mutation gate runs these: what is reduced, shared and exchanged must arrive and be used.
-"""
+"""Two ranks take the steps of one process on both of their batches: the smallest such test."""
 
 import pytest
 import torch

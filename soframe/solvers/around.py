@@ -1,0 +1,53 @@
+"""A solver around another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soframe.solvers.base import Solver
+from soframe.specs import FactorSpec
+
+
+@dataclass(frozen=True)
+class Around(Solver):
+    """Hands on to another solver everything that a subclass does not override.
+
+    Attributes:
+        solver: The solver within.
+    """
+
+    solver: Solver
+
+    def __post_init__(self) -> None:
+        for name in ("damps_factors", "follows", "alone"):
+            object.__setattr__(self, name, getattr(self.solver, name))
+
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        return super().unsupported(factors) or self.solver.unsupported(factors)
+
+    def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
+        return self.solver.shares(mean_traces, damping)
+
+    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return self.solver.follow(matrix, data)
+
+    def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
+        return self.solver.usable(data)
+
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        left: Mapping[str, Tensor],
+        right: Mapping[str, Tensor],
+        damping: float,
+    ) -> Tensor:
+        return self.solver.apply(gradient, left=left, right=right, damping=damping)
+
+    def apply_right(
+        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
+    ) -> Tensor:
+        return self.solver.apply_right(gradient, right=right, damping=damping)

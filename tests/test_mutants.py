@@ -1,0 +1,80 @@
+"""The mutants: what is generated, which verdict it gets, and whether the table fits the project."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import mutants
+
+TABLE, ACCEPTED = mutants.load()
+TEXT = """\
+def half(x: int = 4) -> float:
+    scale = 2  # ÷
+    if not x > 0:
+        raise ValueError(f"{x + 1}")
+    return x / scale
+"""
+
+
+def test_generated() -> None:
+    found = mutants.generate("half.py", TEXT)
+    assert [(m.line, m.change) for m in found] == [
+        (1, "4 -> 5"),
+        (2, "2 -> 3"),
+        (3, "not x > 0 -> (x > 0)"),
+        (3, "> -> <="),
+        (3, "0 -> 1"),
+        (5, "/ -> *"),
+    ]
+    assert found[-1].apply(TEXT) == TEXT.replace("x / scale", "x * scale")
+    assert found[1].source == "scale = 2  # ÷"
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("a @ b", ["a @ b -> ((b) @ (a))"]),
+        ("(a) % (b)", ["% -> //"]),
+        ("a -= 1", ["-= -> +=", "1 -> 2"]),
+        ("a and b is not c", ["and -> or", "is not -> is"]),
+        ("call(True)", ["call(True) -> pass", "True -> False"]),
+        ("def f(): return [a for a in b]", ["[a for a in b] -> []"]),
+        ("x = -a.mT", ["-a.mT -> (a.mT)", "a.mT -> a"]),
+        ("x = a.sum()", ["a.sum -> a.mean"]),
+        ("x: int | None", []),
+    ],
+)
+def test_operators(text: str, changes: list[str]) -> None:
+    assert [m.change for m in mutants.generate("one.py", text)] == changes
+
+
+@pytest.mark.slow
+def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mutant that a test notices dies; an equivalent one survives, unless it is accepted."""
+    (tmp_path / "half.py").write_text(TEXT.replace("x / scale", "x / scale + 0 * x"))
+    (tmp_path / "test_half.py").write_text(
+        "from half import half\n\n\ndef test_half():\n    assert half(6) == 3\n"
+    )
+    found = mutants.generate("half.py", (tmp_path / "half.py").read_text())
+    two = [m for m in found if m.line == 5 and m.change in {"/ -> *", "+ -> -"}]
+    tests = {"half.py": ["test_half.py"]}
+    survivors = mutants.try_all(two, tests, root=tmp_path)
+    assert [m.change for m in survivors] == ["+ -> -"]
+    printed = capsys.readouterr().out
+    assert "killed" in printed
+    assert "SURVIVED" in printed
+    reason = {"file": "half.py", "source": two[1].source, "change": "+ -> -", "reason": "adds 0"}
+    assert mutants.try_all(two, tests, [reason], root=tmp_path) == []
+
+
+def test_the_table_fits_the_project() -> None:
+    for file, tests in TABLE.items():
+        assert (mutants.ROOT / file).is_file(), file
+        assert all((mutants.ROOT / test.partition("::")[0]).exists() for test in tests), file
+
+
+def test_accepted_survivors_are_still_generated() -> None:
+    for entry in ACCEPTED:
+        text = (mutants.ROOT / entry["file"]).read_text(encoding="utf-8")
+        assert any(mutants.matches(entry, m) for m in mutants.generate(entry["file"], text)), entry
+        assert entry["reason"]
