@@ -13,8 +13,7 @@ backward passes does not matter. A backward pass uses it up.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -263,55 +262,34 @@ def checked(number: object) -> int:
 
 
 class Passes:
-    """How many samples the loss of each backward pass of a window is a mean of.
+    """The number of samples that the loss of each backward pass of a window is a mean of.
 
     Args:
-        samples: The setting: what is a sample where nobody has declared anything.
-        compares: Whether layers that differ are an error.
+        samples: The setting, which holds where nothing is declared.
+        compares: Whether layers with different numbers of samples are an error.
 
     Attributes:
         samples: Samples by the number of the pass.
-        failure: What cannot be counted, to be raised at the step, on every rank.
-        warned: Whether it was said, in this window or before, that passes look like those of
-            several losses of one batch.
+        failure: The first error of this window; the step raises it, on every rank.
     """
 
     def __init__(self, samples: Samples, *, compares: bool) -> None:
         self._setting, self._compares = samples, compares
         self.samples: dict[int, int] = {}
         self.failure: Exception | None = None
-        self.warned = False
-        self._first: dict[int, str] = {}  # the layers that told, by pass
         self._batches: dict[int, Batch] = {}
-        self._most: dict[int, dict[str, int]] = {}
-        self._calls: dict[int, dict[object, tuple[str, int]]] = {}
+        # Of passes whose samples their first layer tells: the most samples of a call, by layer.
+        self._sizes: dict[int, dict[str, int]] = {}
 
     def anew(self) -> Passes:
-        """Return those of a new window."""
-        passes = Passes(self._setting, compares=self._compares)
-        passes.warned = self.warned
-        return passes
+        """Return the passes of a new window."""
+        return Passes(self._setting, compares=self._compares)
 
     def enter(
-        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch | None
+        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch
     ) -> int:
-        """Count a call.
-
-        Args:
-            number: The number of its backward pass.
-            layer: The name of its block.
-            sizes: Its batch, and its rows.
-            told: What is known of the samples of its forward pass.
-            batch: What was said of it.
-
-        Returns:
-            The samples of the pass.
-        """
-        if (
-            batch is not None
-            and batch.declared
-            and self._batches.setdefault(number, batch) != batch
-        ):
+        """Count a call with ``sizes`` (samples, rows) and return the samples of its pass."""
+        if batch.declared and self._batches.setdefault(number, batch) != batch:
             self.fail(
                 ValueError(
                     "one backward pass went through forward passes of several count(): call it "
@@ -323,7 +301,7 @@ class Passes:
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
             if told is None:
-                self._first[number] = layer
+                self._sizes[number] = {}
             self.samples[number] = here if told is None else told
         elif told is not None and told != self.samples[number]:
             self.fail(
@@ -332,58 +310,9 @@ class Passes:
                     f"of {told} samples: {REMEDY}"
                 )
             )
-        if number in self._first:
-            most = self._most.setdefault(number, {})
+        if (most := self._sizes.get(number)) is not None:
             most[layer] = max(here, most.get(layer, 0))
         return self.samples[number]
-
-    def note(self, number: int, layer: str, helper: object) -> None:
-        """Note a call whose positions are counted; not needed for other settings.
-
-        Args:
-            number: The number of its backward pass.
-            layer: The name of its block.
-            helper: What was called: a block may have several.
-        """
-        if number in self._first:  # else it is said how many count
-            calls = self._calls.setdefault(number, {})
-            calls[helper] = (layer, calls.get(helper, (layer, 0))[1] + 1)
-
-    def look_at(self, reached: Iterable[tuple[str, Collection[int]]]) -> None:
-        """Warn once where backward passes look like those of several losses of one batch.
-
-        Micro-batches reach blocks in common. Passes that do not are of networks without common
-        layers, which in most cases go backward one by one for the same samples. It may also be that
-        heads or experts take turns, each with samples of its own; then each pass has a declaration
-        of its own, if any.
-
-        Args:
-            reached: The blocks of one stage, each with the numbers of the passes that reached it.
-        """
-        if self.warned or not self._compares:
-            return
-        groups: list[tuple[str, set[int]]] = []
-        for layer, own in reached:
-            if not own:
-                continue
-            met = [group for group in groups if not group[1].isdisjoint(own)]
-            first = met[0][0] if met else layer
-            joined = set(own).union(*(numbers for _, numbers in met))
-            groups = [group for group in groups if group not in met] + [(first, joined)]
-        each = [{self._batches.get(number) for number in numbers} for _, numbers in groups]
-        said = [batch for own in each for batch in own]
-        if len(groups) > 1 and (None in said or len(set(said)) < len(said)):
-            self.warned = True
-            (one, _), (other, _) = groups[:2]
-            warnings.warn(
-                f"soframe: some backward passes of this step reached {one!r}, others {other!r}, "
-                f"and no block has both. If these are losses of one batch, each counts as samples "
-                f"of its own, and they are the same: of k passes the factors of inputs are k times "
-                f"too small, those of outputs k^2 times too large. Add the losses up, and call "
-                f"backward() once. If each pass has samples of its own, as where heads take turns, "
-                f"all is well: preconditioner.count(n) before each forward pass says so",
-                stacklevel=10,  # whoever called Preconditioner.step()
-            )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -393,21 +322,11 @@ class Passes:
             return otherwise
 
     def fail(self, error: Exception) -> None:
-        """Note what cannot be counted.
-
-        Args:
-            error: What the step is to raise, if it is the first.
-        """
+        """Keep an error for the step, if it is the first."""
         self.failure = self.failure or error
 
     def require_counted(self) -> None:
-        """Check that all that was seen could be counted.
-
-        Raises:
-            Exception: The first failure.
-            ValueError: If layers of one backward pass tell different numbers of samples, or if all
-                of them were called several times in one where positions are counted.
-        """
+        """Raise the first failure, or a ValueError if layers of one pass differ in samples."""
         if self.failure is not None:
             raise self.failure
         for batch in self._batches.values():
@@ -416,9 +335,9 @@ class Passes:
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
                     f"with so many samples and positions: pass a mask [N, positions]"
                 )
-        for number, first in self._first.items() if self._compares else ():
-            samples = self.samples[number]
-            for layer, size in self._most.get(number, {}).items():
+        for number, most in self._sizes.items() if self._compares else ():
+            samples, first = self.samples[number], next(iter(most))
+            for layer, size in most.items():
                 if size != samples:
                     what = "positions" if self._setting == "positions" else "samples"
                     raise ValueError(
@@ -426,13 +345,3 @@ class Passes:
                         f"{layer!r} with {size}, so how many the loss is a mean over cannot be "
                         f"told, and the scale of the curvature would be wrong; {REMEDY}"
                     )
-        for calls in self._calls.values() if self._compares else ():
-            layer, times = min(calls.values(), key=lambda call: call[1])
-            if times > 1:
-                raise ValueError(
-                    f"in one backward pass {layer!r} was called {times} times, and no layer less "
-                    f"often, as where a model is called for one position after the other. Whether "
-                    f"the loss is a mean over the positions of one call or of all cannot be told "
-                    f"with samples='positions', and the scale of the curvature would be wrong; "
-                    f"{REMEDY}"
-                )
