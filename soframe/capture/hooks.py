@@ -117,8 +117,8 @@ class _Hook:
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
                     f"part of the batch, and statistics need the whole batch: use "
-                    f"DistributedDataParallel, or a method that reads gradients alone, such as "
-                    f"'muon'"
+                    f"DistributedDataParallel with a process for each device, or a method that "
+                    f"reads gradients alone, such as 'muon'"
                 )
             self._deliver(capture, helper, args, kwargs, output)
 
