@@ -1,10 +1,10 @@
-"""What counts: the terms that the loss is a mean of, and which rows are data.
+"""Counting: the terms that the loss is a mean of, and the rows that are data.
 
-Layers tell how many samples they were called with, and in most models all tell the same. They do
-not where a layer sees some of the samples only (a mixture of experts), where samples are cut in
-pieces (windows of an image), or where the batch is not the first dimension. The loss tells where it
-ignores positions (``ignore_index``). What cannot be seen is declared, for the forward passes that
-follow: `Preconditioner.count`.
+The batch size of the layers is the number of samples in most models. It is not where a layer sees
+some of the samples only (a mixture of experts), where samples are cut in pieces (windows of an
+image), or where the batch is not the first dimension; then layers differ, which is an error. It
+does not show either which positions the loss ignores (``ignore_index``). `Preconditioner.count`
+declares it for the forward passes that follow.
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -32,29 +32,18 @@ REMEDY = (
 
 
 class Rows:
-    """Which positions of which samples are data, and not padding.
-
-    Args:
-        mask: ``[N, ...]``, bool: True for data.
-    """
+    """A mask ``[N, ...]``, bool: True for positions that are data, False for padding."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask.detach().reshape(len(mask), math.prod(mask.shape[1:]))
         self._index: dict[torch.device, Tensor] = {}
         self.shape = tuple(mask.shape)
-        self.fits = False  # any call so far
+        self.fits = False  # of any call so far
 
     def of(self, batch: int, shared: int, device: torch.device) -> tuple[Tensor, Unit] | None:
-        """Return which rows of a call are data.
+        """Return the index of the rows or samples of a call that are data, and which they are.
 
-        Args:
-            batch: The call's batch.
-            shared: Its positions.
-            device: Where its rows are.
-
-        Returns:
-            Which rows, counted sample by sample, or which samples, where the mask is one of
-            samples; None if the mask is not of the call's shape: then all rows are data.
+        None if the mask has another shape than the call: then all rows are data.
         """
         samples, positions = self._mask.shape
         if positions == 1 and batch == samples:
@@ -71,13 +60,13 @@ class Rows:
 
 @dataclass(eq=False)
 class Batch:
-    """What is known of some forward passes.
+    """What is declared or observed of some forward passes.
 
     Attributes:
-        terms: How many terms their loss is a mean of; None for what layers tell.
-        mask: Which terms of the model's outputs these are; None for all.
-        rows: Which rows are data; None for all.
-        declared: Whether somebody has said so, rather than nobody.
+        terms: The number of terms that their loss is a mean of; None for the layers' batch size.
+        mask: The terms of the model's outputs that count; None for all.
+        rows: The rows that are data; None for all.
+        declared: True if set by `Preconditioner.count`.
         closed: Whether the next forward pass is of another batch.
     """
 
@@ -88,28 +77,12 @@ class Batch:
     closed: bool = False
 
     def end(self, terms: int | None) -> None:
-        """Let the next forward pass be of another batch.
-
-        Args:
-            terms: How many terms the loss of this one is a mean of; None for what layers tell.
-        """
+        """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
-    """Return what is said of a batch.
-
-    Args:
-        terms: See `Preconditioner.count`.
-        rows: See `Preconditioner.count`.
-
-    Returns:
-        The batch.
-
-    Raises:
-        TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
-        ValueError: If neither is given, ``terms`` is negative, or a mask has no dimension.
-    """
+    """Check and return the declaration of `Preconditioner.count`."""
     if terms is None and rows is None:
         raise ValueError("count() says terms=, rows= or both")
     masked = None if rows is None else Rows(_mask("rows", rows))
@@ -149,12 +122,12 @@ def _mask(name: str, mask: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """What an observation counts.
+    """The terms of an observation.
 
     Attributes:
-        terms: N; None for what layers tell.
-        masks: For each output what its vectors are multiplied by; None for nothing.
-        factor: What else ``g g^T`` is multiplied by.
+        terms: N; None for the layers' batch size.
+        masks: A multiplier of the vectors of each output; None for all ones.
+        factor: A multiplier of ``g g^T``.
     """
 
     terms: int | None
@@ -164,14 +137,7 @@ class Observed:
     def of(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield the vectors of a mean over all terms as those of the mean over those that count.
-
-        Args:
-            vectors: A gradient for each output (None for zeros), with their weights.
-
-        Yields:
-            The same.
-        """
+        """Turn weighted vectors of a mean over all terms into those of the terms that count."""
         for vector, weight in vectors:
             pairs = zip(vector, self.masks, strict=True)
             masked = [v if v is None or mask is None else v * mask for v, mask in pairs]
@@ -181,21 +147,14 @@ class Observed:
 def observed(
     outputs: Sequence[Tensor], means: bool | None, batch: Batch, samples: Samples
 ) -> Observed:
-    """Return what an observation of a model's outputs counts.
+    """Return the terms of an observation of outputs ``[N, features, positions...]``.
 
-    Args:
-        outputs: ``[N, features, positions...]`` each.
-        means: Whether the loss of a sample is a mean over positions rather than a sum; None if
-            some of its terms are this and others that.
-        batch: What was said of the forward pass.
-        samples: The setting.
-
-    Returns:
-        What it counts. Vectors are those of the declared loss, whose samples are the first
-        dimension; with the factor they are those of the mean over terms.
+    ``means`` is whether the loss of a sample is a mean over positions rather than a sum; None if
+    some of its terms are this and others that. Vectors are those of the declared loss, whose
+    samples are the first dimension; the factor makes them those of the mean over terms.
 
     Raises:
-        ValueError: If what was said of the batch does not fit the outputs.
+        ValueError: If the declaration does not fit the outputs.
     """
     size = len(outputs[0])
     each = [math.prod(output.shape[2:]) for output in outputs]
@@ -232,7 +191,7 @@ def observed(
 
 
 def _undone(positions: int, means: bool | None) -> float:
-    """Return what undoes the mean over positions that a loss takes."""
+    """Return the factor that undoes the mean over positions of a loss."""
     if positions > 1 and means is None:
         raise ValueError(
             "count() needs a SumLoss whose terms all take means over positions, or all sums"
@@ -246,14 +205,7 @@ def _like(mask: Tensor, output: Tensor) -> Tensor:
 
 
 def checked(number: object) -> int:
-    """Return what a callable ``samples`` has returned.
-
-    Args:
-        number: The number.
-
-    Raises:
-        ValueError: If it is no positive integer.
-    """
+    """Return the number that a callable ``samples`` has returned, if it is a positive integer."""
     if isinstance(number, Tensor) and number.dim() == 0 and not number.is_floating_point():
         number = number.item()
     if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:

@@ -53,10 +53,11 @@ class LossScale:
 
     def now(self) -> float:
         """Return the scale of the backward pass under way; NaN after an error, see `check`."""
-        if self._scaler is None:
+        scaler = self._scaler
+        if scaler is None:
             return 1.0
         try:
-            told = self._scaler if self._known is self._scaler else self._scaler()
+            told = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
             if not isinstance(told, torch.amp.GradScaler):
                 return _checked("grad_scaler()", told)
             self._known = told
