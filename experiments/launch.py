@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -132,13 +133,18 @@ def _wait(group: ProcessContext, listen: Callable[[], None], timeout: float) -> 
 def _start_fork_server() -> None:
     """Start the fork server, if it is not there yet, with interrupts blocked.
 
-    It ignores interrupts itself only once it has imported what it preloads.
+    It ignores interrupts itself only once it has imported what it preloads, and it learns where
+    that is from the environment alone.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    environment = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
     try:
         forkserver.ensure_running()
     finally:
+        os.environ.clear()
+        os.environ.update(environment)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

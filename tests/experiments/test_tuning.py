@@ -48,7 +48,8 @@ def test_further_beats_sooner_and_sooner_beats_lower():
 
     ordered = [trial(2, 9.0, 1.0), trial(1, 1.0, 2.0), trial(1, 3.0, 0.1)]
     ordered += [trial(0, None, 3.0), trial(0, None, math.inf)]
-    assert sorted(ordered[::-1], key=lambda one: one.rank) == ordered
+    shuffled = [ordered[index] for index in (3, 1, 4, 0, 2)]
+    assert sorted(shuffled, key=lambda one: one.rank) == ordered
     outcome = Tuned((0.5, 0.3), 9.0, 1, "", tuple(ordered))
     assert outcome.soonest(0.5) == ordered[1]
     assert outcome.soonest(0.3) == outcome.best == ordered[0]
