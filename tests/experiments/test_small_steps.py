@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import small_steps
 from benchmarks.small_steps import TURN, calls, contenders, operators, problem
 from experiments.train import numerics
 
@@ -72,23 +68,3 @@ def test_finalizers_of_what_was_there_before_are_not_counted() -> None:
     assert calls(collect_each_time, steps=1) == without
     assert finalized
     assert gc.isenabled()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_the_table_and_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kfac", None)  # as where it is not installed
-    app = small_steps.typer.Typer()
-    app.command()(small_steps.main)
-    shown = CliRunner().invoke(app, ["--turns", "1", "--json"])
-    assert shown.exit_code == 0, shown.output
-    rows = {row["name"]: row for row in json.loads(shown.stdout)}
-    assert rows.keys() >= MOST.keys()
-    assert rows["forward and backward"]["ratio"] == 1.0
-    assert all(row["ms"] > 0 and row["calls"] > row["operators"] > 0 for row in rows.values())
-    shown = CliRunner().invoke(app, ["--turns", "1", "--profile", "trust region"])
-    assert shown.exit_code == 0, shown.output
-    assert "function calls" in shown.stdout
-    assert "quadratic.py" in shown.stdout or "tape.py" in shown.stdout
-    shown = CliRunner().invoke(app, ["--profile", "nobody"])
-    assert "--profile must be one of" in str(shown.exception)

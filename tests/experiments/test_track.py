@@ -137,7 +137,7 @@ def test_trials_of_tuning_are_ranked_by_their_losses() -> None:
 
 
 def test_the_stored_trials_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = Path(track.__file__).parent / "harness" / "learning_rates" / "byte-gpt.json"
+    stored = track.FOLDER / "learning-rates" / "byte-gpt.json"
     track.main(figures=stored, output=tmp_path / "track.json", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {"muon", "adamw"} < set(found["rows"])
