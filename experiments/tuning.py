@@ -191,7 +191,7 @@ def tune(
     found: list[Trial] = []
 
     def objective(suggest: Any) -> float:
-        drawn = {}
+        drawn: dict[str, Any] = {}
         for name, values in space.items():
             if isinstance(values, tuple):
                 drawn[name] = float(f"{suggest.suggest_float(name, *values, log=True):.2g}")

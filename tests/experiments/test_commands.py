@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from experiments import demo
 from experiments.__main__ import app
+from experiments.config import RunConfig
+from tests.experiments.helpers import record
 
 
 @pytest.fixture
@@ -17,27 +19,33 @@ def invoke(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path, invoke, monkeypatch):
-    monkeypatch.setattr(demo, "STRATEGIES", demo.STRATEGIES[:2])
-    result = invoke("demo", "--json", "--budget", 0.2, "--output", "plots")
+    monkeypatch.setattr(demo, "STRATEGIES", demo.STRATEGIES[:1])
+    monkeypatch.setattr(demo, "SHARES", {"digits-autoencoder": 0.7, "byte-gpt": 0.3})
+    arguments = ["--json", "--budget", 0.2, "--processes", 1, "--output", "plots"]
+    result = invoke("demo", *arguments)
     assert result.exit_code == 0, result.output
-    read = json.loads(result.stdout)
-    kfac = ["K-FAC, comm-opt", "K-FAC, mem-opt"]
-    assert {
-        part["workload"]: [run["label"] for run in part["runs"]] for part in read["workloads"]
-    } == {
-        "digits-autoencoder": ["SGD", "AdamW", *kfac, "K-FAC, trust region"],
-        "digits-cnn": ["SGD", "AdamW", *kfac],
+    parts = {part["workload"]: part for part in json.loads(result.stdout)["workloads"]}
+    assert {name: [run["label"] for run in part["runs"]] for name, part in parts.items()} == {
+        "digits-autoencoder": ["SGD", "AdamW", "K-FAC, comm-opt", "K-FAC, trust region"],
         "byte-gpt": ["AdamW", "muon", "soap-muon"],
     }
-    for part in read["workloads"]:
+    for part in parts.values():
         assert (tmp_path / part["plot"]).read_bytes().startswith(b"\x89PNG")
         assert part["summary"]
-        for run in part["runs"]:
-            assert run["processes"] == 2
-            own = run["config"]["optimizer"] not in ("sgd", "adamw")
-            assert (max(run["curvature_bytes"]) > 0) == own or run["label"] == "muon"
+
+
+def test_strategies_that_coincide_are_named():
+    kfac = RunConfig("digits-autoencoder", "kfac", lr=0.1, steps=40)
+    placed = {"comm-opt": (2, 2), "mem-opt": (1, 1), "hybrid-opt": (1, 1)}
+    runs = [
+        record(config=kfac.but(strategy=name), gradient_workers=workers)
+        for name, workers in placed.items()
+    ]
+    assert demo.sentences("digits-autoencoder", [record(), *runs])[-1] == (
+        "On 2 processes mem-opt and hybrid-opt are the same placement: each block has 1 gradient "
+        "worker(s)."
+    )
 
 
 @pytest.mark.slow
