@@ -23,7 +23,7 @@ help: ## list the targets
 
 .PHONY: demo
 demo: $(VENV)/.stamp-demo ## train side by side with and without soframe, and show what it brings
-	$(BIN)/soframe demo
+	$(BIN)/python -m experiments demo
 
 .PHONY: test
 test: $(VENV)/.stamp-test ## run the test suite
@@ -66,11 +66,11 @@ docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnin
 
 .PHONY: bench
 bench: $(VENV)/.stamp-test ## time whole steps of four networks, beside kfac-pytorch if it is installed
-	$(BIN)/python benchmarks/steps.py $(ARGS)
+	$(BIN)/python -m benchmarks.steps $(ARGS)
 
 .PHONY: scaling
 scaling: $(VENV)/.stamp-test ## time steps against width, depth, batch and ranks
-	$(BIN)/python benchmarks/scaling.py $(ARGS)
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
@@ -78,7 +78,7 @@ bench-kernels: $(VENV)/.stamp-test ## time the kernels with pytest-benchmark
 
 .PHONY: time-to-target
 time-to-target: $(VENV)/.stamp-benchmark ## race the trust region against tuned peers, about half an hour
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/time_to_target.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target $(ARGS)
 
 .PHONY: mutants
 mutants: $(VENV)/.stamp-test ## break 100 places of the code, each must fail a test (ARGS="--file ... --sample 0")
@@ -92,7 +92,7 @@ fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) $(VENV)-stacks build dist *.egg-info docs/_build docs/api/generated
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	find soframe tests benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
+	find soframe experiments tests benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # A command line that is to be checked for types needs the packages that it imports.
 $(VENV)/.stamp-lint: EXTRAS = lint,demo

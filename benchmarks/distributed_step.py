@@ -1,7 +1,7 @@
 """Steps of soframe and kfac-pytorch side by side on real processes: bytes, memory, time.
 
-    python benchmarks/distributed_step.py --kfac-path DIR       # 4 processes over Gloo
-    python benchmarks/distributed_step.py --solver inverse --statistics-every 10 --json
+    python -m benchmarks.distributed_step --kfac-path DIR       # 4 processes over Gloo
+    python -m benchmarks.distributed_step --solver inverse --statistics-every 10 --json
 
 All variants live in the same processes and take turns, cycle by cycle, so that whatever else the
 machine does meets them alike. They have the same model, data, intervals, damping, decay, clip and
@@ -38,12 +38,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.experiments.launch import Worker, launch
+from experiments.launch import Worker, launch
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse
 
 LR = 1e-3
@@ -397,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             import_kfac_pytorch(options.kfac_path)
         except ImportError as error:
-            script = "benchmarks/distributed_step.py"
+            script = "benchmarks.distributed_step"
             print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
             return 2
     found = measure(options.variants, options)

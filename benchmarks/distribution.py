@@ -1,8 +1,8 @@
 """What each strategy sends and holds, counted by its placement: nothing is trained, nothing runs.
 
-    python benchmarks/distribution.py                     # BERT-Large and ResNet-50 on 64 ranks
-    python benchmarks/distribution.py --ranks 256 --solve-every 500
-    python benchmarks/distribution.py --json
+    python -m benchmarks.distribution                     # BERT-Large and ResNet-50 on 64 ranks
+    python -m benchmarks.distribution --ranks 256 --solve-every 500
+    python -m benchmarks.distribution --json
 
 Bytes are those of the tensors that a rank gives to or receives from a collective, as
 `Preconditioner.traffic` counts them; memory is what is held between steps, as

@@ -1,7 +1,7 @@
 """How gradients travel to their owners and back on Gloo: a call per owner, or one for all (fused).
 
-    python benchmarks/exchange.py                  # on 2 and on 4 processes
-    python benchmarks/exchange.py --ranks 4 --json
+    python -m benchmarks.exchange                  # on 2 and on 4 processes
+    python -m benchmarks.exchange --ranks 4 --json
 
 `exchange` is the averaging of a net's gradients on their owners and the sending of as much back, as
 `mem-opt` with `gradients="local"` does at every step; `step` is a whole `step()` between statistics

@@ -1,7 +1,7 @@
 """The factors of all convolutions of a network: soframe's fast and plain paths and kfac-pytorch.
 
-    python benchmarks/factors.py --kfac-path kfac-pytorch
-    python benchmarks/factors.py --rounds 3 --threads 1 --networks ResNet-20 --json
+    python -m benchmarks.factors --kfac-path kfac-pytorch
+    python -m benchmarks.factors --rounds 3 --threads 1 --networks ResNet-20 --json
 
 Inputs and output gradients are random, of each layer's shapes; nothing is trained. In every round
 each way computes each distinct layer once, one after another, so that what else the machine does
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper
 from soframe.layers.base import moment

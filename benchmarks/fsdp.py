@@ -1,7 +1,7 @@
 """What curvature adds to a model that fully_shard has sharded: memory, bytes and time per rank.
 
-    python benchmarks/fsdp.py                      # the GPT on 1, 2 and 4 processes over Gloo
-    python benchmarks/fsdp.py --ranks 4 --rounds 9 --strategies sharded
+    python -m benchmarks.fsdp                      # the GPT on 1, 2 and 4 processes over Gloo
+    python -m benchmarks.fsdp --ranks 4 --rounds 9 --strategies sharded
 
 Every process trains copies of the byte GPT of the experiments: one with fully_shard and SGD with
 momentum alone, and one for each strategy with K-FAC before it. They take turns, step by step, so
@@ -42,8 +42,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import soframe
-from soframe.experiments.gpt import byte_gpt
-from soframe.experiments.launch import Worker, launch
+from experiments.launch import Worker, launch
+from experiments.models import byte_gpt
 from soframe.strategies import Sharded
 
 STRATEGIES: dict[str, Any] = {

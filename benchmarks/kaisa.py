@@ -1,12 +1,12 @@
 """KAISA's claim at this size: a ResNet-20, epochs and seconds to the accuracy that SGD ends with.
 
-    python benchmarks/kaisa.py --tune                                  # everything, 50,000 images
-    python benchmarks/kaisa.py --tune --images 10000 --epochs 3        # smaller
-    python benchmarks/kaisa.py --only "SGD; K-FAC 10/100" --processes 1,4
+    python -m benchmarks.kaisa --tune                                  # everything, 50,000 images
+    python -m benchmarks.kaisa --tune --images 10000 --epochs 3        # smaller
+    python -m benchmarks.kaisa --only "SGD; K-FAC 10/100" --processes 1,4
 
 Pauloski et al. (SC 2021) report that K-FAC behind SGD, statistics every 10 steps and solves every
 100, takes 18 to 36 % less time than the original optimizer to the same accuracy. Here SGD with
-momentum and a line to zero trains a ResNet-20 on generated images (`soframe.experiments.clutter`).
+momentum and a line to zero trains a ResNet-20 on generated images (`experiments.clutter`).
 The target is the mean over the seeds of the accuracy on held-out digits that it ends with. The
 others have the same global batch; they train for parts of SGD's epochs, `--lengths`, each with a
 line of that length, and the epochs to the target are read off between two lengths, from means over
@@ -31,22 +31,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import runs
-from harness.rates import TriedRates
-from harness.runs import steps_to
-from harness.target_report import processor
 from rich.table import Table
 
-from soframe.experiments import plots
-from soframe.experiments.clutter import TRAINING_IMAGES
-from soframe.experiments.compare import console, jsonable
-from soframe.experiments.config import ClockName, RunConfig
-from soframe.experiments.launch import launch
-from soframe.experiments.requirements import MissingLibraryError, require
-from soframe.experiments.tuning import TUNING_SEED
+from experiments import display, runs
+from experiments.clutter import TRAINING_IMAGES
+from experiments.config import ClockName, RunConfig
+from experiments.display import console, processor
+from experiments.launch import launch
+from experiments.libraries import MissingLibraryError, require
+from experiments.records import RunRecord, jsonable, write_json
+from experiments.runs import steps_to
+from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
 SGD = "SGD"
-TUNED = Path(__file__).parent / "harness" / "learning_rates" / "cluttered-digits.json"
+TUNED = FOLDER / "learning-rates" / "cluttered-digits.json"
 WEIGHT_DECAY = 5e-4
 AUXILIARY_LR = 0.008
 PERIOD, TURN = 100, 10  # steps: of the rarest thing that anyone does, and of a turn
@@ -197,9 +195,9 @@ class Machinery:
         return [0.0 if one.last.accuracy is None else one.last.accuracy for one in found]
 
 
-def tell(config: RunConfig, found: runs.Kept) -> None:
+def tell(record: RunRecord) -> None:
     """Say on the error output what was trained."""
-    last = found.last
+    config, last = record.config, record.last
     said = f"{config.label}, lr {config.lr:g}, {last.step} steps, seed {config.seed}"
     print(
         f"{said}: accuracy {last.accuracy:.4f}, loss {last.loss:.4f}", file=sys.stderr, flush=True
@@ -322,8 +320,7 @@ def table(found: Mapping[str, Any], size: Size) -> Table:
 
 def figure(found: Mapping[str, Any], size: Size) -> Any:
     """Draw what runs of each length end with, against epochs and against SGD's seconds."""
-    (module,) = require("matplotlib.figure")
-    made = module.Figure(figsize=(9.0, 3.6), layout="constrained")
+    made = require("matplotlib.figure").Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = made.subplots(1, 2, sharey=True)
     for name, row in found["rows"].items():
         each = {int(steps): values for steps, values in row["accuracies"].items()}
@@ -398,10 +395,9 @@ def main(
             )
         )
         reports.append(found)
-        output.mkdir(parents=True, exist_ok=True)
         path = output / f"kaisa-{int(count)}.json"
-        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        plots.save(figure(found, size), path.with_suffix(".png"))
+        write_json(path, found)
+        display.save(figure(found, size), path.with_suffix(".png"))
         if not as_json:
             screen = console()
             screen.width = max(screen.width, 120)

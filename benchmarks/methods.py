@@ -1,8 +1,8 @@
 """Methods on the byte-level GPT: steps and seconds to the loss that tuned Muon ends with.
 
-    python benchmarks/methods.py                     # report: stored settings, seeds 0, 1, 2
-    python benchmarks/methods.py --tune              # first tune what is not tuned yet, all alike
-    python benchmarks/methods.py --only "muon; soap-muon" --seeds 0
+    python -m benchmarks.methods                     # report: stored settings, seeds 0, 1, 2
+    python -m benchmarks.methods --tune              # first tune what is not tuned yet, all alike
+    python -m benchmarks.methods --only "muon; soap-muon" --seeds 0
 
 Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
 embeddings, vectors and the head. Methods whose name ends with "all parameters" train these too.
@@ -16,7 +16,7 @@ one process of one thread, where the contenders take turns, in seconds of the pr
 idle machine are those of the clock.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
-that was interrupted goes on where it was. Delete that file once code has changed. ``--trials``
+that was interrupted goes on where it was. Delete that folder once code has changed. ``--trials``
 ranks what tuning has found, and trains nothing. ``--after 100`` compares losses after so many steps
 at the best learning rate that has been tried so far, or ``--lr``, and looks for no target.
 ``--apart 40`` says how far apart contenders are after so many steps of the same run:
@@ -25,30 +25,26 @@ implementations of one method.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from harness.rates import TriedRates
-from harness.runs import steps_to
-from rich.progress import Progress
 from rich.table import Table
 
-from soframe.experiments.compare import console
-from soframe.experiments.config import TRUST_REGIONS, RunConfig
-from soframe.experiments.launch import Worker
-from soframe.experiments.requirements import MissingLibraryError, require
-from soframe.experiments.train import Run, numerics, train
-from soframe.experiments.tuning import TUNING_SEED
+from experiments import runs
+from experiments.config import TRUST_REGIONS, RunConfig
+from experiments.display import console
+from experiments.libraries import MissingLibraryError, require
+from experiments.records import RunRecord, write_json
+from experiments.runs import steps_to
+from experiments.train import ALONE, Run, numerics
+from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
 STEPS = 300
 LENGTHS = (210, 225, 240, 270, 300, 360, 450, 600)
@@ -59,8 +55,7 @@ FIRST = 240
 FAR = 0.3
 """How far above the target a method ends after `STEPS` that is tried at the greatest length."""
 AUXILIARY_LR = 0.008
-TUNED = TriedRates(Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt.json")
-_ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
+TUNED = TriedRates(FOLDER / "learning-rates" / "byte-gpt.json")
 _TURN = 20  # steps, after which the next contender is timed
 
 
@@ -209,97 +204,44 @@ CONTENDERS: Mapping[str, Contender] = {
 }
 
 
+@dataclass(frozen=True)
 class Runs:
-    """The last losses of runs that have ended, in a file.
+    """Trains runs, and keeps them.
 
-    Args:
-        path: The file.
+    Attributes:
+        folder: Where they are kept.
+        processes: How many are trained at a time; each has one thread.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    folder: Path
+    processes: int
 
-    def losses(self, configs: Sequence[RunConfig], processes: int, what: str) -> list[float]:
-        """Train the runs that have not been, and keep each as it ends.
-
-        Args:
-            configs: The runs.
-            processes: How many at a time; each has one thread.
-            what: What the bar says.
-
-        Returns:
-            The last loss of each.
-        """
-        todo = [config for config in configs if _key(config) not in self.known]
-        screen = console(to_stderr=True)
-        pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-        with pool, Progress(console=screen, disable=not screen.is_terminal) as bar:
-            task = bar.add_task(what, total=len(todo))
-            for config, loss in zip(todo, pool.map(final_loss, todo), strict=True):
-                self.known[_key(config)] = loss
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(json.dumps(self.known, indent=1) + "\n", encoding="utf-8")
-                bar.advance(task)
-        return [self.known[_key(config)] for config in configs]
+    def losses(self, configs: Sequence[RunConfig]) -> list[float]:
+        """Return the last loss of each run."""
+        # The text is the interpreter's own standard library.
+        found = runs.kept(configs, self.folder, at_once=self.processes, word=sys.version, tell=tell)
+        return [one.last.loss for one in found]
 
 
-def _key(config: RunConfig) -> str:
-    """Return what a run is kept under: what it is, and a digest of all of its settings."""
-    settings = json.dumps(config.as_dict(), sort_keys=True)
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    return f"{config.optimizer} lr={config.lr:g} {config.steps} steps seed={config.seed} {digest}"
+def tell(record: RunRecord) -> None:
+    """Say on the error output what was trained."""
+    config = record.config
+    said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
+    print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)
 
 
-def final_loss(config: RunConfig) -> float:
-    """Train, and return the last held-out loss."""
-    return train(_ALONE, config).rows[-1].loss
-
-
-def seconds_of_steps(
-    names: Sequence[str], lrs: Mapping[str, float], cycles: int
-) -> dict[str, list[float]]:
-    """Time steps of each in turns.
-
-    Args:
-        names: Contenders.
-        lrs: Their learning rates.
-        cycles: How many turns of each are timed.
-
-    Returns:
-        For each the mean seconds of a step, cycle by cycle.
-    """
-    with numerics(threads=1):
-        runs = {
-            name: Run(_ALONE, CONTENDERS[name].config(lrs[name], 1000, TUNING_SEED))
-            for name in names
-        }
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for cycle in range(cycles + 1):
-            for name, one in runs.items():
-                before = len(one.step_seconds)
-                for _ in range(_TURN):
-                    one._step(next(one.batches))
-                if cycle:  # the first warms up
-                    times[name].append(statistics.mean(one.step_seconds[before:]))
-        for one in runs.values():
-            one.close()
-    return times
-
-
-def tune(names: Sequence[str], runs: Runs, processes: int) -> None:
+def tune(names: Sequence[str], own: Runs) -> None:
     """Try every learning rate of every contender that is not in the file yet."""
     for name in dict.fromkeys(CONTENDERS[name].rate_of or name for name in names):
         tried = TUNED.scores(f"{STEPS} steps").get(name, {})
         lrs = [lr for lr in CONTENDERS[name].lrs if f"{lr:g}" not in tried]
         configs = [CONTENDERS[name].config(lr, STEPS, TUNING_SEED) for lr in lrs]
-        losses = runs.losses(configs, processes, f"tuning {name}")
-        pairs = zip(lrs, losses, strict=True)
+        pairs = zip(lrs, own.losses(configs), strict=True)
         TUNED.keep(f"{STEPS} steps", [(name, lr, loss) for lr, loss in pairs])
 
 
 def last_losses(
-    name: str, lr: float, seeds: Sequence[int], target: float, runs: Runs, processes: int
+    name: str, lr: float, seeds: Sequence[int], target: float, own: Runs
 ) -> dict[int, list[float]]:
     """Train a contender for so many steps that a loss lies between two lengths, where it does.
 
@@ -308,8 +250,7 @@ def last_losses(
         lr: Its learning rate.
         seeds: Of its runs.
         target: The loss.
-        runs: Those that have ended.
-        processes: How many at a time.
+        own: Trains them.
 
     Returns:
         Length -> the last loss of each seed.
@@ -318,7 +259,7 @@ def last_losses(
 
     def reaches(length: int) -> bool:
         configs = [CONTENDERS[name].config(lr, length, seed) for seed in seeds]
-        losses[length] = runs.losses(configs, processes, f"{name}, {length} steps")
+        losses[length] = own.losses(configs)
         return statistics.mean(losses[length]) <= target
 
     index = LENGTHS.index(FIRST)
@@ -337,8 +278,7 @@ def last_losses(
 def report(
     names: Sequence[str],
     seeds: Sequence[int],
-    runs: Runs,
-    processes: int,
+    own: Runs,
     cycles: int,
     *,
     reference: str = "muon",
@@ -348,9 +288,8 @@ def report(
     Args:
         names: Contenders; the reference is always one.
         seeds: Of the reported runs.
-        runs: Those that have ended.
-        processes: How many runs at a time.
-        cycles: See `seconds_of_steps`.
+        own: Trains them.
+        cycles: Of timing: turns of each contender.
         reference: Whose last loss is the target.
 
     Returns:
@@ -362,11 +301,13 @@ def report(
     best = TUNED.best({name: CONTENDERS[name].lrs for name in tuned.values()}, f"{STEPS} steps")
     lrs = {name: best[of] for name, of in tuned.items()}
     configs = [CONTENDERS[reference].config(lrs[reference], STEPS, seed) for seed in seeds]
-    losses = {reference: {STEPS: runs.losses(configs, processes, reference)}}
+    losses = {reference: {STEPS: own.losses(configs)}}
     target = statistics.mean(losses[reference][STEPS])
     for name in names[1:]:
-        losses[name] = last_losses(name, lrs[name], seeds, target, runs, processes)
-    times = seconds_of_steps(names, lrs, cycles)
+        losses[name] = last_losses(name, lrs[name], seeds, target, own)
+    timed = [CONTENDERS[name].config(lrs[name], 1000, TUNING_SEED) for name in names]
+    each = runs.turns(ALONE, timed, cycles, period=_TURN, turn=_TURN)
+    times = dict(zip(names, each, strict=True))
     rows = {}
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
@@ -452,11 +393,11 @@ def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float,
     ends = {}
     with numerics(threads=1):
         for name in names:
-            one = Run(_ALONE, CONTENDERS[name].config(lr, STEPS, seed))
+            one = Run(ALONE, CONTENDERS[name].config(lr, STEPS, seed))
             start = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach()
             one.take(steps)
             moved = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() - start
-            ends[name] = (moved, one._evaluate(steps).loss)
+            ends[name] = (moved, one.evaluate().loss)
             one.close()
     first = ends[names[0]][0]
     return {
@@ -469,8 +410,7 @@ def losses_after(
     steps: int,
     names: Sequence[str],
     seeds: Sequence[int],
-    runs: Runs,
-    processes: int,
+    own: Runs,
     lr: float | None = None,
 ) -> dict[str, list[float]]:
     """Train contenders for one number of steps.
@@ -479,8 +419,7 @@ def losses_after(
         steps: How many.
         names: Contenders.
         seeds: Of their runs.
-        runs: Those that have ended.
-        processes: How many at a time.
+        own: Trains them.
         lr: Their learning rate; None for the best of those that have been tried for each.
 
     Returns:
@@ -493,7 +432,7 @@ def losses_after(
     for name in names:
         rate = best_so_far(name) if lr is None else lr
         configs = [CONTENDERS[name].config(rate, steps, seed) for seed in seeds]
-        found[f"{name}, lr {rate:g}"] = runs.losses(configs, processes, name)
+        found[f"{name}, lr {rate:g}"] = own.losses(configs)
     return found
 
 
@@ -520,8 +459,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         found: The report.
         path: Where to write the figure.
     """
-    (module,) = require("matplotlib.figure")
-    figure = module.Figure(figsize=(9.0, 3.8), layout="constrained")
+    figure = require("matplotlib.figure").Figure(figsize=(9.0, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for number, (name, row) in enumerate(found["rows"].items()):
         lengths = sorted(row["losses"])
@@ -562,8 +500,9 @@ def main(
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/methods.json"),
     ended: Annotated[
-        Path, typer.Option("--runs", help="Runs that have ended, which are not repeated.")
-    ] = Path("runs/methods-runs.json"),
+        Path,
+        typer.Option("--runs", help="The folder of runs that have ended: they are not repeated."),
+    ] = Path("runs/methods/runs"),
     figure: Annotated[Path | None, typer.Option("--plot", help="A figure to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
@@ -576,8 +515,9 @@ def main(
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
     if unknown := [name for name in (*names, reference) if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")
+    own = Runs(ended, processes)
     if tune_first or tune_only:
-        tune(names, Runs(ended), processes)
+        tune(names, own)
     if tune_only:
         return
     numbers = [int(seed) for seed in seeds.split(",")]
@@ -586,14 +526,13 @@ def main(
             screen.print(f"{name}: {distance:.1e} of the way apart, held-out loss {loss:.4f}")
         return
     if after is not None:
-        losses = losses_after(after, names, numbers, Runs(ended), processes, lr)
+        losses = losses_after(after, names, numbers, own, lr)
         for name, each in losses.items():
             seeds_said = ", ".join(f"{loss:.3f}" for loss in each)
             screen.print(f"{name}: {seeds_said}; mean {statistics.mean(each):.3f}")
         return
-    found = report(names, numbers, Runs(ended), processes, cycles, reference=reference)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = report(names, numbers, own, cycles, reference=reference)
+    write_json(output, found)
     if figure is not None:
         plot(found, figure)
     if as_json:

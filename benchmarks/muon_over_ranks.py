@@ -1,7 +1,7 @@
 """Steps of Muon over ranks, soframe's and its peers', on real processes: bytes and time.
 
-    python benchmarks/muon_over_ranks.py --processes 2 --dion-path DIR
-    python benchmarks/muon_over_ranks.py --processes 4 --json
+    python -m benchmarks.muon_over_ranks --processes 2 --dion-path DIR
+    python -m benchmarks.muon_over_ranks --processes 4 --json
 
 All contenders live in the same processes and take turns, so that whatever else the machine does
 meets them alike. Each trains a byte-level GPT over Gloo: the matrices within the model by Muon of
@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from experiments import models
+from experiments.launch import Worker, launch
+from experiments.libraries import require
+from experiments.muon import orthogonalise, split
 from soframe.comm import TorchDistributed
-from soframe.experiments import gpt
-from soframe.experiments.launch import Worker, launch
-from soframe.experiments.muon import orthogonalise, split
-from soframe.experiments.requirements import require
 
 LR, AUXILIARY_LR = 0.02, 3e-3
 BATCH, CONTEXT = 8, 128
@@ -96,7 +96,7 @@ def torchs(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _package(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    (package,) = require("pytorch_optimizer")
+    package = require("pytorch_optimizer")
     matrices, others = split(model)
     # Its collectives are of tensors of one shape: a group for each.
     shapes = dict.fromkeys(matrix.shape for matrix in matrices)
@@ -223,7 +223,7 @@ def one_rank(
     for name in names:
         contender = CONTENDERS[name]
         torch.manual_seed(0)
-        model = gpt.byte_gpt()
+        model = models.byte_gpt()
         optimizer = contender.make(model)
         wrapped = DistributedDataParallel(model) if contender.averaged else model
         runs[name] = (wrapped, optimizer)
@@ -235,7 +235,7 @@ def one_rank(
             dist.barrier()
             cpu, sent = time.process_time(), written()
             for _ in range(STEPS):
-                batch = torch.randint(gpt.BYTES, (part, CONTEXT + 1), generator=generator)
+                batch = torch.randint(models.BYTES, (part, CONTEXT + 1), generator=generator)
                 start = time.perf_counter()
                 optimizer.zero_grad()
                 logits = model(batch[:, :-1])
@@ -265,7 +265,7 @@ def rows(
         name: [max(each) for each in zip(*(r[name].seconds for r in ranks), strict=True)]
         for name in names
     }
-    matrices = len(split(gpt.byte_gpt())[0])
+    matrices = len(split(models.byte_gpt())[0])
     turns = {
         name: [statistics.median(s[i : i + STEPS]) for i in range(0, len(s), STEPS)]
         for name, s in slowest.items()
@@ -308,7 +308,7 @@ def main() -> None:
 
     ranks = launch(function, options.processes, timeout=3600.0)(names, options.cycles, dion)
     found = rows(ranks, names)
-    size = 4e-6 * sum(p.numel() for p in gpt.byte_gpt().parameters())
+    size = 4e-6 * sum(p.numel() for p in models.byte_gpt().parameters())
     share = 2 * (options.processes - 1) / options.processes
     if options.json:
         print(json.dumps({"all-reduce": share * size, "rows": found}, indent=1))

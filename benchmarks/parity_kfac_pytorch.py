@@ -1,6 +1,6 @@
 """Trains kfac-pytorch and soframe side by side and prints by how much they differ.
 
-    python benchmarks/parity_kfac_pytorch.py [--kfac-path DIR] [--store FILE]
+    python -m benchmarks.parity_kfac_pytorch [--kfac-path DIR] [--store FILE]
 
 Both start from the same weights and see the same batches, in float64, for a few steps of SGD; with
 ``scaling="kaisa"`` every factor and every preconditioned gradient must agree to rounding. The exit
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from torch import Tensor, nn
 
 import soframe
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse, Solver
 
 STEPS = 5
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import_double_kfac(options.kfac_path)
     except ImportError as error:
-        script = "benchmarks/parity_kfac_pytorch.py"
+        script = "benchmarks.parity_kfac_pytorch"
         print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
         return 2
     worst = 0.0

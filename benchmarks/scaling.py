@@ -1,7 +1,7 @@
 """How the parts of a step grow with width, depth, batch and ranks, against operation counts.
 
-    python benchmarks/scaling.py                             # a table, and a plot in runs/scaling
-    python benchmarks/scaling.py --axes width ranks --rounds 5 --json
+    python -m benchmarks.scaling                             # a table, and a plot in runs/scaling
+    python -m benchmarks.scaling --axes width ranks --rounds 5 --json
 
 A byte-level GPT (width 128, 2 layers, 8 x 64 tokens on every rank) is timed as in
 `benchmarks/steps.py`; along each axis one of its numbers changes. What applying, factors and solves
@@ -24,16 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from harness.contenders import contender, race
-from harness.networks import Network
-from harness.operations import operations
-from harness.step_times import PHASES, figures
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soframe.experiments.gpt import BYTES, ByteGPT
-from soframe.experiments.launch import Worker, launch
+from experiments.display import save
+from experiments.launch import Worker, launch
+from experiments.steps import PHASES, Network, contender, figures, gpt, race
+from soframe.strategies.placement import Placement
 
 PARTS = ("plain", *PHASES)
 OWN = "soframe, own"
@@ -51,13 +48,7 @@ class Point:
 
     @property
     def network(self) -> Network:
-        shape = (self.batch, self.length)
-        return Network(
-            "GPT",
-            lambda: ByteGPT(self.width, self.depth, 4, self.length),
-            lambda: (torch.randint(BYTES, shape), torch.randint(BYTES, shape)),
-            F.cross_entropy,
-        )
+        return gpt(self.width, self.depth, self.batch, self.length)
 
 
 AXES: dict[str, Sequence[int]] = {
@@ -67,6 +58,30 @@ AXES: dict[str, Sequence[int]] = {
     "ranks": (1, 2, 4),
 }
 BASE = Point()
+
+
+def operations(placement: Placement, rows: int, attention: float = 0.0) -> dict[str, float]:
+    """Count what a step takes on the rank that has most to do.
+
+    Every layer sees the same number of rows, as in a transformer.
+
+    Returns:
+        ``"plain"``: forward and backward pass, three products for each layer. ``"apply"``: a
+        product with the inverse of each factor. ``"factors"``: one triangle for each factor.
+        ``"solve"``: a Cholesky factorisation, n^3 / 6, and the inverse from it, n^3 / 3.
+    """
+    plain = 3 * attention
+    parts = {part: [0.0] * placement.world_size for part in PHASES}
+    for work, place in zip(placement.work, placement.blocks, strict=True):
+        groups, out, into = work.shape
+        plain += 3 * rows * groups * out * into
+        for index, factor in enumerate(work.factors):
+            parts["solve"][place.owners[index]] += groups * factor.size**3 / 2
+            for rank in place.gradient_workers:
+                parts["apply"][rank] += groups * out * into * factor.size
+            for rank in place.contributing(index):
+                parts["factors"][rank] += rows * groups * factor.size**2 / 2
+    return {"plain": plain, **{part: max(counts) for part, counts in parts.items()}}
 
 
 def measure(worker: Worker, point: Point, strategy: str, rounds: int) -> dict[str, Any]:
@@ -142,8 +157,6 @@ def table(found: dict[str, list[dict[str, Any]]]) -> None:
 
 def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     from matplotlib.figure import Figure
-
-    from soframe.experiments.plots import save
 
     figure = Figure(figsize=(3.4 * len(found), 3.8), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]

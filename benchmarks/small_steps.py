@@ -1,9 +1,9 @@
 """What a step costs besides arithmetic: steps of a model so narrow that little else is left.
 
-    python benchmarks/small_steps.py
-    python benchmarks/small_steps.py --kfac-path kfac-pytorch --json
-    python benchmarks/small_steps.py --width 0            # CURVES itself, 2000 rows
-    python benchmarks/small_steps.py --profile "trust region"
+    python -m benchmarks.small_steps
+    python -m benchmarks.small_steps --kfac-path kfac-pytorch --json
+    python -m benchmarks.small_steps --width 0            # CURVES itself, 2000 rows
+    python -m benchmarks.small_steps --profile "trust region"
 
 An autoencoder of eight layers, as deep as that of CURVES. Every contender trains its own copy and
 all take turns of 30 steps. A step is counted in milliseconds (the median of turns), in operators
@@ -28,16 +28,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
-from soframe.experiments.compare import console
-from soframe.experiments.muon import MuonWithAdamW, split
-from soframe.experiments.requirements import MissingLibraryError, require
-from soframe.experiments.train import numerics
-from soframe.experiments.workloads import workload
+from experiments.display import console
+from experiments.libraries import (
+    KFAC_PYTORCH_MISSING,
+    MissingLibraryError,
+    import_kfac_pytorch,
+    require,
+)
+from experiments.muon import muon_with_adamw, split
+from experiments.train import numerics
+from experiments.workloads import workload
 
 TURN = 30
 """Steps: a multiple of every interval at which statistics are taken or factors solved."""
@@ -104,8 +109,8 @@ def problem(width: int, layers: int = 8, rows: int = 64) -> tuple[nn.Module, Ten
         rows: Of the inputs.
     """
     if width == 0:
-        curves = workload("curves")
-        return curves.model(0, torch.float32), curves.data(0, torch.float32).train.inputs
+        curves = workload("curves").make(0, torch.float32)
+        return curves.model, curves.train[0]
     torch.manual_seed(0)
     deep = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*deep[:-1]), torch.rand(rows, width)
@@ -126,9 +131,11 @@ def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> di
     found["AdamW"] = _first_order(
         model, x, lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True)
     )
-    found["Muon, single precision"] = _first_order(model, x, lambda m: MuonWithAdamW(m, 1e-3, 0.95))
+    found["Muon, single precision"] = _first_order(
+        model, x, lambda m: muon_with_adamw(m, 1e-3, 0.95)
+    )
     try:
-        (package,) = require("pytorch_optimizer")
+        package = require("pytorch_optimizer")
         found["SOAP"] = _first_order(model, x, lambda m: package.SOAP(m.parameters(), lr=1e-3))
         found["Muon, pytorch_optimizer"] = _first_order(
             model, x, lambda m: package.Muon(_muon_groups(m), lr=1e-3)
@@ -257,9 +264,8 @@ def main(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    (tables,) = require("rich.table")
     what = "CURVES, 2000 rows" if width == 0 else f"8 layers of {width}, 64 rows"
-    table = tables.Table(title=f"a step: {what}, {threads} threads, torch {torch.__version__}")
+    table = Table(title=f"a step: {what}, {threads} threads, torch {torch.__version__}")
     for column in ("", "ms", "to forward and backward", "operators", "calls"):
         table.add_column(column, justify="left" if not column else "right")
     for row in rows:

@@ -1,7 +1,7 @@
 """Times whole training steps: SGD, kfac-pytorch and soframe, side by side in one process.
 
-    python benchmarks/steps.py resnet20 gpt --kfac-path kfac-pytorch
-    python benchmarks/steps.py --device cuda --networks all --seconds 100
+    python -m benchmarks.steps resnet20 gpt --kfac-path kfac-pytorch
+    python -m benchmarks.steps --device cuda --networks all --seconds 100
 
 Every contender trains its own copy of the network on the same batch, and all take turns. Three
 kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
@@ -26,15 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.contenders import Contender, contender, race, words_of
-from harness.networks import NETWORKS
-from harness.peers import KFAC_PYTORCH_MISSING, import_kfac_pytorch
-from harness.step_times import (
+
+from experiments.display import aligned
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from experiments.steps import (
     INTERVALS,
+    NETWORKS,
+    Contender,
+    contender,
     figures,
     phase_table,
+    race,
     table,
-    whole_table,
+    words_of,
 )
 
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
@@ -141,7 +145,7 @@ def main() -> int:
         import_kfac_pytorch(options.kfac_path)
         names[1:1] = ["kfac-pytorch, eigen", "kfac-pytorch, inverse"]
     except ImportError as error:
-        script = "benchmarks/steps.py"
+        script = "benchmarks.steps"
         print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
     if options.whole:
         names += ["soframe, inverse, staggered solves", "soframe, inverse, staggered"]
@@ -171,7 +175,9 @@ def main() -> int:
             results["networks"][key] = {"title": network.title, "rows": rows}
             if not options.json:
                 title = f"{network.title}; {where}, {options.threads} threads"
-                print(whole_table(title, rows), flush=True)
+                head = list(rows[0])
+                cells = [[row["name"], *(f"{row[key]:.2f}" for key in head[1:])] for row in rows]
+                print(aligned(title, [["", *head[1:]], *cells]), flush=True)
             continue
         rounds = race(contenders, options.seconds, options.rounds)
         rows = figures({one.name: one.times for one in contenders})

@@ -1,7 +1,7 @@
 """Step times on a thin wire: hosts in network namespaces, joined by links of a given rate (Linux).
 
-    sudo python benchmarks/thin_wire.py                       # 10, 1 and 0.1 Gbit/s, 4 hosts
-    sudo python benchmarks/thin_wire.py --gbit 1 --ranks 2 --json
+    sudo python -m benchmarks.thin_wire                       # 10, 1 and 0.1 Gbit/s, 4 hosts
+    sudo python -m benchmarks.thin_wire --gbit 1 --ranks 2 --json
 
 Each rank runs in a network namespace of its own, whose only link (a veth pair with a token bucket
 at both ends) leads to a bridge in another namespace. Nothing of the host's network is touched, and

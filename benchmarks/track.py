@@ -1,10 +1,10 @@
 """The public optimization track's setting on the byte-level GPT: steps to a held-out loss.
 
-    python benchmarks/track.py                        # report, one seed
-    python benchmarks/track.py --tune --seeds 0,1,2   # tune all alike first
-    python benchmarks/track.py --target 2.1           # a loss of your own
-    python benchmarks/track.py --figures runs/methods.json   # rank what methods.py has found
-    python benchmarks/track.py --figures benchmarks/harness/learning_rates/byte-gpt.json
+    python -m benchmarks.track                        # report, one seed
+    python -m benchmarks.track --tune --seeds 0,1,2   # tune all alike first
+    python -m benchmarks.track --target 2.1           # a loss of your own
+    python -m benchmarks.track --figures runs/methods.json   # rank what methods.py has found
+    python -m benchmarks.track --figures experiments/tuned/learning-rates/byte-gpt.json
 
 Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
 pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
@@ -16,8 +16,7 @@ by bisection. The public ranking of the same methods is printed beside.
 `--figures` ranks without training: the steps of a report of `methods.py`, or, of its trials of
 tuning, which all have one length, the losses after it.
 
-Runs are kept in `--runs`: an interrupted benchmark goes on where it was. `track_gpu.py` has the
-real sizes.
+Runs are kept in `--runs`: an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import runs
-from harness.rates import TriedRates
-from harness.runs import steps_to
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from soframe.experiments.compare import console, jsonable
-from soframe.experiments.config import RunConfig
-from soframe.experiments.requirements import MissingLibraryError
-from soframe.experiments.tuning import TUNING_SEED
+from experiments import runs
+from experiments.config import RunConfig
+from experiments.display import console
+from experiments.libraries import MissingLibraryError
+from experiments.records import RunRecord, jsonable, write_json
+from experiments.runs import steps_to
+from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
 MUON = "muon"
-TUNED = Path(__file__).parent / "harness" / "learning_rates" / "byte-gpt-track.json"
+TUNED = FOLDER / "learning-rates" / "byte-gpt-track.json"
 AUXILIARY_LR = 0.008
 PARTS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
 """Lengths that are tried, of Muon's."""
@@ -380,8 +379,7 @@ def main(
             losses=losses,
         )
     found = jsonable(found)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(output, found)
     if as_json:
         json.dump(found, sys.stdout, indent=1)
         print()
@@ -391,10 +389,11 @@ def main(
     screen.print(table(found))
 
 
-def tell(config: RunConfig, found: runs.Kept) -> None:
+def tell(record: RunRecord) -> None:
     """Say on the error output what was trained."""
+    config = record.config
     said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
-    print(f"{said}: loss {found.last.loss:.4f}", file=sys.stderr, flush=True)
+    print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

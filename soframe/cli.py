@@ -1,23 +1,163 @@
-"""The `soframe` command.
+"""The `soframe` command: what needs a model or a file of metrics, and no data.
 
-Its libraries are optional: this module imports none of them, and says what to install where they
-are missing. The commands themselves are in `soframe.experiments.commands`.
+Its libraries are optional, in the extra `cli`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
-from soframe.experiments.requirements import MissingLibraryError, require
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:  # a traceback would hide what to install
+    sys.exit(f"soframe: missing: {missing.name}. Install it with: pip install 'soframe[cli]'")
+
+import soframe
+from soframe.diagnostics import display, inspection
+from soframe.diagnostics.metrics import scalars
+from soframe.registry import KINDS
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print machine-readable results, and nothing else.")
+]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"soframe {soframe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """soframe: second-order optimisation in PyTorch, distributed, every part pluggable."""
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """Print errors that a user can put right in one line; others keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Builds the model.")],
+    world_size: Annotated[int, typer.Option(help="The number of ranks.")] = 1,
+    strategy: Annotated[
+        str, typer.Option(help="Which rank solves, keeps and sends what.")
+    ] = "comm-opt",
+    method: Annotated[str, typer.Option(help="The curvature method.")] = "kfac",
+    solver: Annotated[str, typer.Option(help="The solver.")] = "eigen",
+    all_layers: Annotated[
+        bool,
+        typer.Option(
+            "--all-layers",
+            help='As with layers="all": norms, embeddings and others have blocks too.',
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a preconditioner's plan for your model: every parameter, and every rank.
+
+    The callable is imported and called without arguments. Nothing is trained, and the ranks exist
+    on paper only.
+    """
+    with _user_errors():
+        report, placement = inspection.inspect(
+            inspection.build_model(model),
+            world_size=world_size,
+            strategy=strategy,
+            method=method,
+            solver=solver,
+            all_layers=all_layers,
+        )
+    if as_json:
+        _print_json(inspection.as_dict(report, placement))
+    else:
+        typer.echo(f"{report}\n\n{placement}")
+
+
+@app.command()
+def metrics(
+    file: Annotated[Path, typer.Argument(help="The return value of metrics(), as JSON.")],
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw spectra, condition numbers and ages into an image.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the metrics of a preconditioner: by block, by factor and by phase.
+
+    With --json the numbers for loggers, by name.
+    """
+    with _user_errors():
+        read = display.read(file)
+        if figure is not None:
+            figure.parent.mkdir(parents=True, exist_ok=True)
+            display.figure(read).savefig(figure, dpi=150)
+    if as_json:
+        _print_json(scalars(read))
+        return
+    screen = _console()
+    for table in display.tables(read):
+        screen.print(table)
+    if figure is not None:
+        screen.print(f"Plot: {figure}", soft_wrap=True)
+
+
+@app.command()
+def components(as_json: AsJson = False) -> None:
+    """List the registered parts by kind, with those of installed plug-ins."""
+    registered = {
+        kind: {_name(key): _name(component) for key, component in soframe.available(kind).items()}
+        for kind in KINDS
+    }
+    if as_json:
+        _print_json(registered)
+        return
+    table = Table("kind", "name", "class")
+    for kind, entries in registered.items():
+        for name, component in sorted(entries.items()):
+            table.add_row(kind, name, component)
+        table.add_section()
+    _console().print(table)
+
+
+def _name(key: object) -> str:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key)
+
+
+def _console() -> Console:
+    screen = Console()
+    if not screen.is_terminal:
+        screen.width = max(screen.width, 100)  # no terminal, no edge to wrap at
+    return screen
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
+    print()
 
 
 def main() -> None:
-    """Runs the command line; the entry point of the `soframe` script."""
-    try:
-        require("typer", "rich")
-        from soframe.experiments.commands import app
-
-        app(prog_name="soframe")
-    except MissingLibraryError as error:
-        print(f"soframe: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Run the command line; the entry point of the `soframe` script."""
+    app(prog_name="soframe")

@@ -710,7 +710,7 @@ class Preconditioner(Uncopied, Joinable):
         """
         step = self._steps
         try:
-            self._loss_scale.check(self._optimizer)
+            self._loss_scale.check(self._optimizer, half=self._capture.half)
             self._statistics.require_counted()
             if self.takes_statistics:
                 building.require_own_gradients(self._one_of_calls)

@@ -300,7 +300,8 @@ def test_the_registered_helper_is_not_recommended() -> None:
             return super().forward(x), x
 
     model = nn.Sequential(Pair(3, 2))
-    with closing(build(model=model)), pytest.raises(TypeError) as raised:
+    own = build(model=model, layers={"0": LinearHelper})
+    with closing(own), pytest.raises(TypeError) as raised:
         model[0](torch.randn(2, 3))
     assert "0: LinearHelper serves modules that return one tensor, not tuple" in str(raised.value)
     assert "register a helper" not in str(raised.value)

@@ -275,48 +275,6 @@ def test_calls_of_one_layer_are_positions_of_the_samples_of_the_loss(
         compare(factors(own, "layer")[0][0], rows.T @ rows / 4, "A")
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_a_model_that_is_called_for_each_position_does_not_tell_how_many_there_are(
-    chunks: int,
-) -> None:
-    """The loss is a mean over the positions of all calls, and each layer knows those of one."""
-    model, x = fill(deep()), randn(3, 4, 3)
-    with closing(preconditioner(model, samples="positions")) as own:
-
-        def backward() -> None:
-            torch.cat([model(part) for part in x.chunk(chunks, 1)], 1).mean().backward()
-
-        backward()
-        if chunks > 1:
-            with pytest.raises(ValueError, match=r"'2' was called 4 times.*preconditioner.count"):
-                own.step()
-            own.reset_batch()
-            model.zero_grad()
-            own.count(12)
-            backward()
-        own.step()
-        rows = torch.cat([x.reshape(-1, 3), torch.ones(12, 1).double()], 1)
-        compare(factors(own, "0")[0][0], rows.T @ rows / 12, "A")
-
-
-def test_a_layer_that_is_called_for_the_same_positions_again_leaves_their_number() -> None:
-    """As of a model whose layers share weights: the head tells that there was one call of all."""
-    model, x = fill(Reused()), randn(4, 3)
-    with closing(preconditioner(model, samples="positions")) as own:
-        model(x).sum().backward()
-        own.step()
-
-
-def test_further_probes_of_a_call_are_no_further_calls() -> None:
-    model, x = fill(deep()), randn(3, 4, 3)
-    settings: dict[str, Any] = {"fisher": "type-2", "loss": CrossEntropy(positions="sum")}
-    with closing(preconditioner(model, samples="positions", **settings)) as own:
-        outputs = model(x).transpose(1, 2)
-        own.observe(outputs)
-        outputs.mean().backward()
-        own.step()
-
-
 # -- terms that are ignored, rows that are padding -----------------------------------------------
 
 KEEP = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).bool()

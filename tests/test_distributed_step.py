@@ -123,4 +123,4 @@ def test_without_kfac_pytorch_the_command_says_how_to_get_it(
     assert distributed_step.main(["--kfac-path", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "git clone" in error
-    assert "benchmarks/distributed_step.py --kfac-path" in error
+    assert "benchmarks.distributed_step --kfac-path" in error

@@ -1,10 +1,16 @@
-"""Registration: from a model to its blocks and the report on every parameter."""
+"""Registration: from a model to its blocks, and the report on every parameter.
+
+Two passes. The first collects candidates: modules that share a weight, each with its helper or the
+reason why none serves it. The second decides on each candidate, and then on every parameter that is
+in no block of a layer, for methods that read gradients alone.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal
 
 import torch
@@ -32,6 +38,34 @@ Choice = Any
 """A name, a class, an instance, or a mapping from patterns on module names to one of these."""
 
 
+class Reason(StrEnum):
+    """Why a parameter has no block; ``format`` fills in the names."""
+
+    SKIPPED = "skipped by {!r}"
+    OPTIONAL = "no layer helper by default; layers='all' adds {}"
+    UNKNOWN = "no layer helper; register one with @soframe.register('layer', {})"
+    KERNEL = "no layer helper: {}"
+    COMPUTED = "no layer helper: a weight is computed of it; {}"
+    SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
+    OVERRIDDEN = (
+        "no layer helper: {0} overrides {2}.{1}, so {3} may not have its rows; if it computes what "
+        "{2} does, soframe.register('layer', {0})({4}), else register a helper of its own"
+    )
+    EMPTY = "it has parameters without elements: {}"
+    UNCALLED = "{} uses its weight without calling it"
+    SHARED = "its weight is shared with {}, which has no block: {}"
+    GEOMETRY = "its weight is shared with a layer of another geometry; {}"
+    APART = "this {} and the rest of its layer are not shared by the same modules"
+    WEIGHT_ALONE = "its method takes the layer's weight alone"
+    LEFT_OUT = "{}.names() leaves it out"
+    NO_METHOD = "no pattern of method= matches its module"
+    NO_BLOCK = "its layer has no block"
+    SPARSE = "{}: sparse=True makes sparse gradients; build it with sparse=False"
+
+
+_REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
+
+
 @dataclass(frozen=True)
 class Choices:
     """What the user chose per layer.
@@ -40,19 +74,19 @@ class Choices:
         method: The curvature method.
         solver: The solver.
         home: Where gradients live.
-        layers: Helper classes by patterns on module names, before the registry is asked; or
-            ``"all"``, for every helper that there is rather than those of the default.
+        layers: Helper classes by patterns on module names, which come before the registry; or
+            ``"all"``, for the optional helpers of the registry too.
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
         forward_only: Whether the factors of the outputs are the identity.
-        damping: The damping policy, which may put a solver around each block's.
+        damping: The damping policy, which may wrap each block's solver.
         scaling: The convention of scale, for which not every method is defined.
         auxiliary: The method of every parameter that no other has; None to leave them alone.
         observed: Whether the Fisher is one that is observed, which only methods of calls need.
         draws: Whether that Fisher draws targets, on every rank others.
         ranks: The global ranks of the group in which blocks are placed.
-        cut: Into how many parts matrices are cut along their outputs, by patterns on module names;
-            for methods that read gradients alone.
+        cut: The number of parts of matrices, along their outputs, by patterns on module names; for
+            methods that read gradients alone.
         staged: Whether the model is some stages of a pipeline: patterns may be for others.
         head_in: Of such a model, the module that has the head of the whole; None where another
             stage has it.
@@ -77,14 +111,7 @@ class Choices:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's model without the wrappers that only prefix its names.
-
-    Args:
-        model: A model, perhaps in DistributedDataParallel or compiled.
-
-    Returns:
-        The innermost module.
-    """
+    """Return the user's model without DistributedDataParallel and the wrapper of torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -95,22 +122,16 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""What torch's ``checkpoint_wrapper`` and ``torch.compile`` call the module that they wrap."""
+"""The names of wrapped modules in torch's ``checkpoint_wrapper`` and ``torch.compile``."""
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or a parameter as it is without wrappers around single modules.
+    """Return the name of a module or a parameter without wrappers around single modules.
 
-    A block keeps its name, and with it its statistics and its state, when its layer is wrapped; and
-    a state is the same with and without.
-
-    Args:
-        name: A name of ``named_modules`` or ``named_parameters``.
+    So a block keeps its name, and with it its state, when its layer is wrapped.
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
-
-_REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
 _UNCALLED: Mapping[str, tuple[str, ...]] = {
     "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
@@ -128,14 +149,9 @@ def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def head_of(model: nn.Module, part: nn.Module) -> tuple[nn.Parameter | None, bool]:
-    """Return the weight of the head: tied to an embedding, or else the last Linear's.
+    """Return the weight of the head in a part of a model, and whether it is tied to an embedding.
 
-    Args:
-        model: The model.
-        part: The part of it in which the head is.
-
-    Returns:
-        The weight, None where there is no Linear; and whether it is tied.
+    It is the last Linear's, of those that are tied if there are any; None without a Linear.
     """
     linear = [module for module in part.modules() if isinstance(module, nn.Linear)]
     weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
@@ -146,18 +162,30 @@ def head_of(model: nn.Module, part: nn.Module) -> tuple[nn.Parameter | None, boo
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
-    """Warn of patterns that match nothing.
-
-    Args:
-        patterns: The patterns.
-        stacklevel: That of ``warnings.warn``, seen from the caller.
-    """
+    """Warn of patterns that match nothing."""
     warnings.warn(
         f"soframe: no module matches the pattern(s) {', '.join(map(repr, patterns))}; names are "
         f"those of model.named_modules(), without what checkpoint_wrapper and torch.compile put in "
         f"between, patterns regular expressions",
         stacklevel=stacklevel,
     )
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One of the modules of a layer; several share a weight.
+
+    Attributes:
+        name: Its name.
+        module: The module.
+        helper: Its helper, if there is one.
+        reason: Why it has no block; None if it may have one.
+    """
+
+    name: str
+    module: nn.Module
+    helper: type[LayerHelper] | None
+    reason: str | None
 
 
 class Registration:
@@ -178,17 +206,14 @@ class Registration:
     """
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
-        self._model = model
-        self._choices = choices
+        self._model, self._choices = model, choices
         self._used: set[str] = set()
-        self._names: dict[int, list[str]] = {}
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
         given: Mapping[str, object] = choices.layers
         for pattern, helper in given.items():
-            if helper == "all":
-                continue
-            if not isinstance(helper, type) or not issubclass(helper, LayerHelper):
+            known = isinstance(helper, type) and issubclass(helper, LayerHelper)
+            if helper != "all" and not known:
                 raise TypeError(
                     f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
                 )
@@ -200,86 +225,94 @@ class Registration:
         for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
             _require_direction(method)
         self.blocks: list[Block] = []
-        self._last = self._find_head()
-        self._register()
+        self._in_block: set[int] = set()
+        head = choices.head_in if choices.staged else model
+        self._head = None if head is None else head_of(model, head)[0]
+        self._names: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), []).append(plain_name(name))
+        self._modules = [(plain_name(n), m) for n, m in model.named_modules() if m._parameters]
+        self._sharers = self._find_sharers()
+        for layer in list(self._collect()):
+            self._decide(layer)
         self._register_parameters()
         self.report = self._make_report()
-        given_patterns = {*choices.skip, *choices.layers, *choices.cut}
-        self.unused = sorted(given_patterns - self._used)
+        self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
             warn_unused(self.unused, stacklevel=8)
 
-    # -- modules ------------------------------------------------------------------------------
+    # -- candidates -----------------------------------------------------------------------------
 
-    def _register(self) -> None:
-        modules = [(plain_name(n), m) for n, m in self._model.named_modules() if m._parameters]
-        for name, module in self._model.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(module), []).append(plain_name(name))
+    def _find_sharers(self) -> dict[int, list[tuple[str, nn.Module]]]:
+        """Return the modules that have each parameter, by its id."""
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
-        for name, module in modules:
+        for name, module in self._modules:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     if self._skipping(module) is None:
                         _require_initialised(name, module, parameter)
                     sharers.setdefault(id(parameter), []).append((name, module))
-        uncalled = {
-            f"{n}.{child}" if n else child: f"{kind} uses its weight without calling it"
-            for n, m in modules
+        return sharers
+
+    def _collect(self) -> Iterator[list[_Candidate]]:
+        """Yield the layers of methods that read calls: the modules that share a weight."""
+        self._uncalled = {
+            f"{n}.{child}" if n else child: Reason.UNCALLED.format(kind)
+            for n, m in self._modules
             for kind, child in _uncalled(m)
         }
-        self._sharers = sharers
-        self._in_block: dict[int, Block] = {}
         done: set[int] = set()
-        for name, module in modules:
+        for name, module in self._modules:
             if id(module) in done or not self._is_observed(name):
                 continue
-            helper = self._helper_class(name, module)
-            if helper is not None and self._reason(name, module, uncalled) is None:
-                names = helper.names(module)
-                if not set(names) <= {"weight", "bias"} or _chooses(helper):
-                    done.update(self._add_blocks(name, module, helper, names))
-                    continue
+            one = self._candidate(name, module)
             weight = module._parameters.get("weight")
-            tied = sharers[id(weight)] if weight is not None else [(name, module)]
-            tied = list({id(m): (n, m) for n, m in tied}.values())  # one has it by two names
-            done.update(id(m) for _, m in tied)
-            reasons = [(n, m, self._reason(n, m, uncalled)) for n, m in tied]
-            refused = [(n, m, r) for n, m, r in reasons if r is not None]
-            if not refused:
-                self._add_block(tied)
-                continue
-            other, _, why = refused[0]
-            shared = f"its weight is shared with {other}, which has no block: {why}"
-            for _, m, reason in reasons:
-                self._explain(m, f"{type(m).__name__}: {reason}" if reason else shared)
+            members = [one]
+            if one.helper is not None and one.reason is None and _chooses(one.helper):
+                paths = {key.rpartition(".")[0] for key in one.helper.names(module)}
+                done.update(id(module.get_submodule(path)) for path in paths)
+            elif weight is not None:
+                shared = {id(m): (n, m) for n, m in self._sharers[id(weight)]}
+                members = [self._candidate(n, m) for n, m in shared.values()]
+            done.update(id(member.module) for member in members)
+            yield members
 
-    def _reason(self, name: str, module: nn.Module, uncalled: Mapping[str, str]) -> str | None:
-        """Return why a module has no block, or None if it can have one."""
-        pattern = self._skipping(module)
-        if pattern is not None:
-            return f"skipped by {pattern!r}"
+    def _candidate(self, name: str, module: nn.Module) -> _Candidate:
         helper = self._helper_class(name, module)
+        return _Candidate(name, module, helper, self._reason(name, module, helper))
+
+    def _reason(self, name: str, module: nn.Module, helper: type[LayerHelper] | None) -> str | None:
+        """Return why a module has no block, or None if it can have one."""
+        if (pattern := self._skipping(module)) is not None:
+            return Reason.SKIPPED.format(pattern)
         if helper is None:
-            kind = type(module).__name__
-            if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
-                return f"no layer helper by default; layers='all' adds {known.__name__}"
-            if (why := without_helper(module)) is not None:
-                return f"no layer helper: {why}"
-            if isinstance(module, ParametrizationList):
-                return f"no layer helper: a weight is computed of it; {_REMEDY}"
-            if are_experts(module):
-                return f"no layer helper: tokens are sorted by expert within {kind}; {_REMEDY}"
-            return f"no layer helper; register one with @soframe.register('layer', {kind})"
+            return _without_helper(module)
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
-            return f"it has parameters without elements: {', '.join(empty)}"
-        if name in uncalled:
-            return uncalled[name]
+            return Reason.EMPTY.format(", ".join(empty))
+        if name in self._uncalled:
+            return self._uncalled[name]
         why = helper.unsupported(module)
         if why is None and not helper.names(module):
             raise _nameless(name, module, helper)
-        return why
+        return why or self._overriding(name, module, helper)
+
+    def _overriding(self, name: str, module: nn.Module, helper: type[LayerHelper]) -> str | None:
+        """Return why the helper of a class does not serve a subclass that overrides its forward."""
+        pattern = first_match(self._choices.layers, name)
+        if pattern is not None and self._choices.layers[pattern] != "all":
+            return None  # the user has chosen it for this module
+        kind, registry = type(module), KINDS["layer"]
+        known = next(base for base in kind.__mro__ if registry.has(base))
+        for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
+            if getattr(kind, step, None) is not getattr(known, step, None):
+                own = helper.__module__.startswith("soframe.layers.")
+                line = f"soframe.layers.{helper.__name__}" if own else helper.__name__
+                return Reason.OVERRIDDEN.format(
+                    class_name(module), step, known.__name__, helper.__name__, line
+                )
+        return None
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
@@ -300,107 +333,88 @@ class Registration:
         assert found is None or issubclass(found, LayerHelper)
         return found
 
-    def _add_block(self, tied: Sequence[tuple[str, nn.Module]]) -> None:
-        name, module = tied[0]
-        weight = module._parameters["weight"]
-        biases = [m._parameters.get("bias") for _, m in tied]
-        # A bias belongs to the block only if the block has all of its gradient.
-        owners = {id(m) for _, m in tied}
-        one_bias = all(bias is biases[0] for bias in biases) and (
-            biases[0] is None or {id(m) for _, m in self._sharers[id(biases[0])]} <= owners
-        )
-        assert weight is not None
-        use_weight = weight.requires_grad
-        use_bias = one_bias and biases[0] is not None and biases[0].requires_grad
-        self._explain_parts(weight, biases, one_bias=one_bias)
-        if not use_weight and not use_bias:
+    def _is_observed(self, name: str) -> bool:
+        """Return whether the calls of a module are to be observed, if it can have a block."""
+        method: Method | None = self._methods.find(name)
+        return self._auxiliary is None if method is None else method.captures
+
+    # -- decisions ------------------------------------------------------------------------------
+
+    def _decide(self, layer: Sequence[_Candidate]) -> None:
+        """Add the blocks of a layer, or note why it has none."""
+        refused = [one for one in layer if one.reason is not None]
+        for one in layer if refused else ():
+            why = f"{type(one.module).__name__}: {one.reason}"
+            if one.reason is None:
+                why = Reason.SHARED.format(refused[0].name, refused[0].reason)
+            self._explain(one.module, why)
+        if refused or not (trained := self._trained(layer)):
             return
+        name = layer[0].name
         method: Method = self._methods.choose(name)
-        if use_bias and not method.joint:
-            self._reasons[id(biases[0])] = "its method takes the layer's weight alone"
-            use_bias = False
-            if not use_weight:
-                return
-        helpers = []
-        for other_name, other in tied:
-            helper_class = self._helper_class(other_name, other)
-            assert helper_class is not None
-            helpers.append(helper_class(other, weight=use_weight, bias=use_bias))
-            _require_own_parameters(other_name, helpers[-1])
-        if not _same_matrix(helpers):
-            for _, other in tied:
-                self._explain(
-                    other, f"its weight is shared with a layer of another geometry; {_REMEDY}"
-                )
-            return
-        if (reason := self._unsuited(name, method, helpers[0])) is not None:
-            for _, other in tied:
-                self._explain(other, reason)
-            return
-        if len(tied) > 1:
-            self._notes[name] = "shared by " + ", ".join(n for n, _ in tied)
-        self._append(name, method, tuple(helpers))
+        made = [
+            one.helper.of(one.module, trained, joint=method.joint) for one in layer if one.helper
+        ]
+        for helpers in zip(*made, strict=True):
+            for one, helper in zip(layer, helpers, strict=True):
+                _require_own_parameters(one.name, helper)
+            self._add(name, layer, method, helpers)
+        for key in () if method.joint else trained:
+            parameter = parameter_of(layer[0].module, key)
+            if id(parameter) not in self._in_block:
+                self._reasons.setdefault(id(parameter), Reason.WEIGHT_ALONE)
 
-    def _explain_parts(
-        self, weight: nn.Parameter, biases: Sequence[nn.Parameter | None], *, one_bias: bool
-    ) -> None:
-        """Say which of a layer's parameters cannot be in its block, and why."""
-        for parameter in (weight, *biases):
-            if parameter is not None and not parameter.requires_grad:
-                self._reasons[id(parameter)] = FROZEN
-            elif parameter is not None and parameter is not weight and not one_bias:
-                self._reasons[id(parameter)] = (
-                    "this bias and its weight are not shared by the same modules"
-                )
-
-    def _add_blocks(
-        self, name: str, module: nn.Module, helper: type[LayerHelper], names: Sequence[str]
-    ) -> list[int]:
-        """Add the blocks of a module whose helper names its parameters.
-
-        Returns:
-            The modules that need no further look.
-
-        Raises:
-            ValueError: If the helper names what the module has not, or one parameter twice.
-        """
-        method: Method = self._methods.choose(name)
+    def _trained(self, layer: Sequence[_Candidate]) -> list[str]:
+        """Return the names of the parameters that a layer's blocks can have, and explain others."""
         trained = []
-        for key, parameter in module._parameters.items():
-            if parameter is not None and key not in names:
-                left_out = f"{helper.__name__}.names() leaves it out"
-                self._reasons[id(parameter)] = left_out if parameter.requires_grad else FROZEN
-        for key in names:
-            parameter = parameter_of(module, key)
-            if parameter is None:
-                raise ValueError(
-                    f"module {name!r}: {helper.__name__}.names() has {key!r}, and "
-                    f"{type(module).__name__} has no such parameter"
-                )
-            owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
-            if not parameter.requires_grad:
-                self._reasons[id(parameter)] = FROZEN
-            elif len(owners) > 1:
-                self._reasons[id(parameter)] = (
-                    f"{key} is shared with another module, and {helper.__name__} sees this one's "
-                    f"calls alone"
-                )
-            else:
-                trained.append(key)
-        for one in helper.of(module, trained, joint=method.joint):
-            _require_own_parameters(name, one)
-            for parameter in one.parameters.values():
-                if id(parameter) in self._in_block:
-                    raise ValueError(f"{name}: {helper.__name__}.of() has a parameter twice")
-            full = f"{name}.{one.part}" if one.part else name
-            reason = self._unsuited(full, method, one)
-            if reason is None:
-                self._append(full, method, (one,))
-                continue
-            for parameter in one.parameters.values():
+        members = {id(one.module) for one in layer}
+        for one in layer:
+            assert one.helper is not None
+            names = one.helper.names(one.module)
+            for key in dict.fromkeys([*names, *one.module._parameters]):
+                parameter = parameter_of(one.module, key)
+                if parameter is None and key in names:
+                    raise ValueError(
+                        f"module {one.name!r}: {one.helper.__name__}.names() has {key!r}, and "
+                        f"{type(one.module).__name__} has no such parameter"
+                    )
+                if parameter is None:
+                    continue
+                # A block has a parameter only if it has all of its gradient.
+                owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
+                alike = all(parameter_of(other.module, key) is parameter for other in layer)
+                if not parameter.requires_grad:
+                    self._reasons[id(parameter)] = FROZEN
+                elif key not in names:
+                    self._reasons[id(parameter)] = Reason.LEFT_OUT.format(one.helper.__name__)
+                elif not alike or (len(owners) > 1 and not owners <= members):
+                    self._reasons[id(parameter)] = Reason.APART.format(key)
+                elif one is layer[0]:
+                    trained.append(key)
+        return trained
+
+    def _add(
+        self,
+        name: str,
+        layer: Sequence[_Candidate],
+        method: Method,
+        helpers: tuple[LayerHelper, ...],
+    ) -> None:
+        """Add one block of a layer, or note why it has none."""
+        first = helpers[0]
+        full = f"{name}.{first.part}" if first.part else name
+        if any(id(parameter) in self._in_block for parameter in first.parameters.values()):
+            raise ValueError(f"{name}: {type(first).__name__}.of() has a parameter twice")
+        reason: str | None = None if _same_matrix(helpers) else Reason.GEOMETRY.format(_REMEDY)
+        reason = reason or self._unsuited(full, method, first)
+        if reason is None:
+            if len(layer) > 1:
+                self._notes[full] = "shared by " + ", ".join(one.name for one in layer)
+            self._append(full, method, helpers)
+            return
+        for helper in helpers:
+            for parameter in helper.parameters.values():
                 self._reasons.setdefault(id(parameter), reason)
-        inner = {key.rpartition(".")[0] for key in names}
-        return [id(module), *(id(module.get_submodule(path)) for path in inner if path)]
 
     def _append(
         self,
@@ -427,7 +441,6 @@ class Registration:
             )
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
-        self._require_defined(name, method)
         block = Block(
             name=name or class_name(layout.module),
             helpers=helpers,
@@ -442,55 +455,46 @@ class Registration:
         for one in helpers:
             _require_matrix(block.name, one)
         require_declared(method, block.factors, block.shape)
-        self._require_solvable(block)
+        for why in self._refusals(block):
+            raise ValueError(f"{block.name}: {why}")
         diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
         if diagonal and helpers:
             notes = (self._notes.get(block.name, ""), f"{', '.join(diagonal)} diagonal")
             self._notes[block.name] = "; ".join(filter(None, notes))
         self.blocks.append(block)
-        self._in_block.update({id(p): block for p in block.parameters.values()})
+        self._in_block.update(map(id, block.parameters.values()))
 
-    def _require_defined(self, name: str, method: Method) -> None:
-        """Raise if a method is not defined under the scaling, or for the Fisher."""
-        if self._choices.scaling not in method.scalings:
-            raise ValueError(
-                f"{name}: {method!r} is not defined under scaling={self._choices.scaling!r}: pass "
+    def _refusals(self, block: Block) -> Iterator[str]:
+        """Yield why the method, its solvers or its factors do not serve the chosen settings."""
+        choices, method, damping = self._choices, block.method, self._choices.damping
+        if choices.scaling not in method.scalings:
+            yield (
+                f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
                 f"scaling='fisher', or skip the module"
             )
-        if self._choices.observed and method.captures and method.empirical_only:
-            raise ValueError(
-                f"{name}: {method!r} takes means of output gradients, which are those of the loss "
-                f"alone: pass fisher='empirical', or skip the module"
+        if choices.observed and method.captures and method.empirical_only:
+            yield (
+                f"{method!r} takes means of output gradients, which are those of the loss alone: "
+                f"pass fisher='empirical', or skip the module"
             )
-
-    def _require_solvable(self, block: Block) -> None:
-        """Raise if a solver, the damping or the scaling does not serve the factors of a block."""
-        damping = self._choices.damping
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
             if (why := chosen.unsupported(mine)) is not None:
-                raise ValueError(
-                    f"{block.name}: {chosen!r} cannot solve the factors of {block.method!r}: {why}"
-                )
+                yield f"{chosen!r} cannot solve the factors of {method!r}: {why}"
         if block.captured and not block.solved_here and damping is not None and damping.per_block:
-            raise ValueError(
-                f"{block.name}: {damping!r} is relative to factors that are solved, and "
-                f"{block.method!r} has none: pass a number for damping=, or skip the module"
+            yield (
+                f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
+                f"pass a number for damping=, or skip the module"
             )
         odd = [f for f in block.captured if f.kind == "diagonal" or f.mean_over == "group rows"]
-        if odd and self._choices.scaling != "fisher":
-            raise ValueError(
-                f"{block.name}: scaling={self._choices.scaling!r} knows no diagonal factors, nor "
-                f"means over the rows of each group ({', '.join(f.name for f in odd)}): pass "
-                f"scaling='fisher', or skip the module"
+        if odd and choices.scaling != "fisher":
+            yield (
+                f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
+                f"of each group ({', '.join(f.name for f in odd)}): pass scaling='fisher', or "
+                f"skip the module"
             )
 
     # -- parameters whose gradients alone are read --------------------------------------------
-
-    def _is_observed(self, name: str) -> bool:
-        """Return whether the calls of a module are to be observed, if it can have a block."""
-        method: Method | None = self._methods.find(name)
-        return self._auxiliary is None if method is None else method.captures
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
@@ -498,44 +502,36 @@ class Registration:
         for name_now, parameter in self._model.named_parameters():
             if id(parameter) in self._in_block:
                 continue
-            full = plain_name(name_now)
-            sharers = self._sharers.get(id(parameter), [])
             if not parameter.requires_grad:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            name, module = sharers[0] if sharers else (full.rpartition(".")[0], self._model)
-            name = owners.get(id(module), name)
-            reason = self._add_parameter(full, parameter, name, module)
-            if reason is None:
+            full = plain_name(name_now)
+            _, module = self._sharers[id(parameter)][0]
+            name = owners[id(module)]
+            if (reason := self._add_parameter(full, parameter, name, module)) is None:
                 continue
+            reason = self._reasons.setdefault(id(parameter), reason)
             if self._auxiliary is None:
-                self._reasons.setdefault(id(parameter), reason)
                 continue
-            self._require_trainable(full, parameter)
+            _require_trainable(full, parameter)
             if (why := self._sparse(parameter)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout = PlainLayout(module, full.rpartition(".")[2])
-            self._notes[full] = self._reasons.get(id(parameter), reason)
+            self._notes[full] = reason
             self._append(full, self._auxiliary, (), self._cut(name, full, layout), auxiliary=True)
 
     def _add_parameter(
-        self,
-        full: str,
-        parameter: nn.Parameter,
-        name: str,
-        module: nn.Module,
+        self, full: str, parameter: nn.Parameter, name: str, module: nn.Module
     ) -> str | None:
         """Add the block of a parameter, or return why it has none."""
-        pattern = self._skipping(module)
-        if pattern is not None:
-            return f"skipped by {pattern!r}"
-        method: Method | None = self._methods.find(name)
-        if method is None:
-            return "no pattern of method= matches its module"
+        if (pattern := self._skipping(module)) is not None:
+            return Reason.SKIPPED.format(pattern)
+        if (method := self._methods.find(name)) is None:
+            return Reason.NO_METHOD
         if method.captures:
-            return self._reasons.get(id(parameter), "its layer has no block")
+            return Reason.NO_BLOCK
         self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
-        self._require_trainable(full, parameter)
+        _require_trainable(full, parameter)
         if (reason := self._sparse(parameter)) is not None:
             return reason
         layout = self._cut(name, full, self._layout(name, module, full.rpartition(".")[2]))
@@ -544,7 +540,7 @@ class Registration:
         sharers = [n for n, _ in self._sharers[id(parameter)]]
         if len(set(sharers)) > 1:
             self._notes[full] = "shared by " + ", ".join(dict.fromkeys(sharers))
-        self._append(full, self._methods.choose(name), (), layout)
+        self._append(full, method, (), layout)
         return None
 
     def _unsuited(self, name: str, method: Method, layout: Layout) -> str | None:
@@ -560,7 +556,7 @@ class Registration:
             module=layout.module,
             parameters=tuple(parameters),
             shape=layout.shape,
-            last=embeds or any(p is self._last for p in parameters.values()),
+            last=embeds or any(p is self._head for p in parameters.values()),
         )
         return method.unsuited(candidate)
 
@@ -597,25 +593,11 @@ class Registration:
         self._notes[full] = f"cut into {parts}"
         return cut
 
-    def _find_head(self) -> nn.Parameter | None:
-        """Return the weight of the model's head."""
-        choices = self._choices
-        if not choices.staged:
-            return head_of(self._model, self._model)[0]
-        return None if choices.head_in is None else head_of(self._model, choices.head_in)[0]
-
-    def _require_trainable(self, full: str, parameter: nn.Parameter) -> None:
-        """Check that a parameter can have a block of its own."""
-        if parameter.is_complex() or parameter.numel() == 0:
-            what = "is complex" if parameter.is_complex() else "has no elements"
-            raise ValueError(f"{full} {what}, which no method takes: freeze it")
-
     def _sparse(self, parameter: nn.Parameter) -> str | None:
         """Return why the gradient of a parameter is no matrix, if it is sparse."""
         for _, module in self._sharers.get(id(parameter), ()):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                kind = type(module).__name__
-                return f"{kind}: sparse=True makes sparse gradients; build it with sparse=False"
+                return Reason.SPARSE.format(type(module).__name__)
         return None
 
     def _explain(self, module: nn.Module, reason: str) -> None:
@@ -676,6 +658,13 @@ class _PerLayer:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
 
+def _require_trainable(full: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter can have a block of its own."""
+    if parameter.is_complex() or parameter.numel() == 0:
+        what = "is complex" if parameter.is_complex() else "has no elements"
+        raise ValueError(f"{full} {what}, which no method takes: freeze it")
+
+
 def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(
@@ -690,12 +679,28 @@ def _eigen() -> Solver:
     return solver
 
 
+def _without_helper(module: nn.Module) -> str:
+    """Return why a module has no helper."""
+    kind = type(module).__name__
+    if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
+        return Reason.OPTIONAL.format(known.__name__)
+    if (why := without_helper(module)) is not None:
+        return Reason.KERNEL.format(why)
+    if isinstance(module, ParametrizationList):
+        return Reason.COMPUTED.format(_REMEDY)
+    if are_experts(module):
+        return Reason.SORTED.format(kind, _REMEDY)
+    return Reason.UNKNOWN.format(kind)
+
+
 def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     """Return whether helpers make the same matrix of the same parameters, with the same factors.
 
     A square table that an embedding and a linear layer share has one shape, and two matrices.
     """
     first, *others = helpers
+    if not others:  # most often; a table of numbers for each weight would take half a minute at 7B
+        return True
     if any(one.shape != first.shape for one in others):
         return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))

@@ -1,5 +1,5 @@
-"""Capture: which tensors belong to which call, and what they count."""
+"""Capture: the inputs and output gradients of layer calls, and the samples that they count."""
 
-from soframe.capture.hooks import Capture, Probe
+from soframe.capture.hooks import Capture, LayerCall, Probe
 
-__all__ = ["Capture", "Probe"]
+__all__ = ["Capture", "LayerCall", "Probe"]

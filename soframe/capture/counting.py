@@ -1,10 +1,10 @@
-"""What counts: the terms that the loss is a mean of, and which rows are data.
+"""Counting: the terms that the loss is a mean of, and the rows that are data.
 
-Layers tell how many samples they were called with, and in most models all tell the same. They do
-not where a layer sees some of the samples only (a mixture of experts), where samples are cut in
-pieces (windows of an image), or where the batch is not the first dimension. The loss tells where it
-ignores positions (``ignore_index``). What cannot be seen is declared, for the forward passes that
-follow: `Preconditioner.count`.
+The batch size of the layers is the number of samples in most models. It is not where a layer sees
+some of the samples only (a mixture of experts), where samples are cut in pieces (windows of an
+image), or where the batch is not the first dimension; then layers differ, which is an error. It
+does not show either which positions the loss ignores (``ignore_index``). `Preconditioner.count`
+declares it for the forward passes that follow.
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -13,8 +13,7 @@ backward passes does not matter. A backward pass uses it up.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -33,29 +32,18 @@ REMEDY = (
 
 
 class Rows:
-    """Which positions of which samples are data, and not padding.
-
-    Args:
-        mask: ``[N, ...]``, bool: True for data.
-    """
+    """A mask ``[N, ...]``, bool: True for positions that are data, False for padding."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask.detach().reshape(len(mask), math.prod(mask.shape[1:]))
         self._index: dict[torch.device, Tensor] = {}
         self.shape = tuple(mask.shape)
-        self.fits = False  # any call so far
+        self.fits = False  # of any call so far
 
     def of(self, batch: int, shared: int, device: torch.device) -> tuple[Tensor, Unit] | None:
-        """Return which rows of a call are data.
+        """Return the index of the rows or samples of a call that are data, and which they are.
 
-        Args:
-            batch: The call's batch.
-            shared: Its positions.
-            device: Where its rows are.
-
-        Returns:
-            Which rows, counted sample by sample, or which samples, where the mask is one of
-            samples; None if the mask is not of the call's shape: then all rows are data.
+        None if the mask has another shape than the call: then all rows are data.
         """
         samples, positions = self._mask.shape
         if positions == 1 and batch == samples:
@@ -72,13 +60,13 @@ class Rows:
 
 @dataclass(eq=False)
 class Batch:
-    """What is known of some forward passes.
+    """What is declared or observed of some forward passes.
 
     Attributes:
-        terms: How many terms their loss is a mean of; None for what layers tell.
-        mask: Which terms of the model's outputs these are; None for all.
-        rows: Which rows are data; None for all.
-        declared: Whether somebody has said so, rather than nobody.
+        terms: The number of terms that their loss is a mean of; None for the layers' batch size.
+        mask: The terms of the model's outputs that count; None for all.
+        rows: The rows that are data; None for all.
+        declared: True if set by `Preconditioner.count`.
         closed: Whether the next forward pass is of another batch.
     """
 
@@ -89,28 +77,12 @@ class Batch:
     closed: bool = False
 
     def end(self, terms: int | None) -> None:
-        """Let the next forward pass be of another batch.
-
-        Args:
-            terms: How many terms the loss of this one is a mean of; None for what layers tell.
-        """
+        """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
-    """Return what is said of a batch.
-
-    Args:
-        terms: See `Preconditioner.count`.
-        rows: See `Preconditioner.count`.
-
-    Returns:
-        The batch.
-
-    Raises:
-        TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
-        ValueError: If neither is given, ``terms`` is negative, or a mask has no dimension.
-    """
+    """Check and return the declaration of `Preconditioner.count`."""
     if terms is None and rows is None:
         raise ValueError("count() says terms=, rows= or both")
     masked = None if rows is None else Rows(_mask("rows", rows))
@@ -150,12 +122,12 @@ def _mask(name: str, mask: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """What an observation counts.
+    """The terms of an observation.
 
     Attributes:
-        terms: N; None for what layers tell.
-        masks: For each output what its vectors are multiplied by; None for nothing.
-        factor: What else ``g g^T`` is multiplied by.
+        terms: N; None for the layers' batch size.
+        masks: A multiplier of the vectors of each output; None for all ones.
+        factor: A multiplier of ``g g^T``.
     """
 
     terms: int | None
@@ -165,14 +137,7 @@ class Observed:
     def of(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield the vectors of a mean over all terms as those of the mean over those that count.
-
-        Args:
-            vectors: A gradient for each output (None for zeros), with their weights.
-
-        Yields:
-            The same.
-        """
+        """Turn weighted vectors of a mean over all terms into those of the terms that count."""
         for vector, weight in vectors:
             pairs = zip(vector, self.masks, strict=True)
             masked = [v if v is None or mask is None else v * mask for v, mask in pairs]
@@ -182,21 +147,14 @@ class Observed:
 def observed(
     outputs: Sequence[Tensor], means: bool | None, batch: Batch, samples: Samples
 ) -> Observed:
-    """Return what an observation of a model's outputs counts.
+    """Return the terms of an observation of outputs ``[N, features, positions...]``.
 
-    Args:
-        outputs: ``[N, features, positions...]`` each.
-        means: Whether the loss of a sample is a mean over positions rather than a sum; None if
-            some of its terms are this and others that.
-        batch: What was said of the forward pass.
-        samples: The setting.
-
-    Returns:
-        What it counts. Vectors are those of the declared loss, whose samples are the first
-        dimension; with the factor they are those of the mean over terms.
+    ``means`` is whether the loss of a sample is a mean over positions rather than a sum; None if
+    some of its terms are this and others that. Vectors are those of the declared loss, whose
+    samples are the first dimension; the factor makes them those of the mean over terms.
 
     Raises:
-        ValueError: If what was said of the batch does not fit the outputs.
+        ValueError: If the declaration does not fit the outputs.
     """
     size = len(outputs[0])
     each = [math.prod(output.shape[2:]) for output in outputs]
@@ -233,7 +191,7 @@ def observed(
 
 
 def _undone(positions: int, means: bool | None) -> float:
-    """Return what undoes the mean over positions that a loss takes."""
+    """Return the factor that undoes the mean over positions of a loss."""
     if positions > 1 and means is None:
         raise ValueError(
             "count() needs a SumLoss whose terms all take means over positions, or all sums"
@@ -247,14 +205,7 @@ def _like(mask: Tensor, output: Tensor) -> Tensor:
 
 
 def checked(number: object) -> int:
-    """Return what a callable ``samples`` has returned.
-
-    Args:
-        number: The number.
-
-    Raises:
-        ValueError: If it is no positive integer.
-    """
+    """Return the number that a callable ``samples`` has returned, if it is a positive integer."""
     if isinstance(number, Tensor) and number.dim() == 0 and not number.is_floating_point():
         number = number.item()
     if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
@@ -263,55 +214,34 @@ def checked(number: object) -> int:
 
 
 class Passes:
-    """How many samples the loss of each backward pass of a window is a mean of.
+    """The number of samples that the loss of each backward pass of a window is a mean of.
 
     Args:
-        samples: The setting: what is a sample where nobody has declared anything.
-        compares: Whether layers that differ are an error.
+        samples: The setting, which holds where nothing is declared.
+        compares: Whether layers with different numbers of samples are an error.
 
     Attributes:
         samples: Samples by the number of the pass.
-        failure: What cannot be counted, to be raised at the step, on every rank.
-        warned: Whether it was said, in this window or before, that passes look like those of
-            several losses of one batch.
+        failure: The first error of this window; the step raises it, on every rank.
     """
 
     def __init__(self, samples: Samples, *, compares: bool) -> None:
         self._setting, self._compares = samples, compares
         self.samples: dict[int, int] = {}
         self.failure: Exception | None = None
-        self.warned = False
-        self._first: dict[int, str] = {}  # the layers that told, by pass
         self._batches: dict[int, Batch] = {}
-        self._most: dict[int, dict[str, int]] = {}
-        self._calls: dict[int, dict[object, tuple[str, int]]] = {}
+        # Of passes whose samples their first layer tells: the most samples of a call, by layer.
+        self._sizes: dict[int, dict[str, int]] = {}
 
     def anew(self) -> Passes:
-        """Return those of a new window."""
-        passes = Passes(self._setting, compares=self._compares)
-        passes.warned = self.warned
-        return passes
+        """Return the passes of a new window."""
+        return Passes(self._setting, compares=self._compares)
 
     def enter(
-        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch | None
+        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch
     ) -> int:
-        """Count a call.
-
-        Args:
-            number: The number of its backward pass.
-            layer: The name of its block.
-            sizes: Its batch, and its rows.
-            told: What is known of the samples of its forward pass.
-            batch: What was said of it.
-
-        Returns:
-            The samples of the pass.
-        """
-        if (
-            batch is not None
-            and batch.declared
-            and self._batches.setdefault(number, batch) != batch
-        ):
+        """Count a call with ``sizes`` (samples, rows) and return the samples of its pass."""
+        if batch.declared and self._batches.setdefault(number, batch) != batch:
             self.fail(
                 ValueError(
                     "one backward pass went through forward passes of several count(): call it "
@@ -323,7 +253,7 @@ class Passes:
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
             if told is None:
-                self._first[number] = layer
+                self._sizes[number] = {}
             self.samples[number] = here if told is None else told
         elif told is not None and told != self.samples[number]:
             self.fail(
@@ -332,58 +262,9 @@ class Passes:
                     f"of {told} samples: {REMEDY}"
                 )
             )
-        if number in self._first:
-            most = self._most.setdefault(number, {})
+        if (most := self._sizes.get(number)) is not None:
             most[layer] = max(here, most.get(layer, 0))
         return self.samples[number]
-
-    def note(self, number: int, layer: str, helper: object) -> None:
-        """Note a call whose positions are counted; not needed for other settings.
-
-        Args:
-            number: The number of its backward pass.
-            layer: The name of its block.
-            helper: What was called: a block may have several.
-        """
-        if number in self._first:  # else it is said how many count
-            calls = self._calls.setdefault(number, {})
-            calls[helper] = (layer, calls.get(helper, (layer, 0))[1] + 1)
-
-    def look_at(self, reached: Iterable[tuple[str, Collection[int]]]) -> None:
-        """Warn once where backward passes look like those of several losses of one batch.
-
-        Micro-batches reach blocks in common. Passes that do not are of networks without common
-        layers, which in most cases go backward one by one for the same samples. It may also be that
-        heads or experts take turns, each with samples of its own; then each pass has a declaration
-        of its own, if any.
-
-        Args:
-            reached: The blocks of one stage, each with the numbers of the passes that reached it.
-        """
-        if self.warned or not self._compares:
-            return
-        groups: list[tuple[str, set[int]]] = []
-        for layer, own in reached:
-            if not own:
-                continue
-            met = [group for group in groups if not group[1].isdisjoint(own)]
-            first = met[0][0] if met else layer
-            joined = set(own).union(*(numbers for _, numbers in met))
-            groups = [group for group in groups if group not in met] + [(first, joined)]
-        each = [{self._batches.get(number) for number in numbers} for _, numbers in groups]
-        said = [batch for own in each for batch in own]
-        if len(groups) > 1 and (None in said or len(set(said)) < len(said)):
-            self.warned = True
-            (one, _), (other, _) = groups[:2]
-            warnings.warn(
-                f"soframe: some backward passes of this step reached {one!r}, others {other!r}, "
-                f"and no block has both. If these are losses of one batch, each counts as samples "
-                f"of its own, and they are the same: of k passes the factors of inputs are k times "
-                f"too small, those of outputs k^2 times too large. Add the losses up, and call "
-                f"backward() once. If each pass has samples of its own, as where heads take turns, "
-                f"all is well: preconditioner.count(n) before each forward pass says so",
-                stacklevel=10,  # whoever called Preconditioner.step()
-            )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -393,21 +274,11 @@ class Passes:
             return otherwise
 
     def fail(self, error: Exception) -> None:
-        """Note what cannot be counted.
-
-        Args:
-            error: What the step is to raise, if it is the first.
-        """
+        """Keep an error for the step, if it is the first."""
         self.failure = self.failure or error
 
     def require_counted(self) -> None:
-        """Check that all that was seen could be counted.
-
-        Raises:
-            Exception: The first failure.
-            ValueError: If layers of one backward pass tell different numbers of samples, or if all
-                of them were called several times in one where positions are counted.
-        """
+        """Raise the first failure, or a ValueError if layers of one pass differ in samples."""
         if self.failure is not None:
             raise self.failure
         for batch in self._batches.values():
@@ -416,9 +287,9 @@ class Passes:
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
                     f"with so many samples and positions: pass a mask [N, positions]"
                 )
-        for number, first in self._first.items() if self._compares else ():
-            samples = self.samples[number]
-            for layer, size in self._most.get(number, {}).items():
+        for number, most in self._sizes.items() if self._compares else ():
+            samples, first = self.samples[number], next(iter(most))
+            for layer, size in most.items():
                 if size != samples:
                     what = "positions" if self._setting == "positions" else "samples"
                     raise ValueError(
@@ -426,13 +297,3 @@ class Passes:
                         f"{layer!r} with {size}, so how many the loss is a mean over cannot be "
                         f"told, and the scale of the curvature would be wrong; {REMEDY}"
                     )
-        for calls in self._calls.values() if self._compares else ():
-            layer, times = min(calls.values(), key=lambda call: call[1])
-            if times > 1:
-                raise ValueError(
-                    f"in one backward pass {layer!r} was called {times} times, and no layer less "
-                    f"often, as where a model is called for one position after the other. Whether "
-                    f"the loss is a mean over the positions of one call or of all cannot be told "
-                    f"with samples='positions', and the scale of the curvature would be wrong; "
-                    f"{REMEDY}"
-                )

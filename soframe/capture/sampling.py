@@ -26,14 +26,7 @@ Rows = float | int
 
 
 def check_rows(rows: object) -> None:
-    """Check how many rows are taken.
-
-    Args:
-        rows: A fraction or a number.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Raise ValueError unless rows is a fraction of the rows of a call, or a number of them."""
     number = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
     fraction = isinstance(rows, float) and 0 < rows <= 1
     if not number and not fraction:
@@ -44,18 +37,7 @@ def check_rows(rows: object) -> None:
 
 
 def chosen(step: int, rank: int, number: int, total: int, wanted: int) -> Tensor:
-    """Return which rows are taken: a random subset, each one of its size as likely.
-
-    Args:
-        step: Completed steps.
-        rank: The rank.
-        number: The number of the backward pass in the window.
-        total: How many there are.
-        wanted: How many are taken.
-
-    Returns:
-        ``[wanted]``, ascending.
-    """
+    """Return a random subset of ``wanted`` of ``total`` rows, ascending, fixed by the arguments."""
     seed = 0
     for part in (step, rank, number, total):
         seed = (seed * 1_000_003 + part + 1) % 2**63
@@ -67,10 +49,10 @@ class Sampler:
     """Takes some of the rows of every call of a window.
 
     Attributes:
-        draws: Whether it does; otherwise it takes all that are data.
+        draws: Whether rows are drawn; otherwise all that are data are taken.
 
     Args:
-        rows: The fraction of a call's rows that is taken, or their number; 1.0 takes all.
+        rows: The fraction of a call's rows, or their number; 1.0 takes all.
         rank: The rank.
     """
 
@@ -84,11 +66,7 @@ class Sampler:
         return f"Sampler({self._rows!r})"
 
     def begin(self, step: int) -> None:
-        """Begin a window.
-
-        Args:
-            step: Completed steps.
-        """
+        """Begin a window after so many completed steps."""
         self._step, self._indices, self._last = step, {}, None
 
     def take(
@@ -99,18 +77,14 @@ class Sampler:
         whole: bool,
         data: tuple[Tensor, Unit] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor, float]:
-        """Take some of the rows of a call.
+        """Return inputs and rows of a smaller call, and the multiplier of its moments.
 
-        Args:
-            helper: The helper.
-            call: Its inputs, or none, and the rows of its output's gradient.
-            number: The number of the backward pass in the window.
-            whole: Whether the rows of a sample must stay together.
-            data: Which rows or samples are data, and which of the two; None for all. The others
-                are never taken.
+        ``call`` has the inputs, or none, and the rows of the output gradient; ``number`` is that of
+        the backward pass. ``whole`` keeps the rows of a sample together; ``data`` are the rows or
+        samples that are not padding, None for all.
 
         Returns:
-            Inputs and rows of a smaller call, and what its moments are to be multiplied by.
+            The tensors, and the multiplier.
         """
         inputs, rows = call
         unit, total, size = _units(helper, rows, whole, data)
@@ -126,20 +100,6 @@ class Sampler:
             helper.take_rows(rows, index, unit),
             total / wanted,
         )
-
-    def taken(
-        self, helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
-    ) -> int:
-        """Return how many rows `take` takes of a call.
-
-        Args:
-            helper: The helper.
-            rows: The rows of its output's gradient.
-            whole: See `take`.
-            data: See `take`.
-        """
-        unit, total, size = _units(helper, rows, whole, data)
-        return size * (total if unit is None else self._wanted(total, size))
 
     def _index(
         self,

@@ -1,9 +1,8 @@
 """Denormal numbers: many processors compute with them in microcode, far slower.
 
 Saturated units may give factors with entries near zero, whose eigenvectors and products are full of
-denormals; `benchmarks/denormals.py` counts them, and what they cost. torch can flush them to zero,
-for good; here that is done for soframe's own arithmetic and undone afterwards, so that a user's
-code computes what it always did.
+denormals. torch can flush them to zero for good; here that is done for soframe's own arithmetic and
+undone afterwards, so that a user's code computes what it always did.
 
 The mode is a thread's own, and a new thread has that of its maker. So torch's threads are started
 before: else they would keep it for good. They stay in the user's mode, and what they compute of

@@ -61,11 +61,9 @@ class AttentionHelper(LayerHelper):
     ) -> None:
         super().__init__(module, weight=False, bias=False)
         self._weights, self._groups = dict(weights), groups
-        names = (weight, bias)
-        parameters = [None if name is None else parameter_of(module, name) for name in names]
-        self.weight, self.bias = parameters
-        pairs = zip(names, parameters, strict=True)
-        self._named = {n: p for n, p in pairs if n is not None and p is not None}
+        self._keys = (weight or "", bias or "")
+        self.weight = parameter_of(module, weight) if weight else None
+        self.bias = parameter_of(module, bias) if bias else None
         some = parameter_of(module, next(iter(self._weights)))
         assert some is not None
         self._into = some.shape[1]
@@ -73,7 +71,6 @@ class AttentionHelper(LayerHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if not isinstance(module, nn.MultiheadAttention):
             return f"{cls.__name__} serves nn.MultiheadAttention, not {type(module).__name__}"
         if module.bias_k is not None or module.bias_v is not None:
@@ -84,7 +81,6 @@ class AttentionHelper(LayerHelper):
 
     @classmethod
     def names(cls, module: nn.Module) -> tuple[str, ...]:
-        """See `LayerHelper.names`."""
         keys = ("in_proj_weight", *SEPARATE, "in_proj_bias", "out_proj.weight", "out_proj.bias")
         return tuple(key for key in keys if parameter_of(module, key) is not None)
 
@@ -92,7 +88,7 @@ class AttentionHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """See `LayerHelper.of`; a bias whose weight is frozen is in no block."""
+        """A bias whose weight is frozen is in no block."""
         made = []
         biased = "in_proj_bias" in trained and joint
         if "in_proj_weight" in trained:
@@ -115,8 +111,8 @@ class AttentionHelper(LayerHelper):
 
     @property
     def part(self) -> str:
-        """See `LayerHelper.part`: the name of the first parameter."""
-        return next(iter(self._named)).replace(".", "_")
+        """The name of the first parameter."""
+        return next(iter(self.parameters)).replace(".", "_")
 
     @property
     def groups(self) -> int:
@@ -125,34 +121,16 @@ class AttentionHelper(LayerHelper):
 
     @property
     def multiplies(self) -> bool:
-        """See `LayerHelper.multiplies`: a block of the projections' biases alone does not."""
+        """A block of the projections' biases alone does not."""
         return self.weight is not None
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`."""
         columns = self._into if self.weight is not None else 0
         return BlockShape(self._groups, self._out, columns + (self.bias is not None))
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See `LayerHelper.parameters`."""
-        return self._named
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See `LayerHelper.pack`."""
-        weight = [t for name, t in tensors.items() if name.endswith("weight")]
-        bias = [t for name, t in tensors.items() if name.endswith("bias")]
-        return self.to_matrix(weight[0] if weight else None, bias[0] if bias else None)
-
-    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """See `LayerHelper.unpack`."""
-        weight, bias = self.from_matrix(matrix)
-        pairs = ((n, weight if n.endswith("weight") else bias) for n in self._named)
-        return {name: tensor for name, tensor in pairs if tensor is not None}
-
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """See `LayerHelper.factor`: three projections may see rows of their own."""
+        """Three projections may see rows of their own."""
         if self._groups > 1 and spec.mean_over == "rows":
             return replace(spec, mean_over="group rows")
         return spec
@@ -162,19 +140,7 @@ class AttentionHelper(LayerHelper):
     def observe(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[InnerCall]:
-        """See `LayerHelper.observe`: the products that take the block's weights.
-
-        Args:
-            args: Positional arguments of the module's call.
-            kwargs: Its keyword arguments.
-            output: What it returned.
-
-        Returns:
-            The calls; none where nothing is differentiated.
-
-        Raises:
-            RuntimeError: If the graph does not show all of them.
-        """
+        """The products that take the block's weights."""
         first = output[0] if isinstance(output, tuple) else output
         weights = {name: parameter_of(self.module, name) for name in self._weights}
         trained = any(w is not None and w.requires_grad for w in weights.values())
@@ -221,23 +187,23 @@ class AttentionHelper(LayerHelper):
         )
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the same for all projections called, zeros for others."""
+        """The same for all projections called, zeros for others."""
         x, reaches = inputs
         rows = x.unsqueeze(0).expand(self._groups, *x.shape)
         return rows if bool(reaches.all()) else rows * _beside(reaches, x).view(-1, 1, 1, 1)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`: the projections are side by side in the features."""
+        """The projections are side by side in the features."""
         batch, shared, _ = grad_output.shape
         return grad_output.view(batch, shared, self._groups, self._out).permute(2, 0, 1, 3)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.block_rows`: projections that are not called have no ones either."""
+        """Projections that are not called have no ones either."""
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
         return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """See `LayerHelper.mask`: projections that are not called."""
+        """Projections that are not called."""
         reaches = inputs[1]
         if bool(reaches.all()):
             return None
@@ -245,7 +211,7 @@ class AttentionHelper(LayerHelper):
         return reached.view(-1, 1, 1).expand(output_rows.shape[:3])
 
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """See `LayerHelper.group_rows`: known without a look at the device."""
+        """Known without a look at the device."""
         reaches = inputs[1]
         _, batch, shared, _ = output_rows.shape
         return None if bool(reaches.all()) else reaches * (batch * shared)
@@ -253,14 +219,12 @@ class AttentionHelper(LayerHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`."""
         x, reaches = inputs
         if unit == "row":
             x = x.reshape(-1, 1, x.shape[-1])
         return x[index], reaches
 
     def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.mean_rows`."""
         rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
         return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
 
@@ -271,7 +235,7 @@ class AttentionHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.input_moment`: computed once, for all projections of the call."""
+        """Computed once, for all projections of the call."""
         if self._groups == 1:
             return super().input_moment(inputs, output_rows, total, scale)
         x, reaches = inputs

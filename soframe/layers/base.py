@@ -84,6 +84,7 @@ class LayerHelper(ABC):
     unit: ClassVar[Unit | None] = None
     transposed: ClassVar[bool] = False
     widens: ClassVar[bool] = False
+    _keys: tuple[str, str] = ("weight", "bias")  # their names in the module
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
@@ -256,8 +257,8 @@ class LayerHelper(ABC):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
-        named = {"weight": self.weight, "bias": self.bias}
-        return {name: p for name, p in named.items() if p is not None}
+        named = zip(self._keys, (self.weight, self.bias), strict=True)
+        return {name: p for name, p in named if p is not None}
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return the tensors of a call, however they were given.
@@ -282,7 +283,8 @@ class LayerHelper(ABC):
         Returns:
             ``[groups, out, in]``. By default what ``to_matrix`` makes of weight and bias.
         """
-        return self.to_matrix(tensors.get("weight"), tensors.get("bias"))
+        weight, bias = map(tensors.get, self._keys)
+        return self.to_matrix(weight, bias)
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
         """Undo ``pack``.
@@ -293,7 +295,7 @@ class LayerHelper(ABC):
         Returns:
             Views of the matrix in the shapes of the parameters, by name.
         """
-        named = zip(("weight", "bias"), self.from_matrix(matrix), strict=True)
+        named = zip(self._keys, self.from_matrix(matrix), strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -323,13 +325,15 @@ class LayerHelper(ABC):
             Views of the matrix in the shapes of the weight and the bias; None for those that are
             not part of the block.
         """
-        weight = bias = None
+        bias = None
         if self.bias is not None:
-            bias = matrix[:, :, -1].reshape(self.bias.shape)
-            matrix = matrix[:, :, :-1]
-        if self.weight is not None:
-            weight = matrix.reshape(self.weight.shape)
-        return weight, bias
+            bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
+        return (None if self.weight is None else self._weight_of(matrix)), bias
+
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        """Return the weight of a matrix without its bias column."""
+        assert self.weight is not None
+        return matrix.reshape(self.weight.shape)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the input rows of the block: those of the weight, then ones for the bias.
@@ -558,23 +562,12 @@ class LayerHelper(ABC):
 
 
 def widened(rows: Tensor) -> Tensor:
-    """Return something of the dtype and on the device that rows are summed in.
-
-    Args:
-        rows: The rows; of half precision perhaps.
-    """
+    """Return a tensor of the dtype and device in which rows are summed: not half precision."""
     return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
 
 
 def moment(rows: Tensor) -> Tensor:
-    """Return the sum of the outer products of rows: the plain twin of what helpers add up.
-
-    Args:
-        rows: ``[groups, batch, shared, features]``.
-
-    Returns:
-        ``[groups, features, features]``.
-    """
+    """Return the plain moment ``[groups, in, in]`` of rows ``[groups, batch, shared, in]``."""
     flat = rows.flatten(1, 2)
     if flat.shape[0] == 1:
         return (flat[0].T @ flat[0]).unsqueeze(0)

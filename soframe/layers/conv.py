@@ -61,7 +61,6 @@ class Conv2dHelper(LayerHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if not isinstance(module, nn.modules.conv._ConvNd):  # helpers of others may extend this one
             return f"{cls.__name__} serves convolutions, not {type(module).__name__}"
         if (len(module.kernel_size), module.transposed) != (cls.dimensions, cls.transposed):
@@ -75,26 +74,20 @@ class Conv2dHelper(LayerHelper):
         return self.module.groups
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See `LayerHelper.to_matrix`; a view where the weight is in channels_last."""
+        """A view where the weight is in channels_last."""
         return super().to_matrix(weight if weight is None else weight.movedim(1, -1), bias)
 
-    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See `LayerHelper.from_matrix`."""
-        bias = None
-        if self.bias is not None:
-            bias = matrix[:, :, -1].reshape(self.bias.shape)
-            matrix = matrix[:, :, :-1]
-        if self.weight is None:
-            return None, bias
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        assert self.weight is not None
         out, channels, *kernel = self.weight.shape
-        return matrix.reshape(out, *kernel, channels).movedim(-1, 1), bias
+        return matrix.reshape(out, *kernel, channels).movedim(-1, 1)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the plain way, which writes all patches out."""
+        """The plain way, which writes all patches out."""
         return patches(*self._image(*inputs))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`: a view, channels first or last."""
+        """A view, channels first or last."""
         g = self._batched(grad_output)
         groups = self.module.groups
         batch, channels, *locations = g.shape
@@ -108,7 +101,6 @@ class Conv2dHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.input_moment`."""
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
@@ -125,7 +117,7 @@ class Conv2dHelper(LayerHelper):
         return total
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.input_sum`: without patches."""
+        """Without patches."""
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
         x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
@@ -138,7 +130,6 @@ class Conv2dHelper(LayerHelper):
         return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
 
     def input_key(self) -> Hashable:
-        """See `LayerHelper.input_key`."""
         conv = self.module
         sizes = (conv.kernel_size, conv.stride, conv.dilation, conv.groups)
         padding = (conv.padding, conv.padding_mode, conv.output_padding)
@@ -188,7 +179,6 @@ class Conv3dHelper(Conv2dHelper):
     dimensions: ClassVar[int] = 3
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`."""
         rows = super().input_rows(*inputs)  # [groups, batch * last, the others, features]
         batch = len(self._batched(inputs[0]))
         by_sample: Tensor = rows.unflatten(1, (batch, -1))
@@ -217,31 +207,25 @@ class _Transposed(Conv2dHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`: the weight is ``[in, out / groups, kernel]``."""
+        """The weight is ``[in, out / groups, kernel]``."""
         conv = self.module
         columns = conv.weight.numel() // conv.out_channels if self.weight is not None else 0
         out = conv.out_channels // conv.groups
         return BlockShape(conv.groups, out, columns + (self.bias is not None))
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See `LayerHelper.to_matrix`; a view of the weight where there is one group."""
+        """A view of the weight where there is one group."""
         if weight is not None:
             weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
         return super().to_matrix(weight, bias)
 
-    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See `LayerHelper.from_matrix`; the weight of several groups is a copy."""
-        bias = None
-        if self.bias is not None:
-            bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
-        if self.weight is None:
-            return None, bias
-        kernel = self.module.kernel_size
-        weight = matrix.unflatten(2, (*kernel, -1)).movedim(-1, 1)
-        return weight.flatten(0, 1), bias
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        # Of several groups it is a copy.
+        weight: Tensor = matrix.unflatten(2, (*self.module.kernel_size, -1))
+        return weight.movedim(-1, 1).flatten(0, 1)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """See `LayerHelper.inputs`: with the padding of a call that names its output's size."""
+        """With the padding of a call that names its output's size."""
         bound = self._signature.bind(*args, **kwargs).arguments
         x, size = bound["input"], bound.get("output_size")
         if size is None:
@@ -261,11 +245,10 @@ class _Transposed(Conv2dHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`: the padding is that of all samples."""
+        """The padding is that of all samples."""
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`."""
         return super().input_rows(*inputs).flip(2)  # all axes are turned round
 
     def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:

@@ -29,7 +29,6 @@ class TransposedLinearHelper(LinearHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if (why := super().unsupported(module)) is not None:
             return why
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -39,19 +38,14 @@ class TransposedLinearHelper(LinearHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`: the weight, transposed."""
+        """The weight, transposed."""
         assert self._full_weight is not None
         into, out = self._full_weight.shape
         columns = into if self.weight is not None else 0
         return BlockShape(1, out, columns + (self.bias is not None))
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See `LayerHelper.to_matrix`."""
         return super().to_matrix(None if weight is None else weight.T, bias)
 
-    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See `LayerHelper.from_matrix`."""
-        bias = None
-        if self.bias is not None:
-            bias, matrix = matrix[0, :, -1], matrix[:, :, :-1]
-        return (None if self.weight is None else matrix[0].T), bias
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T

@@ -43,7 +43,6 @@ class EmbeddingHelper(LayerHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if getattr(module, "sparse", False):
             return "sparse=True makes sparse gradients; build it with sparse=False to have a block"
         if getattr(module, "max_norm", None) is not None:
@@ -54,20 +53,18 @@ class EmbeddingHelper(LayerHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`: the table, transposed."""
+        """The table, transposed."""
         return BlockShape(1, self.module.embedding_dim, self.module.num_embeddings)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See `LayerHelper.to_matrix`: a view."""
         assert weight is not None
         return weight.T.unsqueeze(0)
 
-    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See `LayerHelper.from_matrix`: a view."""
-        return matrix[0].T, None
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """See `LayerHelper.factor`: that of the inputs' side is diagonal."""
+        """That of the inputs' side is diagonal."""
         if spec.captured and spec.side == "right" and spec.kind == "psd":
             return replace(spec, kind="diagonal")
         if spec.mean_over == "rows" and self.module.padding_idx is not None:
@@ -75,7 +72,7 @@ class EmbeddingHelper(LayerHelper):
         return spec
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: one-hot rows, and zeros for padding; the plain way."""
+        """One-hot rows, and zeros for padding; the plain way."""
         indices = _rows(inputs[0])
         rows = F.one_hot(indices.long(), self.module.num_embeddings)
         if self.module.padding_idx is not None:
@@ -83,14 +80,13 @@ class EmbeddingHelper(LayerHelper):
         return rows.unsqueeze(0)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         if grad_output.dim() == 1:
             return grad_output.view(1, 1, 1, -1)
         batch, *positions, features = grad_output.shape
         return grad_output.reshape(1, batch, torch.Size(positions).numel(), features)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """See `LayerHelper.mask`: padding reaches nothing."""
+        """Padding reaches nothing."""
         if self.module.padding_idx is None:
             return None
         return (_rows(inputs[0]) != self.module.padding_idx).unsqueeze(0)
@@ -98,7 +94,6 @@ class EmbeddingHelper(LayerHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`."""
         (x,) = inputs
         return (x[index],) if unit == "sample" else (x.flatten()[index],)
 
@@ -109,7 +104,7 @@ class EmbeddingHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.input_moment`: the diagonal ``[1, num_embeddings]``, counts."""
+        """The diagonal ``[1, num_embeddings]``, counts."""
         indices = inputs[0].flatten()
         return self._added(indices, output_rows.new_ones(len(indices)), total, scale)
 
@@ -120,19 +115,7 @@ class EmbeddingHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.mean_moment`: ``(count / positions)^2``, added up over samples.
-
-        It is the diagonal alone: means of one-hot rows are not orthogonal.
-
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of its output's gradient.
-            total: What is added to, in place; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            ``[1, num_embeddings]``.
-        """
+        """``(count / positions)^2``, added up over samples."""
         indices = _rows(inputs[0])
         size, positions = self.module.num_embeddings, max(1, indices.shape[1])
         sample = torch.arange(len(indices), device=indices.device).unsqueeze(1)
@@ -141,7 +124,7 @@ class EmbeddingHelper(LayerHelper):
         return self._added(both % size, values, total, scale)
 
     def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.squared_gradients`: of the indices that occur, sample by sample."""
+        """Of the indices that occur, sample by sample."""
         indices, sums = self._columns(inputs, output_rows)
         squares = sums.new_zeros(self.module.num_embeddings, sums.shape[1])
         squares.index_add_(0, indices, sums.square())
@@ -150,14 +133,14 @@ class EmbeddingHelper(LayerHelper):
     def sample_moments(
         self, inputs: tuple[Tensor, ...], output_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `LayerHelper.sample_moments`: of the indices' side the diagonal."""
+        """Of the indices' side the diagonal."""
         indices, sums = self._columns(inputs, output_rows)
         lengths = sums.square().sum(1)
         right = lengths.new_zeros(self.module.num_embeddings).index_add_(0, indices, lengths)
         return (sums.T @ sums).unsqueeze(0), right.unsqueeze(0)
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.input_sum`: counts."""
+        """Counts."""
         return self.input_moment(inputs, output_rows)
 
     def _columns(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +177,6 @@ class EmbeddingHelper(LayerHelper):
         return counts if total is None else total.add_(counts)
 
     def input_key(self) -> Hashable:
-        """See `LayerHelper.input_key`."""
         return type(self), self.module.num_embeddings, self.module.padding_idx
 
 
@@ -211,18 +193,17 @@ class EmbeddingBagHelper(EmbeddingHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if getattr(module, "mode", None) == "max":
             return "mode='max' is not linear in the table, which 'sum' and 'mean' are"
         return super().unsupported(module)
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """See `LayerHelper.factor`: empty bags reach nothing."""
+        """Empty bags reach nothing."""
         spec = super().factor(spec)
         return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """See `LayerHelper.inputs`: entries, weights and sizes, however bags were given."""
+        """Entries, weights and sizes, however bags were given."""
         given = self._signature.bind(*args, **kwargs).arguments
         indices, offsets = given["input"], given.get("offsets")
         weights = given.get("per_sample_weights")
@@ -245,14 +226,14 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return indices, weights, sizes
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: weighted sums of one-hot rows; the plain way."""
+        """Weighted sums of one-hot rows; the plain way."""
         indices, weights, sizes = inputs
         rows = weights.new_zeros(len(sizes), self.module.num_embeddings)
         rows.index_put_((_bags(sizes, len(indices)), indices), weights, accumulate=True)
         return rows.view(1, len(sizes), 1, -1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.mask`: bags without entries, or with padding alone, reach nothing."""
+        """Bags without entries, or with padding alone, reach nothing."""
         _, weights, sizes = inputs
         entries = (weights != 0).long()
         counts = entries.new_zeros(len(sizes)).index_add_(0, _bags(sizes, len(entries)), entries)
@@ -261,7 +242,6 @@ class EmbeddingBagHelper(EmbeddingHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`."""
         indices, weights, sizes = inputs
         taken, starts = sizes[index], sizes.cumsum(0) - sizes
         shift = starts[index] - (taken.cumsum(0) - taken)
@@ -276,7 +256,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.input_moment`: the diagonal ``[1, num_embeddings]``."""
+        """The diagonal ``[1, num_embeddings]``."""
         indices, weights, sizes = inputs
         size = self.module.num_embeddings
         both, place = (indices + _bags(sizes, len(indices)) * size).unique(return_inverse=True)
@@ -285,7 +265,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return self._added(both % size, values.square(), total, scale)
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.input_sum`: the weights of each index."""
+        """The weights of each index."""
         indices, weights, _ = inputs
         return self._added(indices, weights.to(output_rows.dtype), None, 1.0)
 
@@ -296,7 +276,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.mean_moment`: the same, for a bag has one position."""
+        """The same, for a bag has one position."""
         return self.input_moment(inputs, output_rows, total, scale)
 
     def _entries(
@@ -308,7 +288,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return bags, indices, output_rows[0, bags, 0] * weights
 
     def input_key(self) -> None:
-        """See `LayerHelper.input_key`: entries of a call are tensors of that call."""
+        """Entries of a call are tensors of that call."""
         return
 
 

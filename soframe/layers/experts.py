@@ -21,11 +21,7 @@ __all__ = ["ExpertsHelper", "are_experts"]
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether parameters of a module have one matrix for each expert.
-
-    Args:
-        module: The module. Those of the package transformers have the word in the class's name.
-    """
+    """Return whether a module of the package transformers has one matrix for each expert."""
     kind = type(module)
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
 
@@ -49,10 +45,10 @@ class ExpertsHelper(LayerHelper):
         super().__init__(module, weight=weight, bias=bias)
         self._experts = module.get_parameter(self.parameter)
         self.weight, self.bias = self._experts, None
+        self._keys = (self.parameter, "")
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         experts = module._parameters.get(cls.parameter)
         if experts is None or experts.dim() != 3:
             what = "no" if experts is None else f"{experts.dim()}-dimensional"
@@ -69,12 +65,11 @@ class ExpertsHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """See `LayerHelper.of`: one block."""
+        """One block."""
         return [cls(module)] if cls.parameter in trained else []
 
     @classmethod
     def names(cls, module: nn.Module) -> tuple[str, ...]:
-        """See `LayerHelper.names`."""
         return (cls.parameter,)
 
     @property
@@ -84,36 +79,27 @@ class ExpertsHelper(LayerHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`."""
         experts, out, into = self._experts.shape
         return BlockShape(experts, into, out) if self.transposed else BlockShape(experts, out, into)
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See `LayerHelper.parameters`."""
-        return {self.parameter: self._experts}
-
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See `LayerHelper.pack`: a view."""
         tensor = tensors[self.parameter]
         return tensor.mT if self.transposed else tensor
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """See `LayerHelper.unpack`: a view."""
         return {self.parameter: matrix.mT if self.transposed else matrix}
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """See `LayerHelper.factor`: means over rows are those over the rows of each expert."""
+        """Means over rows are those over the rows of each expert."""
         return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """See `LayerHelper.mask`: rows of zeros are padding."""
+        """Rows of zeros are padding."""
         return (self.input_rows(*inputs) != 0).any(3)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the rows of an expert are the batch of its group."""
+        """The rows of an expert are the batch of its group."""
         return inputs[0].unsqueeze(2)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return grad_output.unsqueeze(2)

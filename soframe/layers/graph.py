@@ -35,16 +35,10 @@ VIEWS = {
 def products(
     start: Any, weights: Mapping[int, int], out: int, given: Sequence[Tensor]
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield the products that take weights, from the output of a module up to its inputs.
+    """Yield the node of each product of a weight, its first group and the number of its groups.
 
-    Args:
-        start: The node of the output.
-        weights: The weights by ``id``, with the first of their groups.
-        out: The rows of the weight of one projection.
-        given: What the module was called with.
-
-    Yields:
-        The node, the first of its groups and how many they are.
+    The search goes from the node of the output up to the tensors that were given to the module.
+    ``weights`` has the first group of each weight by its id, ``out`` the rows of one projection.
     """
     ends = [x.grad_fn for x in given if x.grad_fn is not None]
     seen: set[Any] = {*ends}  # the nodes themselves: others might get their addresses

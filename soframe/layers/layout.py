@@ -63,15 +63,12 @@ class PlainLayout:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See `Layout.parameters`: one."""
         return {self._name: self._parameter}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See `Layout.pack`: a view."""
         return tensors[self._name].reshape(tuple(self.shape))
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """See `Layout.unpack`: a view."""
         return {self._name: matrix.reshape(self._parameter.shape)}
 
 
@@ -115,30 +112,21 @@ class CutLayout:
 
     @property
     def module(self) -> nn.Module:
-        """See `Layout.module`."""
         return self._layout.module
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See `Layout.parameters`."""
         return self._layout.parameters
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See `Layout.pack`."""
         return self._layout.pack(tensors).reshape(tuple(self.shape))
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """See `Layout.unpack`."""
         return self._layout.unpack(matrix.reshape(tuple(self._layout.shape)))
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return what a module has under a name now, which may be dotted.
-
-    Args:
-        module: The module.
-        name: ``"weight"``, or ``"out_proj.weight"`` for that of a submodule.
-    """
+    """Return the parameter that a module has now; ``"out_proj.weight"`` is a submodule's."""
     if "." not in name:
         return module._parameters.get(name)
     path, _, last = name.rpartition(".")

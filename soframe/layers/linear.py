@@ -20,31 +20,26 @@ class LinearHelper(LayerHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() != 2:
             return f"{cls.__name__} serves matrices, and its weight has {weight.dim()} dimensions"
         return super().unsupported(module)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`."""
         return _rows(inputs[0])
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return _rows(grad_output)
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`."""
         (x,) = inputs
         if unit == "sample":
             return (x[index],)
         return (x.reshape(-1, x.shape[-1])[index],)
 
     def input_key(self) -> Hashable:
-        """See `LayerHelper.input_key`."""
         return type(self), self.weight is not None, self.bias is not None
 
 

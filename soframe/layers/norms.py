@@ -31,7 +31,10 @@ __all__ = [
 
 
 class NormHelper(LayerHelper):
-    """A normalisation: a subclass says how to normalise, and where the features are."""
+    """A normalisation: a subclass says how to normalise, and where the features are.
+
+    ``input_rows`` of each is the normalised input, in float32 at least.
+    """
 
     @property
     def groups(self) -> int:
@@ -41,11 +44,10 @@ class NormHelper(LayerHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`: a scale, a shift or both for each feature."""
+        """A scale, a shift or both for each feature."""
         return BlockShape(self.groups, 1, (self.weight is not None) + (self.bias is not None))
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See `LayerHelper.to_matrix`."""
         return super().to_matrix(None if weight is None else weight.flatten(), bias)
 
     def input_moment(
@@ -55,7 +57,7 @@ class NormHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """See `LayerHelper.input_moment`: sums of squares, with no tensor besides the rows."""
+        """Sums of squares, with no tensor besides the rows."""
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         rows = self._weight_rows(inputs, output_rows)
@@ -77,19 +79,16 @@ class LayerNormHelper(NormHelper):
     unit: ClassVar[Unit | None] = "row"
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         module = self.module
         x = _wide(inputs[0])
         return self._rows(F.layer_norm(x, module.normalized_shape, eps=module.eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return self._rows(grad_output)
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`."""
         (x,) = inputs
         if unit == "row":
             x = x.reshape(-1, *self._features)
@@ -114,7 +113,6 @@ class RMSNormHelper(LayerNormHelper):
     module: nn.RMSNorm  # type: ignore[assignment]  # it has what is asked of a LayerNorm
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         module = self.module
         x = _wide(inputs[0])
         shape = list(module.normalized_shape)
@@ -146,13 +144,11 @@ class LanguageModelRMSNormHelper(LayerNormHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if not isinstance(getattr(module, "variance_epsilon", None), float):
             return f"{cls.__name__} needs variance_epsilon, a number"
         return super().unsupported(module)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         x = _wide(inputs[0])
         epsilon = float(getattr(self.module, "variance_epsilon"))  # noqa: B009  # of no torch type
         return self._rows(F.rms_norm(x, list(x.shape[-1:]), eps=epsilon))
@@ -166,12 +162,10 @@ class GroupNormHelper(NormHelper):
     unit: ClassVar[Unit | None] = "sample"
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         module = self.module
         return _channels(F.group_norm(_wide(inputs[0]), module.num_groups, eps=module.eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return _channels(grad_output)
 
 
@@ -191,13 +185,13 @@ class BatchNormHelper(NormHelper):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`: statistics of other ranks cannot be seen."""
+        """Statistics of other ranks cannot be seen."""
         if isinstance(module, nn.SyncBatchNorm):
             return f"{cls.__name__} normalises with the statistics of one rank, not of all of them"
         return super().unsupported(module)
 
     def inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, ...]:
-        """See `LayerHelper.inputs`: with the running statistics, if these were used."""
+        """With the running statistics, if these were used."""
         inputs = super().inputs(args, kwargs)
         module = self.module
         if module.training or module.running_mean is None or module.running_var is None:
@@ -206,14 +200,12 @@ class BatchNormHelper(NormHelper):
         return (*inputs, module.running_mean, module.running_var)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         x, *running = inputs
         x = _wide(x)
         mean, variance = (r.to(x.dtype) for r in running) if running else (None, None)
         return _channels(F.batch_norm(x, mean, variance, training=not running, eps=self.module.eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return _channels(grad_output)
 
 
@@ -225,7 +217,6 @@ class InstanceNormHelper(BatchNormHelper):
     unit: ClassVar[Unit | None] = "sample"
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`: the normalised input, in float32 at least."""
         x, *running = inputs
         x = self._batched(_wide(x))
         mean, variance = (r.to(x.dtype) for r in running) if running else (None, None)
@@ -233,13 +224,12 @@ class InstanceNormHelper(BatchNormHelper):
         return _channels(F.instance_norm(x, mean, variance, use_input_stats=not running, eps=eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return _channels(self._batched(grad_output))
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """See `LayerHelper.take_inputs`: running statistics are those of all samples."""
+        """Running statistics are those of all samples."""
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def _batched(self, x: Tensor) -> Tensor:

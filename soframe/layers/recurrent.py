@@ -11,7 +11,7 @@ Whole layers, ``nn.LSTM`` and its like, are one kernel on most devices, which sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,13 +40,12 @@ class RecurrentCellHelper(LayerHelper):
 
     def __init__(self, module: nn.Module, *, part: str, bias: bool) -> None:
         super().__init__(module, weight=False, bias=False)
-        self._part = part
+        self._part, self._keys = part, (f"weight_{part}", f"bias_{part}")
         self.weight = self._full_weight = module._parameters[f"weight_{part}"]
         self.bias = module._parameters[f"bias_{part}"] if bias else None
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """See `LayerHelper.unsupported`."""
         if not isinstance(module, nn.RNNCellBase):
             return f"{cls.__name__} serves recurrent cells, not {type(module).__name__}"
         if not {"weight_ih", "weight_hh"} <= set(module._parameters):
@@ -55,14 +54,13 @@ class RecurrentCellHelper(LayerHelper):
 
     @classmethod
     def names(cls, module: nn.Module) -> tuple[str, ...]:
-        """See `LayerHelper.names`."""
         return tuple(name for name, p in module._parameters.items() if p is not None)
 
     @classmethod
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """See `LayerHelper.of`; a bias whose weight is frozen is in no block."""
+        """A bias whose weight is frozen is in no block."""
         return [
             cls(module, part=part, bias=joint and f"bias_{part}" in trained)
             for part in ("ih", "hh")
@@ -71,48 +69,20 @@ class RecurrentCellHelper(LayerHelper):
 
     @property
     def part(self) -> str:
-        """See `LayerHelper.part`: the name of the weight."""
+        """The name of the weight."""
         return f"weight_{self._part}"
 
     @property
     def shape(self) -> BlockShape:
-        """See `LayerHelper.shape`: all gates below one another."""
+        """All gates below one another."""
         assert self.weight is not None
         out, into = self.weight.shape
         return BlockShape(1, out, into + (self.bias is not None))
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See `LayerHelper.parameters`."""
-        both = {f"weight_{self._part}": self.weight, f"bias_{self._part}": self.bias}
-        return {name: p for name, p in both.items() if p is not None}
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See `LayerHelper.pack`."""
-        part = self._part
-        return self.to_matrix(tensors.get(f"weight_{part}"), tensors.get(f"bias_{part}"))
-
-    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """See `LayerHelper.unpack`."""
-        named = zip(self.parameters, self.from_matrix(matrix), strict=False)
-        return {name: tensor for name, tensor in named if tensor is not None}
-
     def observe(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[InnerCall]:
-        """See `LayerHelper.observe`: the product that takes the block's weight.
-
-        Args:
-            args: Positional arguments of the cell's call.
-            kwargs: Its keyword arguments.
-            output: What it returned.
-
-        Returns:
-            The call; none where nothing is differentiated.
-
-        Raises:
-            RuntimeError: If the graph does not show the product.
-        """
+        """The product that takes the block's weight."""
         first = output[0] if isinstance(output, tuple) else output
         weight = self.weight
         if weight is None or not (first.requires_grad and weight.requires_grad):
@@ -133,20 +103,14 @@ class RecurrentCellHelper(LayerHelper):
         return calls
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """See `LayerHelper.input_rows`."""
         return inputs[0].unsqueeze(1).unsqueeze(0)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """See `LayerHelper.output_rows`."""
         return grad_output.unsqueeze(1).unsqueeze(0)
 
 
 def without_helper(module: nn.Module) -> str | None:
-    """Return why there is no helper for a recurrent layer, and what to do; None for others.
-
-    Args:
-        module: The module.
-    """
+    """Return why there is no helper for a recurrent layer, and what to do; None for others."""
     if not isinstance(module, nn.RNNBase):
         return None
     return (

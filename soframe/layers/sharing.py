@@ -18,12 +18,7 @@ from soframe.layers.base import LayerHelper
 
 
 def content(tensors: Sequence[Tensor]) -> Hashable:
-    """Return what is the same for tensors with the same elements in the same memory.
-
-    Args:
-        tensors: The tensors. Another write to one of them changes what is returned; once one is
-            gone, others may get its address: keep `memory` beside.
-    """
+    """Return a key of the memory and version of tensors, valid while `memory` of them is held."""
     return tuple(
         (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         for x in tensors
@@ -31,11 +26,7 @@ def content(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def memory(tensors: Sequence[Tensor]) -> tuple[StorageWeakRef, ...]:
-    """Return what keeps no data of tensors, but their addresses from being those of others.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Return weak references to the storages, so that a freed address is not taken for theirs."""
     return tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
 
 
@@ -64,18 +55,7 @@ class SharedInputs:
         total: Tensor | None,
         scale: float,
     ) -> Tensor:
-        """Do what ``helper.input_moment`` does.
-
-        Args:
-            helper: The helper.
-            inputs: The tensors of the call.
-            output_rows: The rows of its output gradient.
-            total: What is added to; None for zeros.
-            scale: The multiplier, not zero.
-
-        Returns:
-            The sum. It is ``total`` if that was given.
-        """
+        """Compute ``helper.input_moment``, or copy it from the call before; scale is not zero."""
         input_key = helper.input_key()
         if input_key is None:
             return helper.input_moment(inputs, output_rows, total, scale)
@@ -93,36 +73,5 @@ class SharedInputs:
         return total
 
     def forget(self) -> None:
-        """Let go of the last call."""
+        """Drop the last call."""
         self._known = None
-
-
-class Together:
-    """Notes which layers are called with the very same tensors, one after another.
-
-    Attributes:
-        first: For layers that share their input the first one that was called with it.
-    """
-
-    def __init__(self) -> None:
-        self.first: dict[LayerHelper, LayerHelper] = {}
-        self._last: tuple[Hashable, tuple[StorageWeakRef, ...], LayerHelper] | None = None
-
-    def note(self, helper: LayerHelper, inputs: Sequence[Tensor]) -> None:
-        """Take note of a call.
-
-        Args:
-            helper: The helper of the module that is called.
-            inputs: What it is called with; of distributed tensors this rank's parts.
-        """
-        key, last = helper.input_key(), self._last
-        if key is None:
-            self._last = None
-            return
-        now = (key, content(inputs))
-        if last is not None and last[0] == now:
-            first = last[2]
-            if helper is not first:
-                self.first.setdefault(helper, first)
-            return
-        self._last = (now, memory(inputs), helper)

@@ -23,12 +23,12 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, Passes, Samples
-from soframe.capture.hooks import Capture, Probe
+from soframe.capture.hooks import Capture, LayerCall, Probe
 from soframe.capture.sampling import Sampler
 from soframe.kernels.devices import sent
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper, Unit
-from soframe.layers.sharing import SharedInputs, Together
+from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Scale
@@ -150,13 +150,11 @@ class Statistics:
     def _expect(self, due: Iterable[Block]) -> None:
         """Let the capture keep what blocks need."""
         self.due = frozenset(block for block in due if block.captured)
-        every = sum(bool(block.captured) for block in self._blocks)
         helpers = self._block_of if self.due else ()
         self._capture.expect(
             enabled=bool(self.due),
             counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
             idle=frozenset(h for h in helpers if self._block_of[h] not in self.due),
-            together=Together() if len(self.due) == every else None,
         )
 
     def _wants_inputs(self, helper: LayerHelper) -> bool:
@@ -164,48 +162,19 @@ class Statistics:
         block = self._block_of[helper]
         return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
 
-    def _take(
-        self,
-        helper: LayerHelper,
-        inputs: tuple[Tensor, ...],
-        gradient: Tensor,
-        number: int,
-        probe: Probe | None = None,
-        said: Batch | None = None,
-        earlier: int | None = None,
-    ) -> None:
+    def _take(self, call: LayerCall) -> None:
         """Add one call, in the phase of accumulation."""
         with self._backend.phases("accumulate"):
-            self.add(helper, inputs, gradient, number, probe, said, earlier)
+            self.add(call)
 
-    def add(
-        self,
-        helper: LayerHelper,
-        inputs: tuple[Tensor, ...],
-        gradient: Tensor,
-        number: int,
-        probe: Probe | None = None,
-        said: Batch | None = None,
-        earlier: int | None = None,
-    ) -> None:
-        """Add one call.
-
-        Args:
-            helper: The helper of the module that was called.
-            inputs: What it was called with.
-            gradient: The gradient of its output.
-            number: The number of the backward pass within the window.
-            probe: The probe that the gradient comes from, if it is not the loss's.
-            said: What is known of the forward pass.
-            earlier: The number of a backward pass that went through the same call before.
-
-        Raises:
-            ValueError: If the helper's rows are none.
-        """
+    def add(self, call: LayerCall) -> None:
+        """Add one call; raise ValueError if the helper's rows have another shape than they must."""
+        helper, inputs, gradient = call.helper, call.inputs, call.gradient
+        number, probe, said = call.number, call.probe, call.batch
         if self._loss_scales and number not in self._loss_scales and self._given_up():
             self._forget()
         block = self._block_of[helper]
-        if earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
+        if call.earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
             self._passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
@@ -231,8 +200,7 @@ class Statistics:
             return
         data = self._data(block, helper, rows, said)
         data_left = _left(data, batch, shared)
-        told = None if said is None else said.terms
-        told = told if probe is None else probe.samples
+        told = said.terms if probe is None else probe.samples
         samples = self._passes.enter(number, block.name, data_left, told, said)
         self._parts[number] = self._part_of[block]
         shared = 1 if block.method.reduces else shared
@@ -242,8 +210,6 @@ class Statistics:
         if probe is None or probe.first:
             left = _left(data, batch, shared)[1]
             block.record.counts.add(number, samples, left, each)
-            if self._samples == "positions":
-                self._passes.note(number, block.name, helper)
         if number not in self._loss_scales:
             self._loss_scales[number] = self._grad_scale()
         factors = self._gathered(block)
@@ -321,17 +287,17 @@ class Statistics:
             self._passes.fail(error)
 
     def _data(
-        self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch | None
+        self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch
     ) -> tuple[Tensor, Unit] | None:
         """Return which rows or samples of a call are data; None for all."""
-        if self._capture.told and said is not None and not said.declared:
+        if self._capture.told and not said.declared:
             self._passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
                     f"it is used, call it before the forward pass of every micro-batch"
                 )
             )
-        if said is None or said.rows is None:
+        if said.rows is None:
             return None
         is_data = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
         if is_data is None:
@@ -353,20 +319,10 @@ class Statistics:
         return is_data
 
     def require_counted(self) -> None:
-        """Check that the samples of the window could be counted.
-
-        See `Passes.require_counted` and, for a warning, `Passes.look_at`.
-        """
+        """Check that the samples of the window could be counted; see `Passes.require_counted`."""
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
-        if len(self._passes.samples) > 1:
-            for part in set(self._parts.values()):
-                self._passes.look_at(
-                    (block.name, block.record.counts.samples)
-                    for block in self._blocks
-                    if self._part_of[block] == part
-                )
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""

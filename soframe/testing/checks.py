@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe.capture.counting import Batch
-from soframe.capture.hooks import Capture, Probe
+from soframe.capture.hooks import Capture, LayerCall
 from soframe.comm.recording import Event, Recording
 from soframe.layers.base import BlockShape, LayerHelper, Unit, moment
 from soframe.layers.layout import parameter_of
@@ -157,17 +156,8 @@ class _Case:
         each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
         now = 0
 
-        def sink(
-            helper: LayerHelper,
-            inputs: tuple[Tensor, ...],
-            gradient: Tensor,
-            number: int,
-            probe: Probe | None = None,
-            said: Batch | None = None,
-            earlier: int | None = None,
-        ) -> None:
-            del number, probe, said, earlier
-            each[now][helper].append((inputs, gradient))
+        def sink(call: LayerCall) -> None:
+            each[now][call.helper].append((call.inputs, call.gradient))
 
         capture = Capture()
         capture.listen(sink, dict.fromkeys(made, "module"), frozenset(made))

@@ -1,11 +1,8 @@
-"""A loss that is scaled: what is refused, and what is seen of a scale that nobody told of."""
+"""A loss that is scaled: the scale that is read, and what is refused."""
 
 from __future__ import annotations
 
-import gc
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from soframe import Optimizer, Preconditioner
-from soframe.capture import loss_scale
-from soframe.testing import compare
+from soframe import Optimizer
 from tests.capture.kit import Case, precondition, snapshot, softplus, vectors
 from tests.capture.test_mixed_precision import CalledTwice, assert_close, unscaled_training
 from tests.distributed.harness import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _no_scalers_of_other_tests() -> None:
-    gc.collect()
 
 
 def scaler_of(**options: Any) -> torch.amp.GradScaler:
@@ -323,114 +313,24 @@ def test_an_error_of_one_rank_is_one_of_all(what: str, message: str) -> None:
     assert f"rank 1: {message}" in first
 
 
-# -- a scaler that nobody told of --------------------------------------------------------------
+# -- a scaler that was not given ---------------------------------------------------------------
 
 
-@pytest.fixture
-def noted_warnings() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        yield noted
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, Own])
-def test_a_scaler_that_unscales_for_this_optimizer_is_refused(kind: Any) -> None:
-    model, optimizer = build()
-    own = Preconditioner(model, optimizer=optimizer)
-    scaler = kind("cpu")
-    for _ in range(2):
-        backward(model, scaler.scale)
-        scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match=r"was not given it.*pass grad_scaler=scaler"):
+def test_float16_autocast_without_a_scaler_is_refused() -> None:
+    """Not one that has bfloat16, nor one that says that its loss is not scaled."""
+    for dtype, options in (
+        (torch.float16, {}),
+        (torch.bfloat16, {}),
+        (torch.float16, {"grad_scaler": lambda: 1.0}),
+    ):
+        model = nn.Linear(3, 2)
+        own: Any = precondition(model, **options)
+        with torch.autocast("cpu", dtype):
+            loss = softplus(model(torch.ones(4, 3)))
+        loss.backward()
+        if options or dtype is torch.bfloat16:
             own.step()
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_scaler_that_is_used_meanwhile_is_told_of_once(
-    known: bool, noted_warnings: list[warnings.WarningMessage]
-) -> None:
-    """Without unscaling; nobody can know that it is not another model's."""
-    model, optimizer = build()
-    own = precondition(model, **({"optimizer": optimizer} if known else {}))
-    scaler = scaler_of()
-    for _ in range(4):
-        optimizer.zero_grad()
-        backward(model, scaler.scale)
-        own.step()
-        scaler.step(optimizer)
-        scaler.update()
-    found = [str(one.message) for one in noted_warnings]
-    assert len(found) == 1
-    assert "pass grad_scaler=scaler, and call scaler.unscale_(optimizer)" in found[0]
-    assert noted_warnings[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    "case", ["told", "disabled", "stale", "scaled before", "of another optimizer", "dead"]
-)
-def test_no_false_alarm(case: str) -> None:
-    """Warnings are errors here."""
-    model, optimizer = build()
-    others, steps_others = build()
-    scaler = scaler_of(enabled=case != "disabled")
-
-    def train_others() -> None:
-        backward(others, scaler.scale)
-        scaler.unscale_(steps_others)
-        scaler.step(steps_others)
-        scaler.update()
-
-    if case == "scaled before":
-        train_others()
-    if case == "of another optimizer":  # before the first step, and never again
-        backward(others, scaler.scale)
-        scaler.unscale_(steps_others)
-    options: Any = {"grad_scaler": lambda: 1.0} if case == "told" else {}
-    own = precondition(model, optimizer=optimizer, **options)
-    if case == "dead":
-        train_others()
-        del scaler, train_others
-    for _ in range(3):
-        if case in ("told", "disabled"):
-            train_others()
-        optimizer.zero_grad()
-        backward(model)
-        own.step()
-        optimizer.step()
-
-
-def test_looking_for_scalers_ends() -> None:
-    model, _ = build()
-    own = precondition(model)
-    for _ in range(3):
-        model.zero_grad()
-        backward(model)
-        own.step()
-    scaler = scaler_of()  # too late: it would take milliseconds at every step
-    for _ in range(2):
-        model.zero_grad()
-        backward(model, scaler.scale)
-        own.step()
-        scaler.update(scaler.get_scale())
-    assert not own._loss_scale._others
-    compare(torch.tensor(own._loss_scale._looks), torch.tensor(2), "looks")
-
-
-def test_all_objects_are_gone_through_once_while_there_is_no_scaler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gc.collect()
-    times: list[int] = []
-    through_all = gc.get_referrers
-    monkeypatch.setattr(gc, "get_referrers", lambda *of: times.append(1) or through_all(*of))
-    monkeypatch.setattr(loss_scale, "_NO_SCALER_AT", {})
-    for _ in range(5):
-        assert not loss_scale._live_scalers()
-    assert len(times) == 1
-    for kind in (torch.amp.GradScaler, Own):
-        scaler = kind("cpu", enabled=True)
-        assert loss_scale._live_scalers() == [scaler]
-        del scaler
-        assert not loss_scale._live_scalers()
+        else:
+            with pytest.raises(RuntimeError, match=r"float16 autocast.*Pass grad_scaler=scaler"):
+                own.step()
+        own.close()

@@ -54,7 +54,7 @@ def low(dtype: torch.dtype, train: Any = autocast, **options: Any) -> Case:
 
 CASES = {
     "bfloat16": low(torch.bfloat16),
-    "float16": low(torch.float16),
+    "float16": low(torch.float16, options={"grad_scaler": lambda: 1.0}),
     "bfloat16 sequences": low(torch.bfloat16, data=sequences),
     "backward within autocast": low(torch.bfloat16, autocast_around_backward),
     "float32": Case(CalledTwice, dtype=torch.float32),
@@ -90,7 +90,7 @@ def test_dtype_of_factors(
     factors: torch.dtype,
 ) -> None:
     network = CalledTwice().to(model)
-    preconditioner = precondition(network, dtype=wanted)
+    preconditioner = precondition(network, dtype=wanted, grad_scaler=lambda: 1.0)
     x = vectors(0).to(model)
     if autocast_dtype is None:
         softplus(network(x)).backward()
@@ -388,7 +388,14 @@ def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
         torch.manual_seed(0)
         model = Halved()
         own = Preconditioner(
-            model, method, lr=0.1, layers=layers, statistics_every=1, solve_every=2, damping=0.1
+            model,
+            method,
+            lr=0.1,
+            layers=layers,
+            statistics_every=1,
+            solve_every=2,
+            damping=0.1,
+            grad_scaler=lambda: 1.0,
         )
         for step in range(3):
             x = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(step))

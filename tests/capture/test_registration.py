@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
+from soframe.layers import LinearHelper
 from soframe.testing import compare
 from tests.capture import kit
 from tests.capture.kit import (
@@ -234,7 +236,8 @@ class Pair(nn.Linear):
 
 def test_layer_that_returns_no_tensor_is_named() -> None:
     model = Case(Recurrent).build()
-    preconditioner = precondition(model)  # its hooks live as long as it does
+    # Its hooks live as long as it does.
+    preconditioner = precondition(model, layers={"first": LinearHelper})
     with pytest.raises(TypeError, match=r"first: LinearHelper serves modules that return one"):
         model(vectors(0))
     preconditioner.close()
@@ -386,3 +389,28 @@ def test_wrappers_of_single_modules_leave_names_statistics_and_states(method: st
         )
         assert torch.equal(steps(model, optimizer, 2, 4), expected)
         assert torch.equal(steps(other, again, 2, 4), expected)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that an operator has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("layers", [{}, "all"])
+def test_registration_makes_no_tensor_of_the_size_of_a_weight(layers: Any) -> None:
+    """At 7B such tensors take half a minute; views count too, and there are none."""
+    model = nn.Sequential(nn.Embedding(300, 40), nn.Linear(40, 80), nn.Linear(80, 300, bias=False))
+    with Largest() as largest:
+        own = soframe.Preconditioner(model, kl_clip=None, layers=layers)
+    assert largest.elements < 40 * 80
+    own.close()

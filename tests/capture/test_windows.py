@@ -20,7 +20,6 @@ from tests.capture.kit import (
     CalledTwice,
     Case,
     Result,
-    TwoLayers,
     average_gradients,
     check,
     descend,
@@ -317,20 +316,4 @@ def test_backward_that_failed_halfway_does_not_join_the_next() -> None:
     with pytest.raises(ArithmeticError):
         softplus(model.last(hidden)).backward()
     softplus(model(vectors(1))).backward()
-    assert preconditioner._capture.passes == 2
-
-
-def test_calls_with_fast_weights_are_warned_of() -> None:
-    """The gradient of second-order meta-learning has their calls, and the statistics have not."""
-    model = Case(TwoLayers).build()
-    preconditioner = precondition(model)
-    parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(
-        softplus(model(vectors(0))), list(parameters.values()), create_graph=True
-    )
-    fast = {n: p - 0.1 * g for (n, p), g in zip(parameters.items(), gradients, strict=True)}
-    loss = softplus(torch.func.functional_call(model, fast, (vectors(1),)))
-    with pytest.warns(UserWarning, match="fast weights: precondition") as warned:
-        loss.backward()
-    assert len(warned) == 1
-    preconditioner.close()
+    assert preconditioner._capture._passes.count == 2

@@ -45,7 +45,7 @@ if _ROOT not in sys.path:
     sys.path.append(_ROOT)
 # Test modules import pytest and hypothesis: preloaded, a rank need not pay for them.
 # DistributedDataParallel imports torch._dynamo: 2 s that no rank need pay. The ranks of
-# `soframe.experiments.launch` come from the same server, and need the data of scikit-learn.
+# `experiments.launch` come from the same server, and need the data of scikit-learn.
 _PRELOAD = [
     "torch",
     "torch._dynamo",

@@ -10,12 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from soframe.experiments.config import RunConfig
-from soframe.experiments.launch import Worker
-from soframe.experiments.records import Row, RunRecord
-from soframe.experiments.train import Run
-
-SILENT = Worker(rank=0, world_size=1, send=lambda message: None)
+from experiments.config import RunConfig
+from experiments.records import Row, RunRecord
 
 
 def record(
@@ -77,13 +73,3 @@ def is_alive(pid):
     except ProcessLookupError:
         return False
     return True
-
-
-def lose_statistics(worker, config):
-    """Rank 1 loses the running statistics of its norms; both evaluate."""
-    state = Run(worker, config)
-    if worker.rank == 1:
-        for buffer in state.model.buffers():
-            if buffer.is_floating_point():
-                buffer.fill_(float("nan"))
-    return state._evaluate(0)

@@ -1,6 +1,6 @@
 import pytest
 
-from soframe.experiments.launch import WorkerError, launch
+from experiments.launch import WorkerError, launch
 from tests.experiments import helpers
 
 
@@ -33,14 +33,14 @@ def test_an_exception_comes_back_with_its_traceback_and_ends_the_others(tmp_path
 
 @pytest.mark.distributed
 def test_a_killed_rank_is_reported():
-    with pytest.raises(WorkerError, match=r"rank 1 died without a result, exit code -9"):
+    with pytest.raises(WorkerError, match=r"rank 1 failed.*SIGKILL"):
         launch(helpers.die_on_rank_1, 2)()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_time_limit_ends_the_processes(tmp_path):
-    with pytest.raises(TimeoutError, match=r"rank\(s\) \[0\]"):
+    with pytest.raises(TimeoutError, match="no result after 5 s"):
         launch(helpers.sleep, 1, timeout=5)(str(tmp_path))
     assert not helpers.is_alive(int((tmp_path / "pid").read_text()))
 

@@ -1,73 +1,105 @@
-import dataclasses
+"""Tuning: what is tried, what is chosen, and what is stored."""
+
+import math
+from pathlib import Path
 
 import pytest
 
-from soframe.experiments import tuning
-from soframe.experiments.demo import configurations
-from soframe.experiments.tuning import OPTIMIZERS, WORKLOADS
-from soframe.experiments.workloads import workload
-from tests.harness.helpers import require_one_protocol
+from benchmarks import suite, time_to_target
+from experiments import tuning
+from experiments.problems import PROBLEMS
+from experiments.tuning import Trial, TriedRates, Tuned, configure, load, tune
+from tests.experiments.helpers import record
+
+STORED = [
+    *((tuning.DEMO, w, o) for w in ("digits-autoencoder", "digits-cnn") for o in ("sgd", "kfac")),
+    *(
+        (time_to_target.TUNED, w, o)
+        for w in time_to_target.BENCHMARKS
+        for o in time_to_target.PEERS
+    ),
+    *((suite.TUNED, w, o) for w in PROBLEMS for o in suite.PEERS),
+]
 
 
 def test_settings_become_a_configuration():
-    settings = {
-        "lr": 0.5,
-        "betas": [0.8, 0.9],
-        "preconditioner.damping": 0.03,
-        "schedule_steps": 300,
-    }
-    config = tuning.configure("digits-cnn", "kfac", settings, seconds=2.0, seed=3)
-    assert (config.lr, config.betas, config.seconds, config.seed) == (0.5, (0.8, 0.9), 2.0, 3)
-    assert config.preconditioner == {"damping": 0.03}
-    assert config.schedule == "cosine"
-    constant = tuning.configure("digits-cnn", "sgd", {"lr": 1.0, "schedule_steps": None}, steps=2)
-    assert constant.schedule == "constant"
+    settings = {"lr": 0.5, "betas": [0.9, 0.99], "preconditioner.damping": 0.1}
+    config = configure("curves", "kfac", {**settings, "schedule_steps": 70}, seconds=3.0)
+    assert (config.lr, config.betas, config.preconditioner) == (0.5, (0.9, 0.99), {"damping": 0.1})
+    assert (config.schedule, config.schedule_steps, config.seconds) == ("cosine", 70, 3.0)
+    assert configure("curves", "sgd", {"lr": 1.0, "schedule_steps": None}, steps=1).schedule == (
+        "constant"
+    )
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_stored_outcomes_obey_one_protocol(name):
-    outcomes = [tuning.load(name, optimizer) for optimizer in OPTIMIZERS]
-    assert len({outcome.protocol for outcome in outcomes}) == 1
-    protocol = outcomes[0].protocol
-    assert (protocol.workload, protocol.seed) == (name, tuning.TUNING_SEED)
-    assert protocol.targets == workload(name).targets
-    for outcome, optimizer in zip(outcomes, OPTIMIZERS, strict=True):
-        assert outcome.optimizer == optimizer
-        require_one_protocol(outcome)
-    with pytest.raises(FileNotFoundError, match=f"muon was never tuned on {name}"):
-        tuning.load(name, "muon")
+def test_every_stored_outcome_can_be_run_and_has_the_best_first():
+    for path, workload, optimizer in STORED:
+        outcome = load(path, workload, optimizer)
+        assert list(outcome.trials) == sorted(outcome.trials, key=lambda trial: trial.rank)
+        for trial in outcome.trials:
+            configure("curves", optimizer, trial.settings, steps=1)
+    with pytest.raises(FileNotFoundError, match="muon was never tuned on digits-cnn"):
+        load(tuning.DEMO, "digits-cnn", "muon")
 
 
-def test_the_demo_runs_tuned_settings_with_equal_budgets_on_another_seed():
-    configs = configurations("digits-autoencoder", budget=90.0, seed=0)
-    assert [c.label for c in configs] == [
-        "SGD",
-        "AdamW",
-        "K-FAC, comm-opt",
-        "K-FAC, mem-opt",
-        "K-FAC, hybrid-opt",
-        "K-FAC, trust region",
-    ]
-    assert {c.targets for c in configs} == {(0.3, 0.15, 0.05)}
-    assert configs[-1].options == {}
-    assert len({c.seconds for c in configs}) == 1
-    plain = {dataclasses.replace(c, strategy="mem-opt") == configs[3] for c in configs[2:5]}
-    assert plain == {True}
-    with pytest.raises(ValueError, match="tuned on"):
-        configurations("digits-autoencoder", budget=90.0, seed=tuning.TUNING_SEED)
-    with pytest.raises(ValueError, match="budget must be positive"):
-        configurations("digits-autoencoder", budget=0.0, seed=0)
+def test_further_beats_sooner_and_sooner_beats_lower():
+    def trial(reached, seconds, loss):
+        return Trial({}, reached, seconds, None, loss)
+
+    ordered = [trial(2, 9.0, 1.0), trial(1, 1.0, 2.0), trial(1, 3.0, 0.1)]
+    ordered += [trial(0, None, 3.0), trial(0, None, math.inf)]
+    shuffled = [ordered[index] for index in (3, 1, 4, 0, 2)]
+    assert sorted(shuffled, key=lambda one: one.rank) == ordered
+    outcome = Tuned((0.5, 0.3), 9.0, 1, "", tuple(ordered))
+    assert outcome.soonest(0.5) == ordered[1]
+    assert outcome.soonest(0.3) == outcome.best == ordered[0]
+    found = Trial.of({"lr": 1}, record(losses=(3.0, 2.0, 0.9, 1.1, 0.4), targets=(1.0, 0.5, 0.1)))
+    assert found == Trial({"lr": 1}, 2, 2.0, 40, 0.4)
 
 
-def test_names_of_optimizers_are_checked():
-    assert tuning.optimizers([]) == OPTIMIZERS
-    assert tuning.optimizers(["kfac"]) == ("kfac",)
-    known = "sgd, adamw, kfac, trust-region, stochastic-trust-region"
-    with pytest.raises(ValueError, match=f"no optimizer 'lion'; there are: {known}"):
-        tuning.optimizers(["lion"])
+@pytest.mark.slow
+def test_the_search_gets_to_the_best_settings_the_same_way_again(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    tried = []
+
+    def trained(worker, config):
+        """The nearer the rate is to 0.1, the sooner it is at 1.0; far away it never is."""
+        tried.append(config)
+        far = abs(math.log(config.lr / 0.1))
+        losses = (9.0, 2.0 + far) if far > 2 else (9.0, *(2.0,) * int(5 * far), 0.9)
+        return record(losses=losses, targets=config.targets, seconds=0.5, config=config)
+
+    monkeypatch.setattr(tuning, "train", trained)
+
+    def search():
+        return tune(
+            "curves",
+            "sgd",
+            targets=(1.0,),
+            seconds=8.0,
+            trials=20,
+            space={"lr": (1e-4, 10.0), "momentum": [0.8, 0.9]},
+            on_trial=lambda trial: None,
+        )
+
+    first, again = search(), search()
+    assert first == again
+    assert abs(math.log(first.best.settings["lr"] / 0.1)) < 0.5
+    assert {config.seed for config in tried} == {tuning.TUNING_SEED}
+    assert {config.schedule_seconds for config in tried} == {None, 2.0, 4.0, 8.0}
+    timed = [trial.settings for trial in first.trials if "schedule_steps" in trial.settings]
+    assert timed[0]["schedule_steps"] in (40, 80, 160)  # twenty steps a second
+    first.save(tmp_path / "kept.json", "curves", "sgd")
+    assert load(tmp_path / "kept.json", "curves", "sgd") == first
+    with pytest.raises(ValueError, match="nothing to tune"):
+        tune("curves", "trust-region", targets=(), seconds=1.0, trials=1)
 
 
-@pytest.mark.parametrize(("name", "lr"), [("trust-region", 1.0), ("stochastic-trust-region", 0.7)])
-def test_trust_regions_need_no_tuning(name, lr):
-    config = tuning.tuned("digits-cnn", name, steps=3)
-    assert (config.lr, config.options, config.schedule) == (lr, {}, "constant")
+def test_the_best_rate_of_all_that_had_to_be_tried(tmp_path: Path) -> None:
+    rates = TriedRates(tmp_path / "rates.json")
+    rates.keep("a", [("x", 0.1, 2.0), ("x", 0.2, 1.0), ("x", 0.4, math.inf)])
+    rates.keep("a", [("y", 0.1, 3.0)])
+    assert rates.best({"x": (0.1, 0.2, 0.4), "y": (0.1,)}, "a") == {"x": 0.2, "y": 0.1}
+    assert TriedRates(rates.path, highest=True).best({"x": (0.1,)}, "a") == {"x": 0.1}
+    with pytest.raises(ValueError, match=r"'y' was not tuned for a at 0\.2: add --tune"):
+        rates.best({"y": (0.1, 0.2)}, "a")

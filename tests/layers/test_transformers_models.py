@@ -116,7 +116,10 @@ POSITIONS = r"\.wpe$|position_embeddings$|relative_attention_bias$"
 TIED = "its weight is shared with a layer of another geometry"
 COVERED: dict[str, tuple[float, set[str]]] = {
     "GPT-2": (0.85, {TIED}),
-    "BERT": (0.75, {TIED, "this bias and its weight are not shared by the same modules"}),
+    "BERT": (
+        0.75,
+        {TIED, "its layer are not shared by the same modules"},
+    ),
     "Llama": (1.0, set()),
     "T5": (0.90, {TIED}),
     "ViT": (0.95, {"ViTEmbeddings: no layer helper"}),

@@ -1,7 +1,7 @@
 """With ``scaling="kaisa"`` soframe computes what kfac-pytorch computes.
 
 The figures of kfac-pytorch, after a few steps of training in float64, were written by
-``python benchmarks/parity_kfac_pytorch.py --store tests/parity/kfac_pytorch.json``.
+``python -m benchmarks.parity_kfac_pytorch --store tests/parity/kfac_pytorch.json``.
 """
 
 import json

@@ -1,1 +1,0 @@
-"""What the benchmarks share: contenders, networks, step times, races to a target, reports."""

@@ -1,0 +1,241 @@
+"""The commands of `python -m experiments`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments import demo as demonstration
+from experiments import display, tuning
+from experiments.config import RunConfig, method_of
+from experiments.launch import WorkerError
+from experiments.libraries import MissingLibraryError
+from experiments.records import FIRST_ORDER, SECOND_ORDER, RunRecord, verdict
+from experiments.train import run
+from experiments.workloads import names, workload
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Seed = Annotated[int, typer.Option(help="Of weights, data order and data split.")]
+Processes = Annotated[int, typer.Option(min=1, help="Processes that share each batch, over Gloo.")]
+Strategies = Annotated[str, typer.Option(help="Of K-FAC, separated by commas: a run for each.")]
+WorkloadName = Annotated[str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")]
+OPTIMIZERS = "sgd, adamw, kfac, trust-region, stochastic-trust-region or soframe:METHOD"
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """Print errors that a user can put right in one line; others keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError, MissingLibraryError, WorkerError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    budget: Annotated[float, typer.Option(help="Seconds for everything, about.")] = 105.0,
+    processes: Processes = 2,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="The folder of the plots.")] = Path("runs/demo"),
+    as_json: AsJson = False,
+) -> None:
+    """Train side by side: SGD, AdamW, K-FAC under each distribution strategy, and a trust region.
+
+    Every optimizer runs with the settings that the same tuning protocol chose for it (the trust
+    region with the library's defaults), and with the same budget of training seconds. A small
+    transformer comes last, with AdamW, Muon and a composed method.
+    """
+    with _user_errors():
+        # All plans first: wrong arguments are an error before the first run.
+        plans = {
+            name: demonstration.configurations(name, budget, seed) for name in demonstration.SHARES
+        }
+        parts = []
+        for name, configs in plans.items():
+            if not as_json:
+                title = f"[bold]{workload(name).title}[/bold], {processes} process(es)"
+                display.console().print(title)
+            records = _run(configs, processes, as_json=as_json)
+            said = demonstration.sentences(name, records)
+            parts.append(_report(name, records, said, output, as_json=as_json))
+    if as_json:
+        display.print_json({"processes": processes, "seed": seed, "workloads": parts})
+
+
+@app.command()
+def train(
+    workload_name: WorkloadName = "digits-autoencoder",
+    optimizer: Annotated[str, typer.Option(help=f"{OPTIMIZERS}.")] = "kfac",
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Any field of RunConfig (experiments/config.py), or an argument: "
+            "preconditioner.damping=0.01 with kfac, options.solve_every=5 or method.beta=0.9 "
+            "with others.",
+        ),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Budget of training seconds.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget in steps.")] = None,
+    processes: Processes = 1,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train once."""
+    with _user_errors():
+        if lr is None:
+            chosen = dict(tuning.chosen(workload_name, optimizer))
+        else:
+            method_of(optimizer)
+            chosen = {"lr": lr}
+        for setting in settings or ():
+            name, equals, value = setting.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes NAME=VALUE, not {setting!r}")
+            chosen[name] = _parsed(value)
+        budget = {"seconds": seconds if seconds or steps else 10.0, "steps": steps}
+        with _no_such_setting():
+            config = tuning.configure(workload_name, optimizer, chosen, seed=seed, **budget)
+        records = _run([config], processes, as_json=as_json)
+    if as_json:
+        display.print_json(records[0].as_dict())
+    else:
+        display.console().print(display.comparison(workload(workload_name), records))
+
+
+def _parsed(text: str) -> Any:
+    """Return a number, a word of JSON (true, null), or the text itself."""
+    import json
+
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+@contextlib.contextmanager
+def _no_such_setting() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no such setting: {error}") from error
+
+
+@app.command()
+def compare(
+    workload_name: WorkloadName = "digits-autoencoder",
+    optimizers: Annotated[
+        str, typer.Option(help=f"Separated by commas: {OPTIMIZERS}.")
+    ] = "sgd,adamw,kfac",
+    strategies: Strategies = demonstration.STRATEGIES[0],
+    seconds: Annotated[float, typer.Option(help="Budget of training seconds for each run.")] = 15.0,
+    processes: Processes = 1,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="The folder of the plot.")] = Path("runs/compare"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare tuned optimizers on one workload: a table and a plot."""
+    with _user_errors():
+        targets = workload(workload_name).targets
+        chosen = list(dict.fromkeys(optimizers.split(",")))
+        if "kfac" not in chosen and strategies != demonstration.STRATEGIES[0]:
+            raise ValueError("--strategies is of kfac, which is not among --optimizers")
+        configs = [
+            tuning.tuned(workload_name, name, seconds=seconds, seed=seed, **way)
+            for name in chosen
+            for way in (
+                [{"strategy": strategy} for strategy in dict.fromkeys(strategies.split(","))]
+                if name == "kfac"
+                else [{}]
+            )
+        ]
+        records = _run(configs, processes, as_json=as_json)
+        said = [
+            verdict(records, min(targets), name)
+            for name in SECOND_ORDER
+            if name in chosen and set(chosen) & set(FIRST_ORDER)
+        ]
+        part = _report(workload_name, records, said, output, as_json=as_json)
+    if as_json:
+        display.print_json(part)
+
+
+@app.command()
+def tune(
+    workload_name: Annotated[
+        str, typer.Option("--workload", help="The demonstration's if left out.")
+    ] = "digits-autoencoder,digits-cnn",
+    optimizers: Annotated[str, typer.Option(help="Separated by commas.")] = "sgd,adamw,kfac",
+    trials: Annotated[int, typer.Option(min=1, help="For each optimizer.")] = 16,
+    seconds: Annotated[float, typer.Option(help="Of training, for each trial.")] = 10.0,
+    output: Annotated[Path, typer.Option(help="The file of outcomes.")] = tuning.DEMO,
+) -> None:
+    """Search for settings, the same number of trials for each optimizer, and keep every trial."""
+    with _user_errors():
+        for name in workload_name.split(","):
+            targets = workload(name).targets
+            for optimizer in optimizers.split(","):
+                typer.echo(f"{name}, {optimizer}")
+                outcome = tuning.tune(
+                    name, optimizer, targets=targets, seconds=seconds, trials=trials
+                )
+                outcome.save(output, name, optimizer)
+                typer.echo(f"  best: {outcome.best}")
+
+
+def _run(configs: Sequence[RunConfig], processes: int, *, as_json: bool) -> list[RunRecord]:
+    """Train one after the other, with a progress bar for each."""
+    labels = [config.label for config in configs]
+    with display.bars(display.console(to_stderr=as_json), labels) as watch:
+        return [
+            run(
+                config,
+                processes=processes,
+                on_progress=lambda progress, label=config.label: watch(label, progress),  # type: ignore[misc]
+            )
+            for config in configs
+        ]
+
+
+def _report(
+    name: str, records: list[RunRecord], said: list[str], output: Path, *, as_json: bool
+) -> dict[str, Any]:
+    """Draw and print the runs of a workload, and return them as data."""
+    problem, targets = workload(name), records[0].targets
+    figure = display.loss_curves(problem, records, targets)
+    plot = display.save(figure, output / f"{name}.png")
+    if not as_json:
+        screen = display.console()
+        screen.print(display.comparison(problem, records))
+        for sentence in said:
+            screen.print(sentence, highlight=False)
+        screen.print(f"Plot: {plot}\n", soft_wrap=True)
+    runs = [{"label": record.label, **record.as_dict()} for record in records]
+    return {
+        "workload": name,
+        "targets": targets,
+        "runs": runs,
+        "plot": str(plot),
+        "summary": said,
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="python -m experiments")
+
+
+if __name__ == "__main__":
+    main()

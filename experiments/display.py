@@ -1,0 +1,221 @@
+"""Tables, plots and progress bars of recorded runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from experiments import train
+from experiments.libraries import require
+from experiments.records import RunRecord, jsonable
+from experiments.workloads import Workload
+from soframe.diagnostics.display import bytes_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Watch = Callable[[str, train.Progress], None]
+"""Called with the label of a run, and how far it is."""
+
+# Okabe and Ito's palette, told apart under every common colour blindness; the dashes tell curves
+# apart that lie on each other, as those of the strategies do against steps.
+_Style = tuple[str, str | tuple[float, tuple[float, ...]]]
+_FIXED: Mapping[str, _Style] = {
+    "sgd": ("#000000", "-"),
+    "adamw": ("#E69F00", "-"),
+    "trust-region": ("#CC79A7", "-"),
+    "stochastic-trust-region": ("#CC79A7", (0, (5, 2))),
+    "soap": ("#56B4E9", "-"),
+    "muon": ("#009E73", "-"),
+    "shampoo": ("#D55E00", "-"),
+}
+_PRECONDITIONED: Sequence[_Style] = (
+    ("#0072B2", "-"),
+    ("#D55E00", (0, (5, 2))),
+    ("#009E73", (0, (1.5, 1.5))),
+    ("#56B4E9", (0, (4, 1.5, 1, 1.5))),
+)
+DIVERGED = 3.0  # times the loss at the beginning: above it nothing is drawn
+MARGIN = 1.2  # below the lowest loss, in a panel that is cut
+
+
+def console(*, to_stderr: bool = False, width: int = 100) -> Console:
+    """Return a console on the standard output, or the error output where JSON has the other one."""
+    made = Console(file=sys.stderr if to_stderr else sys.stdout)
+    if not made.is_terminal:
+        made.width = max(made.width, width)  # no terminal, no edge to wrap at
+    return made
+
+
+def print_json(value: object) -> None:
+    """Print JSON and nothing else on the standard output."""
+    json.dump(jsonable(value), sys.stdout, indent=1, allow_nan=False)
+    print()
+
+
+@contextlib.contextmanager
+def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
+    """One progress bar for each run, with the loss; nothing unless on a terminal."""
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(bar_width=32),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as shown:
+        tasks = {label: shown.add_task(label, total=1.0, status="") for label in labels}
+
+        def watch(label: str, progress: train.Progress) -> None:
+            row = progress.row
+            loss = f"{row.loss:.4f}" if math.isfinite(row.loss) else "diverged"
+            status = f"loss {loss}  step {row.step}  {row.seconds:.1f} s"
+            shown.update(tasks[label], completed=progress.fraction, status=status)
+
+        yield watch
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> Table:
+    """Return a table, its first columns at the left and the others at the right."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        # On a narrow terminal cells are wrapped rather than cut.
+        justify: Any = "left" if index < left else "right"
+        made.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
+    """Return the table of several runs of one workload."""
+    columns = ["optimizer", *(f"to {target:g}\nsteps / s" for target in records[0].targets)]
+    columns += ["last\nloss", *(["test\nacc."] if workload.classifies else [])]
+    columns += ["ms/\nstep", "sent per\nstep, rank", "curvature\npeak, rank"]
+    rows = []
+    for record in records:
+        cells = [record.label]
+        for target in record.targets:
+            row = record.reached(target)
+            cells.append("not reached" if row is None else f"{row.step} / {row.seconds:.1f}")
+        cells.append(f"{record.last.loss:.3g}")
+        if workload.classifies:
+            cells.append(f"{record.last.accuracy:.1%}")
+        cells.append(f"{record.milliseconds_per_step:.1f}")
+        cells.append(bytes_text(sum(record.sent_bytes_per_step.values())))
+        cells.append(bytes_text(max(record.curvature_bytes, default=0)))
+        rows.append(cells)
+    return table(f"{workload.title}: {workload.loss_name}", columns, rows)
+
+
+def aligned(title: str, lines: Sequence[Sequence[str]]) -> str:
+    """Return cells as text, in columns: the head first; the first of each line is at the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = [f"\n{title}"]
+    for first, *rest in lines:
+        padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(text)
+
+
+def loss_curves(
+    workload: Workload, records: Sequence[RunRecord], targets: Sequence[float] | None = None
+) -> Figure:
+    """Draw the loss of runs, logarithmic, against steps on the left and seconds on the right.
+
+    Runs of one name look alike, and are named once; targets are the workload's if None.
+    """
+    # A figure of its own: no display, and none of pyplot's global state.
+    figure: Figure = require("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for record, style in zip(records, _styles(records), strict=True):
+        rows = [row for row in record.rows if row.loss > 0]
+        losses = [row.loss for row in rows]
+        left.plot([row.step for row in rows], losses, **style)
+        right.plot([row.seconds for row in rows], losses, **style)
+    lines = workload.targets if targets is None else targets
+    _dress(left, lines, "steps")
+    _dress(right, lines, "seconds of training (evaluations excluded)")
+    for target in lines:
+        right.annotate(
+            f"{target:g}",
+            (1.0, target),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color="#555555",
+        )
+    begun = [record.rows[0].loss for record in records]
+    losses = [row.loss for record in records for row in record.rows if 0 < row.loss < math.inf]
+    # Runs that diverge leave the panel: they would leave the others no room.
+    if max(losses, default=0.0) > DIVERGED * max(begun):
+        left.set_ylim(min(*losses, *lines) / MARGIN, DIVERGED * max(begun))
+    left.set_ylabel(workload.loss_name)
+    processes = max(record.processes for record in records)
+    where = f"{processes} processes" if processes > 1 else "1 process"
+    figure.suptitle(f"{workload.title}, {where}", fontsize=12)
+    right.legend(frameon=False, fontsize=9, loc="upper right")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as an image, whose suffix chooses the format, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
+    assigned: dict[str, _Style] = {}
+    preconditioned = 0
+    for record in records:
+        label, fixed = record.label, _FIXED.get(record.config.optimizer)
+        named = label in assigned
+        if not named:
+            cycle = _PRECONDITIONED[preconditioned % len(_PRECONDITIONED)]
+            preconditioned += fixed is None
+            assigned[label] = fixed or cycle
+        color, dashes = assigned[label]
+        yield {
+            "color": color,
+            "linestyle": dashes,
+            "linewidth": 1.0 if named else 1.8,
+            "label": f"_{label}" if named else label,
+        }
+
+
+def _dress(axes: Axes, targets: Sequence[float], label: str) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    # 2 and 5 between powers of ten: few decades are drawn, and no exponents needed.
+    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
+    axes.set_xlabel(label)
+    axes.set_xlim(left=0)
+    axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
+    axes.spines[["top", "right"]].set_visible(False)
+    for target in targets:
+        axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+
+
+def processor() -> str:
+    """Return the machine's name of its processor, or of its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

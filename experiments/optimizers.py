@@ -1,0 +1,173 @@
+"""Optimizers of the experiments, built from a `RunConfig`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import soframe
+from experiments.config import AND, UNTUNED_PEERS, RunConfig, method_of
+from experiments.libraries import require
+from experiments.muon import Together, muon_with_adamw, split
+from soframe.losses.base import Loss
+from soframe.methods import Chain
+from soframe.registry import first_match
+
+Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
+"""Optimizers of soframe that close what they hook."""
+
+
+def build_optimizer(
+    model: nn.Module, config: RunConfig, likelihood: str | Loss, *, full_batch: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer: for "kfac" its base, SGD with Nesterov momentum, as for "sgd".
+
+    Args:
+        model: The model, unwrapped.
+        config: The run.
+        likelihood: The loss, for "trust-region".
+        full_batch: Whether every step has all examples, for "trust-region".
+    """
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    options = dict(config.options)
+    match config.optimizer:
+        case "sgd" | "kfac":
+            nesterov = config.momentum > 0
+            return torch.optim.SGD(
+                model.parameters(), momentum=config.momentum, nesterov=nesterov, **common
+            )
+        case "adamw":
+            return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
+        case "trust-region":
+            own = {"full_batch": full_batch, "strategy": config.strategy, **options}
+            return soframe.TrustRegion(model, loss=likelihood, **common, **own)
+        case "stochastic-trust-region":
+            return soframe.StochasticTrustRegion(model, **common, **options)
+        case "muon":
+            make = _published_muon if options.pop("published", False) else muon_with_adamw
+            return make(model, momentum=config.momentum, **common, **options)
+        case "soap" | "shampoo" | "prodigy" | "dadapt-adam" | "schedule-free":
+            return _peer(model, config, common, options)
+    name = method_of(config.optimizer)
+    assert name is not None
+    method = _method(name, config.method)
+    return soframe.Optimizer(
+        model,
+        method if config.modules is None else {config.modules: method},
+        strategy=config.strategy,
+        **common,
+        **options,
+    )
+
+
+def _method(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return a method; the arguments of a chain are by the names of its stages."""
+    stages, known = name.split(AND), soframe.available("method")
+    if len(stages) == 1:
+        return known[name](**arguments)
+    if unknown := [stage for stage in arguments if stage not in stages]:
+        raise ValueError(f"method= has arguments of {unknown[0]!r}, which is no stage of {name!r}")
+    return Chain(tuple(known[stage](**arguments.get(stage, {})) for stage in stages))
+
+
+def _published_muon(
+    model: nn.Module,
+    lr: float,
+    momentum: float,
+    adamw_lr: float = 3e-3,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Return `muon_with_adamw` as pytorch_optimizer has it, which orthogonalises in bfloat16."""
+    matrices, others = split(model)
+    hidden = {"params": matrices, "lr": lr, "momentum": momentum, "use_muon": True}
+    outer = {"params": others, "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": 1e-8}
+    groups = [{**g, "weight_decay": weight_decay} for g in (hidden, {**outer, "use_muon": False})]
+    made: torch.optim.Optimizer = require("pytorch_optimizer").Muon(groups)
+    return made
+
+
+def _peer(
+    model: nn.Module, config: RunConfig, common: dict[str, Any], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    package = require("pytorch_optimizer")
+    made: torch.optim.Optimizer
+    if config.optimizer in UNTUNED_PEERS:
+        kinds = (package.Prodigy, package.DAdaptAdam, package.ScheduleFreeAdamW)
+        # With the defaults of their library: lr= of the run is not used.
+        made = dict(zip(UNTUNED_PEERS, kinds, strict=True))[config.optimizer](model.parameters())
+        return made
+    if config.optimizer == "soap":
+        adamw_lr = options.pop("adamw_lr", None)
+        if (adamw_lr is None) != (config.modules is None):
+            raise ValueError(
+                "modules= leaves parameters to AdamW, of options['adamw_lr']: give both"
+            )
+        inner, outer = _within(model, config.modules)
+        made = package.SOAP(inner, betas=config.betas, **common, **options)
+        if not outer:
+            return made
+        decay = config.weight_decay
+        rest = torch.optim.AdamW(outer, lr=adamw_lr, weight_decay=decay, fused=True)
+        return Together(made, rest)
+    graft = require("pytorch_optimizer.optimizer.utils.graft")
+    made = package.ScalableShampoo(
+        model.parameters(),
+        betas=config.betas,
+        decoupled_weight_decay=True,
+        moving_average_for_momentum=True,
+        graft_type=graft.LayerWiseGrafting.RMSPROP,  # the length of Adam's step
+        use_svd=True,  # on a CPU faster than the Schur-Newton iteration
+        **common,
+        **options,
+    )
+    return made
+
+
+def _within(model: nn.Module, pattern: str | None) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split parameters as `soframe.Optimizer` does by a pattern on names of modules."""
+    matching = {
+        id(parameter)
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if pattern is None or first_match([pattern], name, type(module).__name__) is not None
+    }
+    every = list(model.parameters())
+    inner = [parameter for parameter in every if id(parameter) in matching]
+    return inner, [parameter for parameter in every if id(parameter) not in matching]
+
+
+def build_preconditioner(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
+) -> soframe.Preconditioner | None:
+    """Return the preconditioner of "kfac", or the one within an optimizer of soframe's, or None."""
+    if isinstance(optimizer, soframe.TrustRegion | soframe.Optimizer):
+        return optimizer.preconditioner
+    if config.optimizer != "kfac":
+        return None
+    # The schedule also shortens the steps that the clip has cut.
+    options: dict[str, Any] = {"clip_lr": "initial", **config.preconditioner}
+    return soframe.Preconditioner(model, optimizer=optimizer, strategy=config.strategy, **options)
+
+
+def schedule_factor(config: RunConfig, step: int, seconds: float = 0.0) -> float:
+    """Return the factor of the learning rate, from 1 to 0, after so many steps and seconds."""
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule_seconds is not None:
+        part = min(seconds / config.schedule_seconds, 1.0)
+    else:
+        length = config.schedule_steps or config.steps
+        assert length is not None, "RunConfig checks this"
+        part = min(step / length, 1.0)
+    return 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the initial learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,0 +1,168 @@
+"""Records of runs, and the figures that tables, plots and JSON show of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import RunConfig
+from experiments.workloads import workload
+
+KFAC = ("kfac", "trust-region")
+#: Optimizers that a verdict is on, and those that it compares with.
+SECOND_ORDER = (*KFAC, "stochastic-trust-region")
+FIRST_ORDER = ("sgd", "adamw", "muon", "soframe:muon")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation.
+
+    Attributes:
+        step: Optimizer steps taken.
+        seconds: Seconds of training, without evaluations.
+        loss: The mean over the whole training set, or over the held-out set.
+        accuracy: On the held-out set, from 0 to 1, where the workload has one.
+    """
+
+    step: int
+    seconds: float
+    loss: float
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        config: The run's settings.
+        processes: The number of ranks.
+        parameters: The number of trained parameters.
+        targets: Losses to reach, descending.
+        rows: Evaluations in order, the first before any step.
+        milliseconds_per_step: The median over the steps.
+        sent_bytes_per_step: Mean payload that a rank hands to collectives in a step, by purpose:
+            "gradients" (averaged by DDP) and the preconditioner's phases; of the rank with the
+            largest sum. Empty on one process.
+        curvature_bytes: The peak of the preconditioner's memory, for each rank.
+        gradient_workers: The number of gradient workers of each block.
+    """
+
+    config: RunConfig
+    processes: int
+    parameters: int
+    targets: tuple[float, ...]
+    rows: tuple[Row, ...]
+    milliseconds_per_step: float
+    sent_bytes_per_step: Mapping[str, float]
+    curvature_bytes: tuple[int, ...]
+    gradient_workers: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> Row:
+        """The last evaluation."""
+        return self.rows[-1]
+
+    @property
+    def best_loss(self) -> float:
+        """The lowest loss of all evaluations that are finite."""
+        return min((row.loss for row in self.rows if math.isfinite(row.loss)), default=math.inf)
+
+    @property
+    def label(self) -> str:
+        """See `RunConfig.label`."""
+        return self.config.label
+
+    def reached(self, target: float) -> Row | None:
+        """Return the first evaluation at or below a loss, or None."""
+        return next((row for row in self.rows if row.loss <= target), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record, ready for `write_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RunRecord:
+        """Return the inverse of `as_dict`, also from JSON, which has no infinite losses."""
+        values = dict(fields)
+        values["config"] = RunConfig.from_dict(values["config"])
+        values["rows"] = tuple(
+            Row(**{**row, "loss": math.inf if row["loss"] is None else row["loss"]})
+            for row in values["rows"]
+        )
+        for name in ("targets", "curvature_bytes", "gradient_workers"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def jsonable(value: Any) -> Any:
+    """Replace numbers that are not finite by None, and tuples by lists, at any depth."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write JSON; an interrupt leaves the former file, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    text = json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac") -> str:
+    """Return one sentence on an optimizer against the best first-order run.
+
+    The first run of the optimizer is compared with the first-order run that reached the target in
+    the fewest seconds. Of several strategies the first listed is taken, not the fastest: they
+    follow one trajectory, and the best of several noisy clocks would be a gift. One seed proves no
+    difference, so the sentence states figures only.
+
+    Raises:
+        ValueError: If there is no run of that optimizer.
+    """
+    first = next((r for r in records if r.config.optimizer == optimizer), None)
+    if first is None:
+        raise ValueError(f"a verdict on {optimizer} needs a run of it")
+    held_out = workload(first.config.workload).held_out
+    measured = f"{'held-out' if held_out else 'training'} loss of {target:g}"
+    row = first.reached(target)
+    others = [r for r in records if r.config.optimizer in FIRST_ORDER]
+    hits = [(other, hit) for other in others if (hit := other.reached(target)) is not None]
+    other, fastest = min(hits, key=lambda pair: pair[1].seconds, default=(None, None))
+    if row is None:
+        if other is None or fastest is None:
+            neither = f"Neither {first.label} nor a first-order run reached"
+            return f"{neither} a {measured} within the budget."
+        return (
+            f"{first.label} did not reach a {measured} within the budget; {other.label} did, after "
+            f"{fastest.step} steps and {fastest.seconds:.1f} s."
+        )
+    start = f"To a {measured}, {first.label} took {row.step} steps and {row.seconds:.1f} s"
+    if other is None or fastest is None:
+        return f"{start}; no first-order run reached it within the budget."
+    name = "K-FAC" if optimizer in KFAC else first.label
+    steps, seconds = fastest.step / max(row.step, 1), fastest.seconds / max(row.seconds, 1e-9)
+    return (
+        f"{start}; the fastest first-order run, {other.label}, took {fastest.step} steps and "
+        f"{fastest.seconds:.1f} s: {name} needed {_ratio(steps, 'fewer', 'many', 'steps')} and "
+        f"{_ratio(seconds, 'less', 'much', 'time')}."
+    )
+
+
+def _ratio(ratio: float, better: str, much: str, what: str) -> str:
+    """Return how much better or worse, unless that rounds to "1.0 times"."""
+    factor = f"{max(ratio, 1 / ratio):.1f}"
+    if factor == "1.0":
+        return f"about as {much} {what}"
+    return f"{factor} times {better if ratio > 1 else 'more'} {what}"

@@ -1,0 +1,172 @@
+"""Ways of training several runs, and runs that are kept: an interrupted benchmark goes on.
+
+Each run is written to a file of its own once it is done. The file's name is a digest of everything
+that decides the run: its settings, the number of processes, the version of torch, and a word for
+what else it depends on. After a change of the code, name another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from experiments.config import RunConfig
+from experiments.launch import Worker
+from experiments.records import RunRecord, jsonable, write_json
+from experiments.train import ALONE, Run, numerics, run, train
+
+Train = Callable[[Sequence[RunConfig]], Iterable[RunRecord]]
+"""Trains runs, and yields their records in the same order."""
+
+
+def trainer(processes: int = 1, at_once: int = 1) -> Train:
+    """Return what trains runs of so many processes, so many at a time.
+
+    Raises:
+        ValueError: If several runs at a time are asked for, of several processes.
+    """
+    if processes > 1 and at_once > 1:
+        raise ValueError(f"runs of {processes} processes are trained one at a time, not {at_once}")
+    if processes > 1:
+        return partial(map, partial(run, processes=processes))
+    return partial(_in_pool, at_once) if at_once > 1 else partial(map, partial(train, ALONE))
+
+
+def _in_pool(at_once: int, configs: Sequence[RunConfig]) -> Iterator[RunRecord]:
+    with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(partial(train, ALONE), configs)
+
+
+def race(
+    configs: Sequence[RunConfig],
+    *,
+    turn: float = 2.0,
+    on_turn: Callable[[Sequence[RunRecord]], None] = lambda records: None,
+) -> list[RunRecord]:
+    """Train in this process, one run at a time, in turns of so many seconds.
+
+    Other work on the machine then slows all runs alike.
+
+    Raises:
+        ValueError: If the turn is not positive, or the numbers of threads differ.
+    """
+    if turn <= 0:
+        raise ValueError(f"a turn must take a positive time, not {turn:g} s")
+    threads = {config.threads for config in configs}
+    if len(threads) != 1:
+        raise ValueError(f"runs that are compared have one number of threads, not {threads}")
+    with numerics(threads.pop()):
+        every = [Run(ALONE, config) for config in configs]
+        while not all(one.finished() for one in every):
+            for one in every:
+                one.advance(one.rows[-1].seconds + turn)
+            on_turn([one.record() for one in every])
+        for one in every:
+            one.close()
+        return [one.record() for one in every]
+
+
+def turns(
+    worker: Worker, configs: Sequence[RunConfig], cycles: int, period: int, turn: int
+) -> list[list[float]]:
+    """Time steps of several runs, which take turns of so many steps.
+
+    Args:
+        worker: The place of this process.
+        configs: The runs, with one number of threads.
+        cycles: Periods that are timed.
+        period: Steps after which all periodic work has been done.
+        turn: Steps after which the next run goes on.
+
+    Returns:
+        For each run the mean seconds of a step, period by period.
+
+    Raises:
+        ValueError: If turns do not make up a period.
+    """
+    if period % turn:
+        raise ValueError(f"turns of {turn} steps do not make up a period of {period}")
+    with numerics(configs[0].threads):
+        every = [Run(worker, config) for config in configs]
+        for one in every:
+            one.take(turn)  # warms up, and solves for the first time
+        times: list[list[float]] = [[] for _ in configs]
+        for _ in range(cycles):
+            seconds = [0.0 for _ in every]
+            for _ in range(period // turn):
+                for index, one in enumerate(every):
+                    seconds[index] += one.take(turn)
+            for index, total in enumerate(seconds):
+                times[index].append(total / period)
+        for one in every:
+            one.close()
+        return times
+
+
+def digest(config: RunConfig, processes: int, word: str = "") -> str:
+    """Return the name of a run's file: sixteen hexadecimal digits."""
+    decided = [jsonable(config.as_dict()), processes, torch.__version__, word]
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def kept(
+    configs: Sequence[RunConfig],
+    folder: Path,
+    *,
+    train: Train | None = None,
+    processes: int = 1,
+    at_once: int = 1,
+    word: str = "",
+    tell: Callable[[RunRecord], None] = lambda record: None,
+) -> list[RunRecord]:
+    """Train the runs that are not in a folder yet, and return the records of all, in order.
+
+    Args:
+        configs: The runs.
+        folder: Where they are kept.
+        train: What trains them; by default `trainer(processes, at_once)`.
+        processes: Ranks that share each batch.
+        at_once: Runs at a time.
+        word: See `digest`.
+        tell: Called with every run that was trained.
+    """
+    paths = [folder / f"{digest(config, processes, word)}.json" for config in configs]
+    missing = {
+        path: config
+        for path, config in zip(paths, configs, strict=True)
+        if not path.exists()  # one that stands here twice is trained once
+    }
+    train = train or trainer(processes, at_once)
+    if missing:
+        for path, record in zip(missing, train(list(missing.values())), strict=True):
+            write_json(path, record.as_dict())
+            tell(record)
+    return [RunRecord.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
+    """Return the length of a run that ends with a loss, between those that were tried.
+
+    Args:
+        target: The loss.
+        losses: Length -> last loss.
+
+    Returns:
+        The length; the shortest that was tried if it is below; None if none is.
+    """
+    lengths = sorted(losses)
+    if losses[lengths[0]] <= target:
+        return float(lengths[0])
+    for short, long in pairwise(lengths):
+        if losses[long] <= target < losses[short]:
+            part = (losses[short] - target) / (losses[short] - losses[long])
+            return short + part * (long - short)
+    return None

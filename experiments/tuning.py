@@ -1,0 +1,327 @@
+"""Tuning, the same for every optimizer of every comparison, and what it chose.
+
+Each optimizer gets as many trials on a seed of their own, and Optuna chooses their settings (by the
+tree-structured Parzen estimator; Bergstra et al., 2011). Where the schedule is a cosine, its length
+is a part of the trial's budget, and is searched for too. The winner is the setting that gets
+furthest down the targets, and there the soonest, or else to the lowest loss.
+
+Outcomes are kept in `tuned/*.json`, with every trial. Seeds that are reported must differ from the
+seed of tuning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import TRUST_REGIONS, RunConfig, method_of
+from experiments.libraries import require
+from experiments.records import RunRecord, jsonable, write_json
+from experiments.train import ALONE, train
+
+TUNING_SEED = 1000
+FOLDER = Path(__file__).parent / "tuned"
+DEMO = FOLDER / "demo.json"
+
+Space = Mapping[str, Any]
+"""By setting a range, uniform in the logarithm, or a list of choices. See `configure`."""
+
+SCHEDULES: Sequence[float | None] = [None, 0.25, 0.5, 1.0]
+"""Lengths of the cosine, in parts of a trial's budget; None for a constant rate."""
+
+SPACES: Mapping[str, Space] = {
+    "sgd": {"lr": (1e-3, 1e-1), "momentum": [0.9, 0.95, 0.98]},
+    "adamw": {"lr": (5e-4, 1e-2), "betas": [(0.9, 0.99), (0.9, 0.999), (0.95, 0.95)]},
+    "kfac": {
+        "lr": (5e-2, 1.0),
+        "momentum": [0.8, 0.9],
+        "preconditioner.solver": ["eigen", "inverse"],
+        "preconditioner.damping": (1e-4, 1e-2),
+        "preconditioner.kl_clip": (5e-5, 1e-3),
+        "preconditioner.decay": [0.8, 0.9],
+        "preconditioner.statistics_every": [5, 10],
+        "preconditioner.solve_every": [10, 20],
+    },
+    "soap": {
+        "lr": (1e-3, 2e-2),
+        "betas": [(0.95, 0.95), (0.9, 0.99)],
+        "options.precondition_frequency": [5, 10],
+    },
+    "muon": {"lr": (5e-3, 1e-1), "momentum": [0.9, 0.95], "options.adamw_lr": (1e-3, 1e-2)},
+    "shampoo": {
+        "lr": (1e-4, 3e-3),
+        "betas": [(0.9, 0.99), (0.9, 0.999)],
+        "options.preconditioning_compute_steps": [10, 25],
+    },
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, trained once.
+
+    Attributes:
+        settings: See `configure`.
+        reached: The number of targets that it reached.
+        seconds: To the lowest of those; None if there is none.
+        step: Likewise, in steps.
+        loss: The lowest loss.
+    """
+
+    settings: Mapping[str, Any]
+    reached: int
+    seconds: float | None
+    step: int | None
+    loss: float
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], record: RunRecord) -> Trial:
+        """Return what tuning compares of a run."""
+        rows = [row for target in record.targets if (row := record.reached(target)) is not None]
+        seconds, step = (rows[-1].seconds, rows[-1].step) if rows else (None, None)
+        return cls(settings, len(rows), seconds, step, record.best_loss)
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sorts trials, the best first."""
+        return (0, self.loss) if self.seconds is None else (-self.reached, self.seconds)
+
+    def __str__(self) -> str:
+        reached = "none" if self.seconds is None else f"{self.reached}, {self.seconds:.1f} s"
+        return f"loss {self.loss:.4g}, targets: {reached}; {dict(self.settings)}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome for one optimizer on one workload.
+
+    Attributes:
+        targets: Losses to reach, descending.
+        seconds: Seconds of training of a trial: of processor time, which other work stretches less.
+        seed: Seed of the trials' runs and of the search.
+        search: How the settings were found.
+        trials: All of them, the best first.
+    """
+
+    targets: tuple[float, ...]
+    seconds: float
+    seed: int
+    search: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """The trial that was chosen."""
+        return self.trials[0]
+
+    def soonest(self, target: float) -> Trial:
+        """Return the trial that was at a target first, as far as is known; else the best.
+
+        Raises:
+            ValueError: If the target is not one that was tuned for.
+        """
+        if target not in self.targets:
+            raise ValueError(f"no target {target:g}, but {self.targets}")
+        wanted = self.targets.index(target) + 1
+        there = [trial for trial in self.trials if trial.reached >= wanted]
+        return min(there, key=lambda trial: trial.seconds or math.inf, default=self.best)
+
+    def save(self, path: Path, workload_name: str, optimizer: str) -> None:
+        """Write the outcome into a file of several."""
+        every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        every[f"{workload_name} {optimizer}"] = asdict(self)
+        write_json(path, dict(sorted(every.items())))
+
+
+def load(path: Path, workload_name: str, optimizer: str) -> Tuned:
+    """Read an outcome.
+
+    Raises:
+        FileNotFoundError: If that optimizer was never tuned on that workload.
+    """
+    every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    fields = every.get(f"{workload_name} {optimizer}")
+    if fields is None:
+        raise FileNotFoundError(f"{optimizer} was never tuned on {workload_name}: tune it first")
+    losses = (math.inf if trial["loss"] is None else trial["loss"] for trial in fields["trials"])
+    trials = tuple(
+        Trial(**{**trial, "loss": loss})
+        for trial, loss in zip(fields["trials"], losses, strict=True)
+    )
+    return Tuned(**{**fields, "targets": tuple(fields["targets"]), "trials": trials})
+
+
+def tune(
+    workload_name: str,
+    optimizer: str,
+    *,
+    targets: Sequence[float],
+    seconds: float,
+    trials: int,
+    space: Space | None = None,
+    seed: int = TUNING_SEED,
+    on_trial: Callable[[Trial], None] = lambda trial: print(f"  {trial}", flush=True),
+    **fields: Any,
+) -> Tuned:
+    """Search for settings of one optimizer.
+
+    Args:
+        workload_name: The workload.
+        optimizer: The optimizer.
+        targets: Losses to reach, descending; none to search for the lowest loss.
+        seconds: Seconds of training of a trial, of processor time.
+        trials: How many.
+        space: The settings; those of `SPACES` if None. The length of a cosine is always one.
+        seed: Seed of the runs and of the search.
+        on_trial: Called after each trial.
+        fields: Further fields of `RunConfig`, such as ``evaluate_every``.
+
+    Raises:
+        ValueError: If the optimizer needs no tuning.
+    """
+    optuna = require("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if space is None and optimizer not in SPACES:
+        raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")
+    space = {**(space or SPACES[optimizer]), "schedule": SCHEDULES}
+    found: list[Trial] = []
+
+    def objective(suggest: Any) -> float:
+        drawn: dict[str, Any] = {}
+        for name, values in space.items():
+            if isinstance(values, tuple):
+                drawn[name] = float(f"{suggest.suggest_float(name, *values, log=True):.2g}")
+            else:
+                drawn[name] = values[suggest.suggest_categorical(name, range(len(values)))]
+        part = drawn.pop("schedule")
+        timed = {} if part is None else {"schedule_seconds": part * seconds}
+        run: dict[str, Any] = {"targets": tuple(targets), "seconds": seconds, "seed": seed}
+        run |= {"clock": "cpu", **fields}
+        record = train(ALONE, configure(workload_name, optimizer, {**drawn, **timed}, **run))
+        if part is not None:
+            # Kept in steps, which other machines and other loads repeat.
+            steps = part * seconds * record.last.step / max(record.last.seconds, 1e-9)
+            drawn["schedule_steps"] = max(1, round(float(f"{steps:.2g}")))
+        trial = Trial.of(drawn, record)
+        found.append(trial)
+        on_trial(trial)
+        if trial.seconds is None:
+            return 1.0 + math.atan(trial.loss)  # in the order of the ranks, and finite
+        return trial.seconds / seconds - 10.0 * trial.reached
+
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(1, trials // 2))
+    optuna.create_study(sampler=sampler).optimize(objective, n_trials=trials)
+    ordered = tuple(sorted(found, key=lambda trial: trial.rank))
+    search = f"Optuna {optuna.__version__}, TPE, {trials} trials"
+    return Tuned(tuple(targets), seconds, seed, search, ordered)
+
+
+def configure(
+    workload_name: str, optimizer: str, settings: Mapping[str, Any], **fields: Any
+) -> RunConfig:
+    """Return the run of some settings.
+
+    Args:
+        workload_name: The workload.
+        optimizer: The optimizer.
+        settings: Fields of `RunConfig`; names with a dot are arguments, as in
+            ``preconditioner.damping``. With the length of a schedule it is a cosine.
+        fields: Further fields: the budget, the seed, ...
+    """
+    of_run: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"preconditioner": {}, "options": {}, "method": {}}
+    for name, value in settings.items():
+        prefix, dot, argument = name.partition(".")
+        if dot:
+            arguments[prefix][argument] = value
+        else:
+            of_run[name] = tuple(value) if isinstance(value, list) else value
+    if of_run.get("schedule_steps") or of_run.get("schedule_seconds"):
+        of_run["schedule"] = "cosine"
+    return RunConfig(workload_name, optimizer, **{**arguments, **of_run, **fields})
+
+
+def chosen(workload_name: str, optimizer: str, path: Path = DEMO) -> Mapping[str, Any]:
+    """Return the settings that tuning chose, or those of an optimizer that runs without.
+
+    Raises:
+        FileNotFoundError: If that optimizer was never tuned on that workload.
+    """
+    if optimizer in TRUST_REGIONS:
+        return {"lr": 1.0 if optimizer == "trust-region" else 0.7}
+    if method := method_of(optimizer):
+        # What orthogonalises has steps of its own length; what divides by roots has Adam's.
+        return {"lr": 0.02 if method.endswith("muon") else 0.003}
+    return load(path, workload_name, optimizer).best.settings
+
+
+def tuned(workload_name: str, optimizer: str, **fields: Any) -> RunConfig:
+    """Return the run of an optimizer with the settings that tuning chose, where it needs any."""
+    return configure(workload_name, optimizer, chosen(workload_name, optimizer), **fields)
+
+
+def require_other_seed(seed: int) -> None:
+    """Refuse to report the seed of tuning.
+
+    Raises:
+        ValueError: If it is that one.
+    """
+    if seed == TUNING_SEED:
+        raise ValueError(f"seed {seed} is the one that settings were tuned on: choose another")
+
+
+@dataclass(frozen=True)
+class TriedRates:
+    """Scores of a grid of learning rates, in a file: by setting, name and learning rate.
+
+    Attributes:
+        path: The file.
+        highest: Whether the highest score is the best, as of accuracies; else the lowest.
+    """
+
+    path: Path
+    highest: bool = False
+
+    def scores(self, setting: str) -> dict[str, dict[str, float | None]]:
+        """Return the scores under a setting; None for one that was not finite."""
+        scores: dict[str, dict[str, float | None]] = self._all().get(setting, {})
+        return scores
+
+    def keep(self, setting: str, scores: Iterable[tuple[str, float, float]]) -> None:
+        """Write scores of names and learning rates."""
+        every = self._all()
+        for name, lr, score in scores:
+            every.setdefault(setting, {}).setdefault(name, {})[f"{lr:g}"] = jsonable(score)
+        write_json(self.path, every)
+
+    def best(self, lrs: Mapping[str, Sequence[float]], setting: str) -> dict[str, float]:
+        """Return the best learning rate of each name.
+
+        Args:
+            lrs: By name, those that must have been tried, so that all are tuned alike.
+            setting: What is trained, and for how long.
+
+        Raises:
+            ValueError: If one has not been tried.
+        """
+        best, known = {}, self.scores(setting)
+        for name, required in lrs.items():
+            tried = known.get(name, {})
+            if untried := [f"{lr:g}" for lr in required if f"{lr:g}" not in tried]:
+                raise ValueError(
+                    f"{name!r} was not tuned for {setting} at {', '.join(untried)}: add --tune"
+                )
+            sign = -1.0 if self.highest else 1.0
+            finite = {lr: math.inf if s is None else sign * s for lr, s in tried.items()}
+            best[name] = float(min(finite, key=finite.__getitem__))
+        return best
+
+    def _all(self) -> dict[str, Any]:
+        every: dict[str, Any] = (
+            json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        )
+        return every

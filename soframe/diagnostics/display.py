@@ -1,0 +1,206 @@
+"""Metrics that were written to a file: read, as tables, and as a figure.
+
+Its libraries are optional: rich and matplotlib, in the extra `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from soframe.diagnostics.metrics import FORMAT, VERSION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
+"""Okabe and Ito's palette."""
+
+
+COLUMNS = (
+    "block",
+    "factor",
+    "damping",
+    "gradient",
+    "direction",
+    "weight",
+    "statistics",
+    "solve",
+    "condition",
+    "effective rank",
+    "failed",
+)
+"""Of the table of blocks."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads metrics.
+
+    Args:
+        path: Of a file that has what ``metrics()`` returned, as JSON.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        ValueError: If it has something else, or what a newer soframe has written.
+    """
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(metrics, dict) or metrics.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has no metrics: write json.dumps(preconditioner.metrics()) into it"
+        )
+    if metrics.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has metrics of version {metrics.get('version')!r}, and this soframe reads "
+            f"{VERSION}"
+        )
+    return metrics
+
+
+def tables(metrics: Mapping[str, Any]) -> list[Table]:
+    """The tables of metrics: of blocks and their factors, and of phases.
+
+    Args:
+        metrics: What ``metrics()`` returned.
+
+    Returns:
+        Two rich tables.
+    """
+    where = f"rank {metrics['rank']} of {metrics['world_size']}"
+    blocks = _table(
+        f"step {metrics['step']}, {where}: clip factor {_show(metrics['clip_factor'])}",
+        COLUMNS,
+    )
+    for name, block in metrics["blocks"].items():
+        norms = [block[f"{kind}_norm"] for kind in ("gradient", "direction", "weight")]
+        of_block = [name, "", *map(_show, (block["damping"], *norms)), "", "", "", "", ""]
+        blocks.add_row(*of_block)
+        for factor, one in block["factors"].items():
+            spectrum = one["spectrum"] or {}
+            blocks.add_row(
+                "",
+                f"{factor} ({one['size']})",
+                *[""] * 4,
+                _show(one["statistics_age"]),
+                _show(one["solve_age"]),
+                _show(spectrum.get("condition")),
+                _show(spectrum.get("effective_rank")),
+                _show(one["failed_solves"]),
+            )
+    steps = metrics["timed_steps"]
+    phases = _table(
+        f"phases, {steps} step(s) timed" if steps else "phases, not timed",
+        ("phase", "ms per step", "share", "bytes", "collectives"),
+    )
+    for name, one in metrics["phases"].items():
+        timed = one["seconds"] is not None and steps
+        phases.add_row(
+            name,
+            f"{1e3 * one['seconds'] / steps:.3g}" if timed else "-",
+            f"{one['share']:.1%}" if one["share"] is not None else "-",
+            bytes_text(one["bytes"]),
+            str(one["calls"]),
+        )
+    return [blocks, phases]
+
+
+def figure(metrics: Mapping[str, Any]) -> Figure:
+    """Draws the spectra, the condition numbers and the ages of all factors.
+
+    Args:
+        metrics: What ``metrics(spectra="full")`` returned; without ``"full"`` there are no curves,
+            and without spectra there are ages alone.
+
+    Returns:
+        A figure of three panels: the eigenvalues of each factor in descending order, relative to
+        its largest, those that are zero or below left out; the condition numbers; and how many
+        steps ago each factor took statistics and was solved.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(12, 4.2), layout="constrained")
+    spectra, conditions, ages = drawn.subplots(1, 3)
+    factors = [
+        (f"{name}.{factor}" if name else factor, one)
+        for name, block in metrics["blocks"].items()
+        for factor, one in block["factors"].items()
+    ]
+    names = [name for name, _ in factors]
+    for number, (name, one) in enumerate(factors):
+        for group, values in enumerate((one["spectrum"] or {}).get("eigenvalues", ())):
+            positive = [value / values[0] for value in values if value > 0]
+            label = name if group == 0 else f"_{name}"
+            dashes = "-" if number < len(COLORS) else "--"
+            color = COLORS[number % len(COLORS)]
+            spectra.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
+    for axes in (spectra, ages):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    spectra.set(yscale="log", xlabel="number", ylabel="eigenvalue over the largest")
+    if spectra.lines:
+        spectra.legend(frameon=False, fontsize=8)
+    condition_numbers = [(one["spectrum"] or {}).get("condition") for _, one in factors]
+    _bars(conditions, names, [condition_numbers], ("condition number",))
+    if any(value is not None for value in condition_numbers):
+        conditions.set_xscale("log")
+    kinds = ("statistics_age", "solve_age")
+    _bars(ages, names, [[one[kind] for _, one in factors] for kind in kinds], kinds)
+    ages.legend(frameon=False, fontsize=8)
+    for axes, title in ((spectra, "spectra"), (conditions, "condition"), (ages, "steps ago")):
+        axes.set_title(title, fontsize=10)
+        axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn.suptitle(f"factors after {metrics['step']} steps", fontsize=12)
+    return drawn
+
+
+def _bars(
+    axes: Axes,
+    names: Sequence[str],
+    rows: Sequence[Sequence[float | None]],
+    labels: Sequence[str],
+) -> None:
+    height = 0.8 / len(rows)
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        places = [place + number * height for place in range(len(names))]
+        widths = [0 if value is None else value for value in row]
+        shown = label.replace("_age", "")
+        axes.barh(places, widths, height=height, color=COLORS[number], label=shown)
+    middle = 0.8 / 2 - height / 2
+    axes.set_yticks([place + middle for place in range(len(names))], names, fontsize=8)
+    axes.invert_yaxis()
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def bytes_text(size: float) -> str:
+    """Return a size with a binary unit and three digits, or "-" for nothing."""
+    if size == 0:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

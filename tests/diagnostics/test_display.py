@@ -1,0 +1,94 @@
+"""Metrics from a file: what the command prints and draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import soframe
+from soframe.cli import app
+from soframe.diagnostics import display as measured
+from soframe.diagnostics.metrics import scalars
+
+
+@pytest.fixture(name="found", scope="module")
+def metrics_of_a_run() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    own = soframe.Preconditioner(model, kl_clip=None, statistics_every=2, solve_every=4)
+    own.measure(norms=True, times=True)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        own.step()
+    return own.metrics(spectra="full")
+
+
+def show(tmp_path: Path, text: str, *arguments: str) -> Any:
+    file = tmp_path / "metrics.json"
+    file.write_text(text)
+    return CliRunner().invoke(app, ["metrics", str(file), *arguments])
+
+
+def test_tables_show_every_factor_and_phase(found: dict[str, Any], tmp_path: Path) -> None:
+    shown = show(tmp_path, json.dumps(found))
+    assert shown.exit_code == 0, shown.output
+    rows = {tuple(line.split()[:2]): line.split() for line in shown.stdout.splitlines()}
+    a = rows["A", "(5)"]
+    assert a[2:4] == ["1", "3"]  # steps since statistics and since the solve
+    spectrum = found["blocks"]["0"]["factors"]["A"]["spectrum"]
+    assert a[4] == f"{spectrum['condition']:.3g}"
+    weight = found["blocks"]["2"]["weight_norm"]
+    assert rows["2", "0.001"][-1] == f"{weight:.3g}"
+    times = found["phases"]["solve"]
+    assert rows["solve", f"{1e3 * times['seconds'] / 4:.3g}"][2] == f"{times['share']:.1%}"
+
+
+def test_numbers_for_machines(found: dict[str, Any], tmp_path: Path) -> None:
+    shown = show(tmp_path, json.dumps(found), "--json")
+    assert json.loads(shown.stdout) == scalars(found)
+
+
+@pytest.mark.slow
+def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Path) -> None:
+    spectra, conditions, ages = measured.figure(found).axes
+    names = ["0.A", "0.G", "2.A", "2.G"]
+    assert [line.get_label() for line in spectra.lines] == names
+    factors = [one for block in found["blocks"].values() for one in block["factors"].values()]
+    values = factors[0]["spectrum"]["eigenvalues"][0]
+    assert list(spectra.lines[0].get_ydata()) == [v / values[0] for v in values if v > 0]
+    widths = [bar.get_width() for bar in conditions.patches]
+    assert widths == [one["spectrum"]["condition"] or 0 for one in factors]
+    assert [bar.get_width() for bar in ages.patches] == [1] * 4 + [3] * 4
+    assert [text.get_text() for text in ages.get_yticklabels()] == names
+    image = tmp_path / "figures" / "metrics.png"
+    shown = show(tmp_path, json.dumps(found), "--figure", str(image))
+    assert shown.exit_code == 0, shown.output
+    assert image.read_bytes().startswith(b"\x89PNG")
+    # Without spectra there are ages still.
+    bare = json.loads(json.dumps(found))
+    for block in bare["blocks"].values():
+        for one in block["factors"].values():
+            one["spectrum"] = None
+    assert len(measured.figure(bare).axes[2].patches) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no metrics: write json.dumps(preconditioner.metrics())"),
+        ('{"format": "soframe.metrics", "version": 9}', "of version 9, and this soframe reads 1"),
+    ],
+)
+def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    shown = show(tmp_path, text)
+    assert shown.exit_code == 1
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr
