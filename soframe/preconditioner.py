@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from soframe.blocks import claims
 from soframe.blocks.block import Block
@@ -68,9 +67,8 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
-from soframe.setup import building, describing, joining, unread
+from soframe.setup import building, describing, unread
 from soframe.setup.pipelines import STAGES
-from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
 from soframe.state import checksums
@@ -142,7 +140,7 @@ class Agreed:
     now: Now
 
 
-class Preconditioner(Uncopied, Joinable):
+class Preconditioner(Uncopied):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -272,7 +270,6 @@ class Preconditioner(Uncopied, Joinable):
         cut: Mapping[str, int] | None = None,
         pipeline: object = None,
     ) -> None:
-        super().__init__()
         given = dict(locals())
         self.backend, self._pipeline = building.choose_backends(backend, pipeline)
         self._stages = self._pipeline.stages
@@ -420,10 +417,6 @@ class Preconditioner(Uncopied, Joinable):
         """
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
-        joining.notify(self)
-        self._take_step()
-
-    def _take_step(self) -> None:
         with self._shaped():
             self._take_shaped_step()
 
@@ -685,13 +678,11 @@ class Preconditioner(Uncopied, Joinable):
     def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
         """Return why the copies of this stage cannot go on, the same on all of them."""
         try:
-            require_common(self.backend, common, said.common, HINTS)
+            require_common(self.backend, common, said.common)
             if said.changed:
                 require_all_ranks(self.backend, said.changed)
-            elif not any(said.rebuilt):
-                self._weights.require_copies()
-                if not (said.bad_gradient or said.bad_statistics):
-                    self._effect.require(self._statistics.due, said.reached)
+            elif not (any(said.rebuilt) or said.bad_gradient or said.bad_statistics):
+                self._effect.require(self._statistics.due, said.reached)
         except Exception as error:  # whatever it is: other stages wait, and must be told
             return error
         return None
@@ -733,7 +724,6 @@ class Preconditioner(Uncopied, Joinable):
                 "solve_every": refresh.solve_every.at(step),
                 "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
-                **self._weights.common(),
             }
             if self._agreed is not None:
                 common.update(self._agreed.settings_now())
@@ -820,7 +810,6 @@ class Preconditioner(Uncopied, Joinable):
         self._report: Report = registration.report
         self._registration = registration
         self._watch = Watch(self._model)
-        self._weights = Weights(registration.blocks, self.backend)
         self._listen(again=again)
         if not again:
             self._begin()
@@ -1038,46 +1027,6 @@ class Preconditioner(Uncopied, Joinable):
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
-
-    # -- inputs that end on some ranks first --------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.setup.joining`.
-
-        Args:
-            **kwargs: What ``Join`` was given; ``divide_by_initial_world_size`` counts.
-
-        Returns:
-            What this rank does once it has no more data.
-
-        Raises:
-            ValueError: If ranks cannot run out of data apart under these settings.
-        """
-        local = self._gradients == "local"
-        words = {
-            "scaled": self._loss_scale.used,
-            "everybody": self._loss_average == "global",
-            "staged": bool(self.stage),
-        }
-        divide = kwargs.get("divide_by_initial_world_size", True)
-        joining.check(
-            self.backend,
-            self.placement,
-            local=local,
-            divide_by_initial_world_size=divide,
-            **words,
-        )
-        return joining.Shadow(self._model, self.home, self.backend, self._take_step, sync=local)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` is to keep what it sends."""
-        return self.backend.wire_device(self._blocks[0].device)
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of this preconditioner's ranks."""
-        return self.backend.process_group
 
     @property
     def loss(self) -> Loss | None:
