@@ -32,9 +32,7 @@ from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
-from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import require_numbers
-from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
 from soframe.gradients import moving
@@ -51,7 +49,7 @@ RADII = "radii"
 """Where it has the norms that a constraint keeps."""
 
 
-class Optimizer(Uncopied, torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
     """Updates the parameters of a model by directions of any method.
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in
@@ -264,8 +262,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             RuntimeError: See `soframe.Preconditioner.step`.
             ValueError: See `soframe.Preconditioner.step`.
         """
-        if asked_by_saver_of_parameters():
-            return None  # a step of zeros, to make a state; `state_dict` then refuses
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -350,12 +346,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
         Returns:
             The param groups, as any optimizer has them, and the preconditioner's state.
-
-        Raises:
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks, which would
-                drop the latter.
         """
-        refuse_saver_of_parameters(self)
         keys = {ball.key for balls in self._balls.values() for ball in balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         return {
@@ -375,9 +366,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
-        refuse_saver_of_parameters(self)
         state_dict = unpacked(state_dict)
         balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
 

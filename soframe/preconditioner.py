@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import claims
 from soframe.blocks.block import Block
 from soframe.blocks.history import History
 from soframe.blocks.home import GradientHome, PlainGrad
@@ -36,7 +35,6 @@ from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.capture.untraced import untraced
 from soframe.checks import arguments
-from soframe.checks.copies import Uncopied
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
@@ -140,7 +138,7 @@ class Agreed:
     now: Now
 
 
-class Preconditioner(Uncopied):
+class Preconditioner:
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -231,6 +229,8 @@ class Preconditioner(Uncopied):
     _statistics: Statistics
     _effect: Effect
     _accumulation: Accumulation
+
+    _beside = False  # whether another preconditioner keeps its hooks on the same modules
 
     def __init__(
         self,
@@ -371,6 +371,7 @@ class Preconditioner(Uncopied):
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
+        self._require_open()
         self._fisher.observe(outputs, self._capture, self._samples)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
@@ -415,10 +416,15 @@ class Preconditioner(Uncopied):
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
-        if self._closed:
-            raise RuntimeError("this preconditioner is closed")
+        self._require_open()
         with self._shaped():
             self._take_shaped_step()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this preconditioner is closed")
+        if self._capture.closed:
+            raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
 
     def _shaped(self) -> AbstractContextManager[None]:
         """Let parameters that stacks share out have their shapes."""
@@ -706,8 +712,6 @@ class Preconditioner(Uncopied):
         try:
             self._loss_scale.check(self._optimizer)
             self._statistics.require_counted()
-            if self.takes_statistics:
-                building.require_own_gradients(self._one_of_calls)
             self._effect.check(self._statistics.due)
             self._accumulation.check()
             self._raw.check()
@@ -786,8 +790,8 @@ class Preconditioner(Uncopied):
             background=self._background,
             refresh=self._refresh,
             settings=settings,
-            owner=self._capture,
-            beside=self._beside(),
+            capture=self._capture,
+            beside=self._beside,
             gradients=self._gradients,
             pipeline=self._pipeline,
             first=not self._built,
@@ -796,8 +800,6 @@ class Preconditioner(Uncopied):
         if again:
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
-        # Opacus wraps whole models, and this is asked at every step.
-        self._one_of_calls = [block for block in self._blocks if block.method.captures][:1]
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         history = self._placed.history if again else History()
         placed = PlacedBlocks(registration.blocks, placement, self.backend, history)
@@ -866,10 +868,6 @@ class Preconditioner(Uncopied):
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
         unread.require_read(Preconditioner, self._settings, self._blocks, stages=self._stages)
-
-    def _beside(self) -> object | None:
-        """Return who may have the same modules; by default nobody."""
-        return None
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -1178,6 +1176,10 @@ class Preconditioner(Uncopied):
         if self._loss_scale.changed():
             self.reset_batch()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return nothing: a copy (with a module that holds this) belongs to no model."""
+        return {}
+
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.
 
@@ -1186,7 +1188,6 @@ class Preconditioner(Uncopied):
         self._capture.close()
         self._accumulation.close()
         self._optimizer_steps.close()
-        claims.release(self._capture)
         self._background.close()
         self._statistics.arrive()
         self._closed = True

@@ -388,6 +388,11 @@ class Capture:
         finally:
             self._delivering = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """Remove every hook; what has been called already is no longer waited for."""
         self._finalizer()

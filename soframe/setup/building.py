@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 
-from soframe.blocks import claims, dtensors, stacks
+from soframe.blocks import dtensors, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
 from soframe.capture.counting import Samples
+from soframe.capture.hooks import Capture
 from soframe.capture.sampling import check_rows
 from soframe.checks.numbers import require_integer
 from soframe.comm.agreement import compare_ranks, describe_error, say_failed
@@ -240,10 +243,10 @@ def build(
     refresh: Refresh,
     settings: Sequence[object],
     *,
-    owner: object,
+    capture: Capture,
     gradients: str,
     pipeline: Pipeline,
-    beside: object | None = None,
+    beside: bool = False,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -259,24 +262,23 @@ def build(
         background: What is solved in the background, one of the settings.
         refresh: When blocks are solved, another one.
         settings: The others that all ranks must have in common.
-        owner: Whose the modules are to be; they may be nobody else's.
+        capture: Hooks the modules; see `take_over`.
         gradients: What a step is given, one of the settings.
         pipeline: The pipeline of which this model is some stages.
-        beside: An owner whose they may be.
+        beside: Whether another preconditioner keeps its hooks on the same modules.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_own_gradients`, `require_averaged`,
+        ValueError: See `register`, `place`, `require_averaged`,
             `require_able`, `require_served`, `require_followable`, `require_eager`,
-            `require_together`, `compare_ranks` and `soframe.blocks.claims.require_free`.
+            `require_together` and `compare_ranks`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
-        require_own_gradients(registration.blocks)
         require_averaged(registration.blocks, gradients)
         require_able(registration.blocks, background)
         require_served(registration.blocks, refresh.solve_every)
@@ -284,17 +286,38 @@ def build(
         require_followable(registration.blocks, placement)
         require_eager(registration.blocks, placement)
         require_together(model, registration.blocks, placement, draws=choices.draws)
-        modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
-        claims.require_free(owner, modules, beside)
         pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, settings_of_rank, first=first)
-    claims.claim(owner, modules, beside)
+    if not beside:
+        modules = (helper.module for block in registration.blocks for helper in block.helpers)
+        take_over(capture, modules)
     backend.prepare(placement.groups())
     return registration, placement
+
+
+_hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
+
+
+def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
+    """Remove the hooks of older preconditioners of these modules, with a warning."""
+    reference = weakref.ref(capture)
+    for module in modules:
+        older = _hooked.get(module, reference)()
+        _hooked[module] = reference
+        if older is None or older is capture or older.closed:
+            continue
+        if module not in {helper.module for helper in older.names}:
+            continue  # it has left the older one's model
+        older.close()
+        warnings.warn(
+            f"soframe: a new preconditioner of the same {type(module).__name__} replaces an older "
+            f"one, whose hooks are removed; close() the older one first to be rid of this warning",
+            stacklevel=6,
+        )
 
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
@@ -369,8 +392,7 @@ def check_home(home: object) -> None:
         TypeError: If it is none.
     """
     if home is not None and not isinstance(home, GradientHome):
-        hint = "; pass an instance of the class" if isinstance(home, type) else ""
-        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}{hint}")
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
 
 
 def check_cut(cut: object) -> None:
@@ -426,31 +448,6 @@ def check_turns(stagger: object, fisher: str) -> None:
             f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
             f"vectors backward at each of them; pass stagger='solves'"
         )
-
-
-def require_own_gradients(blocks: Sequence[Block]) -> None:
-    """Check that gradients are those of the backward passes which are seen.
-
-    Opacus keeps the gradient of each sample at the parameter, and makes a private one of these
-    within its optimizer's step.
-
-    Args:
-        blocks: The blocks.
-
-    Raises:
-        ValueError: If it does so with a parameter whose method reads the layer's calls.
-    """
-    for block in blocks:
-        if block.method.captures and any(
-            hasattr(parameter, "grad_sample") for parameter in block.parameters.values()
-        ):
-            raise ValueError(
-                f"{block.name} has a gradient for each sample, by Opacus, which makes a private "
-                f"one of these within its optimizer's step(), over what is preconditioned; and "
-                f"statistics of the layer's calls are not private. Give make_private() a "
-                f"soframe.Optimizer with a method that reads gradients alone, such as 'soap', "
-                f"'muon' or 'shampoo'"
-            )
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:

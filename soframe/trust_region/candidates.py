@@ -173,12 +173,10 @@ class Beside(OneOfSeveral):
         **settings: Those of `soframe.Preconditioner`.
     """
 
-    def __init__(self, other: Preconditioner, **settings: Any) -> None:
-        self._other = other
-        super().__init__(other._model, backend=other.backend, **settings)
+    _beside = True
 
-    def _beside(self) -> object:
-        return self._other._capture
+    def __init__(self, other: Preconditioner, **settings: Any) -> None:
+        super().__init__(other._model, backend=other.backend, **settings)
 
 
 def require_read(preconditioners: Sequence[OneOfSeveral], given: Collection[str]) -> None:
