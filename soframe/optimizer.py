@@ -287,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
             one = self.preconditioner
-            with one.backend.phases("move"), one.not_unnoticed():
+            with one.backend.phases("move"):
                 for group in self.param_groups:
                     self._move(group)
             self._moved = changes(before, blocks) if before else {}
@@ -306,20 +306,15 @@ class Optimizer(torch.optim.Optimizer):
             kept.update(ball.matrices.values())
         moving.descend([p for p in group["params"] if p not in kept], where, move)
 
-    def settings_now(self) -> dict[str, object]:
-        """Return the settings of the coming step, which all ranks must have in common.
-
-        Raises:
-            ValueError: If they cannot be meant.
+    def check_settings(self) -> None:
+        """Raise a ValueError if a setting of a param group is out of range, before a step.
 
         :meta private:
         """
-        moves: dict[str, object] = {
-            f"param group {group['method']}": Move.of(group) for group in self.param_groups
-        }
+        for group in self.param_groups:
+            Move.of(group)
         if not self._rebuilt:  # else the weights that there are now are known after the step only
             self._measure()
-        return moves
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -38,7 +37,6 @@ from soframe.checks import arguments
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
-    not_unnoticed,
     require_all_ranks,
     require_common,
     require_no_failure,
@@ -51,12 +49,11 @@ from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.gradients import averaging, magnitude
-from soframe.gradients.accumulation import Accumulation, OptimizerSteps
 from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
 from soframe.gradients.incoming import Incoming
-from soframe.gradients.moving import as_agreed
+from soframe.gradients.moving import ChecksSettings
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -78,14 +75,7 @@ from soframe.statistics.window import Statistics
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
-OF_ALL_STAGES = (
-    "step",
-    "damping",
-    "decay",
-    "clips",
-    "statistics_every of the next step",
-    "solve_every",
-)
+OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """What the stages of a pipeline must have in common of what all ranks of one must."""
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
@@ -228,7 +218,6 @@ class Preconditioner:
     _placed: PlacedBlocks
     _statistics: Statistics
     _effect: Effect
-    _accumulation: Accumulation
 
     _beside = False  # whether another preconditioner keeps its hooks on the same modules
 
@@ -303,8 +292,6 @@ class Preconditioner:
             self._scaling, self._samples = curvature.scaling, curvature.samples
             self._loss_average = curvature.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
-            self._agreed = as_agreed(optimizer)
-            self._optimizer_steps = OptimizerSteps(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._background = Background(cadence.background, overlap=self.backend.overlap)
             self._gradients = gradients
@@ -411,8 +398,8 @@ class Preconditioner:
 
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
-                gradients, or was not given; if a backward pass has added to what the last step
-                wrote, or the step would have no effect (`soframe.gradients.effect`).
+                gradients, or was not given; or if a block has a gradient and no statistics in its
+                first windows, or the reverse (`soframe.gradients.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
@@ -435,27 +422,16 @@ class Preconditioner:
         self._statistics.arrive()
         with phase("agree"):
             agreed = self._agree()
-        with self.not_unnoticed():
-            try:
-                self._take_agreed_step(agreed)
-            except BaseException:
-                # Once more, it would take its statistics again, of sums that have been emptied.
-                self.reset_batch()
-                self._accumulation.begin()
-                raise
-
-    def not_unnoticed(self) -> AbstractContextManager[None]:
-        """Return a context: the other ranks, which may wait, learn of what this one raises in it.
-
-        :meta private:
-        """
-        return not_unnoticed(self.backend, self._stages.backend)
+        try:
+            self._take_agreed_step(agreed)
+        except BaseException:
+            # Once more, it would take its statistics again, of sums that have been emptied.
+            self.reset_batch()
+            raise
 
     def _take_agreed_step(self, agreed: Agreed) -> None:
         finite, weights, now = agreed.finite, agreed.weights, agreed.now
         phase = self.backend.phases
-        if self._blocks:
-            self._optimizer_steps.follow(next(iter(self._blocks[0].parameters.values())))
         self._placed.history.begin(self._steps)
         if weights is not None:
             with phase("reduce"):
@@ -490,14 +466,11 @@ class Preconditioner:
             # Before anything is written: what was read may be views of them.
             self._observe(incoming, now, after=True)
             directions.write()
-            # Noted at once: a solve may fail yet, and what is written is not to be taken again.
-            self._accumulation.wrote(directions.matrices)
             directions.commit()
             self._solve_after(now)
         else:
             self.counters["skipped_updates"] += finite
             magnitude.discard(self._model, self.home)
-            self._accumulation.wrote(directions.matrices if finite else ())
 
     def _taken(
         self, incoming: Incoming, directions: Directions, now: Now, clipped: Clipped
@@ -578,7 +551,7 @@ class Preconditioner:
         def raw() -> dict[Block, Tensor | None]:
             return {b: gradient for b, gradient in self._raw.now().items() if not b.remembers}
 
-        with self._shaped(), self.not_unnoticed():
+        with self._shaped():
             directions = self._background.update(
                 self._placed,
                 due,
@@ -713,24 +686,21 @@ class Preconditioner:
             self._loss_scale.check(self._optimizer)
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
-            self._accumulation.check()
             self._raw.check()
             self._pipeline.check(self._model.parameters)
             now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
-            # Which blocks take statistics next is part of what ranks say at the next step.
+            self._lrs.begin(step)
+            if isinstance(self._optimizer, ChecksSettings):
+                self._optimizer.check_settings()
+            # What decides which collectives are entered. Which blocks take statistics next is part
+            # of the status of the next step.
             refresh = self._refresh
             common: dict[str, object] = {
                 "step": step,
-                "damping": now.damping,
-                "decay": now.decay,
-                "clips": now.limits,
                 "statistics_every of the next step": refresh.statistics_every.at(step + 1),
                 "solve_every": refresh.solve_every.at(step),
-                "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
             }
-            if self._agreed is not None:
-                common.update(self._agreed.settings_now())
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
         return now, common, None
@@ -794,7 +764,6 @@ class Preconditioner:
             beside=self._beside,
             gradients=self._gradients,
             pipeline=self._pipeline,
-            first=not self._built,
         )
         again, self._built = self._built, True
         if again:
@@ -807,7 +776,7 @@ class Preconditioner:
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
         if again:
-            warn_of_lost_blocks(self._report, registration.report, stacklevel=10)
+            warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
         self._report: Report = registration.report
         self._registration = registration
@@ -822,14 +791,10 @@ class Preconditioner:
         Args:
             again: Whether other blocks were hooked before, whose window goes on.
         """
-        if again:
-            self._accumulation.close()
-        self._accumulation = Accumulation(self._blocks, self._optimizer_steps)
         self._effect = Effect(
             self._model,
             self._blocks,
             self._capture,
-            self._accumulation,
             home=self.home,
             rebuilt=again,
         )
@@ -839,16 +804,6 @@ class Preconditioner:
             world_size=self.backend.world_size,
             own_gradients=self._fisher.probed,
         )
-        # What listens to layers goes with the next collection of garbage, and these go at once.
-        accumulation, loss_scale = weakref.ref(self._accumulation), self._loss_scale
-
-        def given_up() -> bool:
-            watching = accumulation()
-            gone = watching is not None and watching.given_up()
-            if gone:
-                loss_scale.begin()  # it may be another one from now on
-            return gone
-
         statistics = Statistics(
             self._placed,
             scale=scale,
@@ -857,7 +812,6 @@ class Preconditioner:
             capture=self._capture,
             sampler=self._sampler,
             part_of=self._pipeline.part_of,
-            given_up=given_up,
         )
         if again:
             statistics.resume(self._statistics)
@@ -1160,8 +1114,7 @@ class Preconditioner:
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
 
-        For a batch given up before ``step``, where `soframe.gradients.accumulation` cannot tell
-        that its gradients were zeroed: call it there, on every rank.
+        Call it, on every rank, where gradients are zeroed without a ``step``.
         """
         due = self._refresh.observed(self._placed, self._steps)
         self._statistics.begin(due, self._steps)
@@ -1186,8 +1139,6 @@ class Preconditioner:
         What is solved in the background is given up, once what has begun has ended.
         """
         self._capture.close()
-        self._accumulation.close()
-        self._optimizer_steps.close()
         self._background.close()
         self._statistics.arrive()
         self._closed = True

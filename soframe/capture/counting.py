@@ -382,7 +382,7 @@ class Passes:
                 f"too small, those of outputs k^2 times too large. Add the losses up, and call "
                 f"backward() once. If each pass has samples of its own, as where heads take turns, "
                 f"all is well: preconditioner.count(n) before each forward pass says so",
-                stacklevel=10,  # whoever called Preconditioner.step()
+                stacklevel=9,  # whoever called Preconditioner.step()
             )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:

@@ -161,7 +161,7 @@ class LossScale:
                     "of the scale: pass grad_scaler=scaler, and call scaler.unscale_(optimizer) "
                     "before preconditioner.step(). If it scales another one's, pass "
                     "grad_scaler=lambda: 1.0",
-                    stacklevel=10,
+                    stacklevel=9,
                 )
 
 

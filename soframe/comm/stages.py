@@ -245,11 +245,11 @@ class Stages:
         """Return every stage's numbers, ``[ranks, numbers]``."""
         backend = self.backend
         assert backend is not None
-        # Rows of zeros but for one's own: their sum has the bits of all, and can be watched.
+        # Rows of zeros but for this rank's own: their sum has the bits of all.
         rows = numbers.new_zeros(backend.world_size, len(numbers))
         rows[backend.rank] = numbers
         rows = rows.to(backend.wire_device(rows.device))
-        backend.all_reduce(rows, PHASE).watch()
+        backend.all_reduce(rows, PHASE).wait()
         return rows
 
 

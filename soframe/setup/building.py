@@ -19,9 +19,8 @@ from soframe.capture.counting import Samples
 from soframe.capture.hooks import Capture
 from soframe.capture.sampling import check_rows
 from soframe.checks.numbers import require_integer
-from soframe.comm.agreement import compare_ranks, describe_error, say_failed
+from soframe.comm.agreement import compare_ranks, say_failed
 from soframe.comm.base import Backend
-from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.comm.stages import Stages
@@ -64,20 +63,8 @@ def choose_backends(
     Returns:
         Both.
     """
-    notes = Board.of_world()
-    if notes is not None:
-        notes.begin()
-    try:
-        of_stages = Pipeline(pipeline)
-        backend = _backend_of(choice, of_stages.backend)
-    except Exception as error:  # whatever it is: the other ranks wait, and must be told
-        if notes is not None:
-            notes.say_start(describe_error(error), failed=True)
-        raise
-    alone = (backend.world_size == 1 or backend.on_paper) and of_stages.backend is None
-    if notes is not None and alone:
-        notes.say_start(describe(choice), failed=False)
-    return backend, of_stages
+    of_stages = Pipeline(pipeline)
+    return _backend_of(choice, of_stages.backend), of_stages
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, pipe: Backend | None) -> Backend:
@@ -247,7 +234,6 @@ def build(
     gradients: str,
     pipeline: Pipeline,
     beside: bool = False,
-    first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
 
@@ -266,7 +252,6 @@ def build(
         gradients: What a step is given, one of the settings.
         pipeline: The pipeline of which this model is some stages.
         beside: Whether another preconditioner keeps its hooks on the same modules.
-        first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
         The registration, and the placement of its blocks.
@@ -288,10 +273,10 @@ def build(
         require_together(model, registration.blocks, placement, draws=choices.draws)
         pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
-        say_failed(backend, error, first=first)
+        say_failed(backend, error)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
-    compare_ranks(backend, placement, settings_of_rank, first=first)
+    compare_ranks(backend, placement, settings_of_rank)
     if not beside:
         modules = (helper.module for block in registration.blocks for helper in block.helpers)
         take_over(capture, modules)

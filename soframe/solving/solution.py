@@ -17,7 +17,6 @@ import torch
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import told_all
 from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
 from soframe.gradients.applying import Directions, precondition
@@ -386,9 +385,7 @@ def _raise_errors(jobs: Sequence[_Job], failed: Sequence[int]) -> None:
     raised = [job for job, outcome in zip(jobs, failed, strict=True) if outcome == _RAISED]
     for job in raised:
         if job.error is not None:
-            raise told_all(job.error)
+            raise job.error
     if raised:
         names = ", ".join(f"{job.block.name}.{job.factor.name}" for job in raised)
-        raise told_all(
-            RuntimeError(f"the solver raised for {names} on another rank; see its own error")
-        )
+        raise RuntimeError(f"the solver raised for {names} on another rank; see its own error")

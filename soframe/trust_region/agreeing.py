@@ -19,10 +19,10 @@ from soframe.comm.agreement import (
 GRADIENTS = "the sum of the bits of all gradients"
 """The name under which gradients are compared."""
 
-HINTS = {
-    GRADIENTS: "Every rank must have the mean of all ranks' gradients: wrap the model in "
-    "DistributedDataParallel, and let the closure call the wrapper"
-}
+HINT = (
+    ". If it is the gradients: every rank must have the mean of all ranks' gradients, so wrap the "
+    "model in DistributedDataParallel, and let the closure call the wrapper"
+)
 
 _OWN = 4
 """Numbers that come first: the loss, whether a rank raises, and a fingerprint."""
@@ -58,7 +58,7 @@ def agree(
         error = error or raised
     sums = add_over_ranks(backend, [loss, float(error is not None), *fingerprint(mine), *further])
     require_no_failure(backend, error, sums[1])
-    require_common(backend, mine, sums[2:_OWN], HINTS)
+    require_common(backend, mine, sums[2:_OWN], HINT)
     return sums[0] / backend.world_size, sums[_OWN:]
 
 

@@ -350,8 +350,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._lengths.forget()
         due = self._lengths.due(self._steps)
         forwards, loss = self._first_passes(closures, due)
-        with self.preconditioner.not_unnoticed():
-            moved_by = self._propose_and_move(parameters, forwards, loss, due=due)
+        moved_by = self._propose_and_move(parameters, forwards, loss, due=due)
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({"step": before, **moved_by, "loss": loss})
