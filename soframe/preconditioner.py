@@ -503,7 +503,9 @@ class Preconditioner:
             with self.backend.phases("observe"):
                 factors: Mapping[str, Tensor] = {}
                 if gradient is not None and self.backend.rank in place.gradient_workers:
-                    factors = observed_by(block.method, block.factors, gradient, block.data)
+                    factors = observed_by(
+                        block.method, block.factors, gradient, block.data, check=block.mass == 0
+                    )
                 observe(block, factors, places=place, rank=self.backend.rank, decay=now.decay)
             names = (factor.name for factor in block.factors if not factor.captured)
             self._placed.history.took_statistics(block.name, names)

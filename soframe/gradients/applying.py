@@ -268,7 +268,7 @@ class Batch:
             solver=one.solver,
             damping=one.damped_with(self.damping),
         )
-        direction = direction_of(one.method, given)
+        direction = direction_of(one.method, given, check=one.state.updates == 0)
         groups = one.shape.groups
         self.results.update(zip(blocks, direction.matrix.split(groups), strict=True))
         if one.states:

@@ -20,7 +20,6 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.fusion import Parcel, deliveries, own_memory
 from soframe.comm.tasks import Task, finish, start
 from soframe.gradients.applying import Directions, precondition
-from soframe.methods.returned import rebased_by
 from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solving.worker import Work, Worker
 from soframe.specs import FactorSpec, TensorSpec
@@ -198,7 +197,7 @@ class Solution:
             for name in new:
                 block.renew(name)
             if old and block.state:
-                state = rebased_by(block.method, block.state, old, block.second_order)
+                state = block.method.rebase(block.state, old, block.second_order)
                 block.state.put(state)
 
     def conclude(self, counters: dict[str, int]) -> None:
