@@ -81,9 +81,10 @@ class Effect:
         judged = self._judged(due)
         if not judged:
             return self.nothing_said(due)
-        seen = {block for block in judged if self._seen(block)}
+        seen = {block for block in judged if block.window.counts.calls}
         reached = {b for b in seen if any(map(self._home.has, self._parameters[b]))}
-        reached |= self._with_gradient([block for block in judged if block not in seen])
+        unseen = [block for block in judged if block not in seen and not self._derived(block)]
+        reached |= self._with_gradient(unseen)
         given = any(self._home.has(p) for each in self._parameters.values() for p in each)
         others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
@@ -108,8 +109,7 @@ class Effect:
         rows = list(zip(self._of(due), each[::2], each[1::2], strict=True))
         missed = [block for block, seen, reached in rows if reached > 0 and seen == 0]
         taken = [block for block, seen, reached in rows if seen > 0 and reached == 0]
-        unseen = not any(seen for _, seen, _ in rows)
-        never = unseen and all(block.mass == 0 for block in self._blocks)
+        never = not any(seen for _, seen, _ in rows) and all(b.mass == 0 for b in self._blocks)
         if missed and never:
             raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
         if taken and given == 0:
@@ -133,11 +133,8 @@ class Effect:
             return []
         return [block for block in self._of(due) if self._windows[block] <= WINDOWS]
 
-    def _seen(self, block: Block) -> bool:
-        """Return whether the hooks of a block work."""
-        if block.window.counts.calls:
-            return True
-        # Called, and no gradient came to its output: the loss is of the model's derivatives alone.
+    def _derived(self, block: Block) -> bool:
+        """Return whether the loss may be of a block's derivatives alone: no gradient at outputs."""
         called = any(helper in self._capture.called for helper in block.helpers)
         return called and not self._capture.probing and block.mass > 0
 
