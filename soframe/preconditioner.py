@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from soframe import combinations
 from soframe.blocks.block import Block
 from soframe.blocks.history import History
 from soframe.blocks.home import GradientHome, PlainGrad
@@ -62,7 +63,7 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
-from soframe.setup import building, describing, unread
+from soframe.setup import building, describing
 from soframe.setup.pipelines import STAGES
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
@@ -823,7 +824,7 @@ class Preconditioner:
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
-        unread.require_read(Preconditioner, self._settings, self._blocks, stages=self._stages)
+        combinations.require_read(Preconditioner, self._settings, self._blocks, self._stages.totals)
 
     # -- what users ask -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ have the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from soframe.comm.agreement import (
+    add_over_ranks,
     compare_settings,
     describe_error,
     fingerprint,
@@ -224,6 +225,10 @@ class Stages:
             return number
         rows = self._gather(number.detach().double().reshape(1))
         return rows.sum().to(number)
+
+    def totals(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the sum of each of a few numbers over stages."""
+        return numbers if self.backend is None else add_over_ranks(self.backend, numbers)
 
     def texts(self, mine: str) -> list[str]:
         """Return every stage's text.

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
+from soframe import combinations
 from soframe.blocks import dtensors, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
@@ -31,9 +32,8 @@ from soframe.registry import KINDS, describe
 from soframe.settings import Cadence, Clips, Curvature
 from soframe.setup import pipelines
 from soframe.setup.pipelines import Pipeline
-from soframe.solving.background import Background, require_able
-from soframe.solving.refresh import Refresh, require_followable, require_served
-from soframe.statistics.running import require_eager
+from soframe.solving.background import Background
+from soframe.solving.refresh import Refresh
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
 
@@ -257,19 +257,20 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_averaged`,
-            `require_able`, `require_served`, `require_followable`, `require_eager`,
-            `require_together` and `compare_ranks`.
+        ValueError: See `register`, `place`, `require_averaged`, `require_together`,
+            `compare_ranks` and `soframe.combinations`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
         require_averaged(registration.blocks, gradients)
-        require_able(registration.blocks, background)
-        require_served(registration.blocks, refresh.solve_every)
         placement = place(strategy, registration.blocks, backend.world_size)
-        require_followable(registration.blocks, placement)
-        require_eager(registration.blocks, placement)
+        combinations.check_blocks(
+            registration.blocks,
+            placement,
+            background=background.on,
+            solve_every=refresh.solve_every.value,
+        )
         require_together(model, registration.blocks, placement, draws=choices.draws)
         pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
@@ -351,8 +352,10 @@ def check_settings(
     if not callable(curvature.samples):
         require("samples", curvature.samples, ("batch", "positions"))
     require("clip_lr", clips.lr, ("live", "initial"))
-    check_gradients(gradients, scaled=scaled)
-    check_turns(cadence.stagger, curvature.fisher)
+    require("gradients", gradients, tuple(averaging.GRADIENTS))
+    combinations.check_settings(
+        stagger=cadence.stagger, fisher=curvature.fisher, gradients=gradients, scaled=scaled
+    )
     check_rows(curvature.rows)
 
 
@@ -418,23 +421,6 @@ def check_count(terms: bool, samples: Samples, scaling: str) -> None:
         )
 
 
-def check_turns(stagger: object, fisher: str) -> None:
-    """Check that layers may take turns with their statistics.
-
-    Args:
-        stagger: What is spread over the steps of an interval.
-        fisher: Whose output gradients make the statistics.
-
-    Raises:
-        ValueError: If every turn would take a backward pass of its own.
-    """
-    if stagger is True and fisher in ("monte-carlo", "type-2"):
-        raise ValueError(
-            f"stagger=True spreads statistics over all steps, and fisher={fisher!r} would send "
-            f"vectors backward at each of them; pass stagger='solves'"
-        )
-
-
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
     """Check that gradients of which ranks have parts are averaged.
 
@@ -488,20 +474,3 @@ def require_together(
                 f"take no statistics of it: pass strategy='comm-opt', "
                 f"'mem-opt' or Sharded(group=None)"
             )
-
-
-def check_gradients(gradients: str, *, scaled: bool) -> None:
-    """Check what is said of the gradients that a step is given.
-
-    Args:
-        gradients: What they are.
-        scaled: Whether a ``GradScaler`` is in use.
-
-    Raises:
-        ValueError: If it is nothing that is known, or does not go with a ``GradScaler``.
-    """
-    require("gradients", gradients, tuple(averaging.GRADIENTS))
-    if gradients == "local" and scaled:
-        raise ValueError(
-            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
-        )

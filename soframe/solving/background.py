@@ -231,23 +231,3 @@ class Background:
 
 def _blocks(landing: Sequence[Solution]) -> set[Block]:
     return {block for solution in landing for block in solution.blocks}
-
-
-def require_able(blocks: Sequence[Block], background: Background) -> None:
-    """Check that solvers may solve while training goes on.
-
-    Args:
-        blocks: The blocks.
-        background: When solves are put to use.
-
-    Raises:
-        ValueError: If one may not.
-    """
-    for block in blocks if background.on else ():
-        for _, _, solver in block.solved_here:
-            if solver.alone:
-                raise ValueError(
-                    f"{block.name}: {solver!r} changes settings of the whole process while it "
-                    f"solves, so it cannot solve in the background: pass background=0 or another "
-                    f"solver"
-                )

@@ -32,7 +32,7 @@ from soframe.comm.fusion import Sum, add_up_sums, additions, own_memory
 from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.specs import FactorSpec
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
 Rates = dict[tuple[Block, str], float | list[float]]
@@ -260,27 +260,6 @@ def _jobs(
                 _Job(block, place, factor=factor, sum=one, held=place.holds(backend.rank, index))
             )
     return jobs
-
-
-def require_eager(blocks: Sequence[Block], placement: Placement) -> None:
-    """Check that averages which groups have of their own are not deferred.
-
-    An accumulator forgets all groups alike, those too that no row reached.
-
-    Args:
-        blocks: The blocks, in the placement's order.
-        placement: Who holds what, and when.
-
-    Raises:
-        ValueError: If one is.
-    """
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if block.unequal and place.deferred:
-            raise ValueError(
-                f"{block.name}: its groups have rows of their own, and averages over these cannot "
-                f"be deferred to the solves, as the strategy {placement.strategy!r} does: pass one "
-                f"that reduces statistics at once (deferred=False), or skip the module"
-            )
 
 
 def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
