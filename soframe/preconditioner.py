@@ -54,7 +54,7 @@ from soframe.gradients.applying import Directions
 from soframe.gradients.clipping import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.gradients.effect import Effect
 from soframe.gradients.incoming import Incoming
-from soframe.gradients.moving import ChecksSettings
+from soframe.gradients.moving import check_settings
 from soframe.gradients.rates import ClipLR, LearningRates
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -693,8 +693,7 @@ class Preconditioner:
             self._pipeline.check(self._model.parameters)
             now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)
-            if isinstance(self._optimizer, ChecksSettings):
-                self._optimizer.check_settings()
+            check_settings(self._optimizer)
             # What decides which collectives are entered. Which blocks take statistics next is part
             # of the status of the next step.
             refresh = self._refresh

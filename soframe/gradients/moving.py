@@ -41,6 +41,12 @@ class ChecksSettings(Protocol):
         """Raise a ValueError if a setting is out of range."""
 
 
+def check_settings(optimizer: object) -> None:
+    """Let an optimizer check its settings, if it is one that does."""
+    if isinstance(optimizer, ChecksSettings):
+        optimizer.check_settings()
+
+
 @dataclass(frozen=True)
 class Move:
     """The settings by which the parameters of a group move.
