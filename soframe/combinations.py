@@ -84,7 +84,8 @@ def _lacking(of: Placed) -> object:
     for index, factor, _ in of.block.solved_here:
         ranks = [w for w in of.place.gradient_workers if not of.place.holds(w, index)]
         if ranks:
-            return f"rank(s) {ranks} precondition it, and do not hold its factor {factor.name}"
+            factors = f"its factor {factor.name}"
+            return f"rank(s) {ranks} precondition the block, and do not hold {factors}"
     return None
 
 

@@ -146,7 +146,9 @@ def test_a_module_that_left_belongs_to_nobody() -> None:
     softplus(model(vectors(0))).backward()
     one.step()
     precondition(left).close()
-    one.step()
+    model.zero_grad()
+    softplus(model(vectors(1))).backward()
+    one.step()  # it is not replaced
     with pytest.warns(UserWarning, match="replaces an older one"):
         precondition(model.last)
 
