@@ -529,9 +529,8 @@ def part_ways(rank: int, ranks: int, name: str, value: Any) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "value"), [("weight_decay", "much"), ("constraint", "box")])
-def test_a_setting_that_one_rank_refuses_is_an_error_on_all(name: str, value: Any) -> None:
-    results = run_ranks(part_ways, 2, name, value, check=False)
+def test_a_setting_that_one_rank_refuses_is_an_error_on_all() -> None:
+    results = run_ranks(part_ways, 2, "constraint", "box", check=False)
     for result in results:
         assert isinstance(result, RankFailure)
         assert isinstance(result.exception, (ValueError, RuntimeError)), result

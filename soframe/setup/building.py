@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import warnings
 import weakref
@@ -290,7 +291,9 @@ _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.We
 
 def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
     """Remove the hooks of older preconditioners of these modules, with a warning."""
-    reference = weakref.ref(capture)
+    reference, modules = weakref.ref(capture), list(modules)
+    if any(_hooked.get(module, reference) is not reference for module in modules):
+        gc.collect()  # one that only waits for the collector is not replaced
     for module in modules:
         older = _hooked.get(module, reference)()
         _hooked[module] = reference
