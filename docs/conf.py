@@ -67,7 +67,6 @@ nitpick_ignore_regex = [
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
     (r"py:class", r"(OnStep|ParamsT|Schedule|ScalarWriter|Stagger)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),
-    (r"py:class", r"soframe\.checks\.copies\.Uncopied"),  # a base that users have no use for
 ]
 
 

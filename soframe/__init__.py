@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from soframe import (
-    _moved,
     comm,
     layers,
     losses,
@@ -41,8 +40,6 @@ from soframe.trust_region.optimizer import TrustRegion
 from soframe.trust_region.stochastic import StochasticTrustRegion
 
 __version__ = "0.1.0"
-
-_moved.install()
 
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint

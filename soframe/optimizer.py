@@ -32,9 +32,7 @@ from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
-from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import require_numbers
-from soframe.checks.savers import asked_by_saver_of_parameters, refuse_saver_of_parameters
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
 from soframe.preconditioner import Preconditioner
@@ -51,7 +49,7 @@ RADII = "radii"
 """Where it has the norms that a constraint keeps."""
 
 
-class Optimizer(Uncopied, torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
     """Updates the parameters of a model by directions of any method.
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in
@@ -264,8 +262,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             RuntimeError: See `soframe.Preconditioner.step`.
             ValueError: See `soframe.Preconditioner.step`.
         """
-        if asked_by_saver_of_parameters():
-            return None  # a step of zeros, to make a state; `state_dict` then refuses
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -291,7 +287,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
             one = self.preconditioner
-            with one.backend.phases("move"), one.not_unnoticed():
+            with one.backend.phases("move"):
                 for group in self.param_groups:
                     self._move(group)
             self._moved = changes(before, blocks) if before else {}
@@ -310,20 +306,15 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             kept.update(ball.matrices.values())
         moving.descend([p for p in group["params"] if p not in kept], where, move)
 
-    def settings_now(self) -> dict[str, object]:
-        """Return the settings of the coming step, which all ranks must have in common.
-
-        Raises:
-            ValueError: If they cannot be meant.
+    def check_settings(self) -> None:
+        """Raise a ValueError if a setting of a param group is out of range, before a step.
 
         :meta private:
         """
-        moves: dict[str, object] = {
-            f"param group {group['method']}": Move.of(group) for group in self.param_groups
-        }
+        for group in self.param_groups:
+            Move.of(group)
         if not self._rebuilt:  # else the weights that there are now are known after the step only
             self._measure()
-        return moves
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -350,12 +341,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
         Returns:
             The param groups, as any optimizer has them, and the preconditioner's state.
-
-        Raises:
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks, which would
-                drop the latter.
         """
-        refuse_saver_of_parameters(self)
         keys = {ball.key for balls in self._balls.values() for ball in balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         return {
@@ -375,9 +361,7 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
-        refuse_saver_of_parameters(self)
         state_dict = unpacked(state_dict)
         balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,9 +20,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from soframe.blocks import claims
+from soframe import combinations
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
@@ -36,11 +34,9 @@ from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.capture.untraced import untraced
 from soframe.checks import arguments
-from soframe.checks.copies import Uncopied
 from soframe.comm.agreement import (
     Poll,
     fingerprint,
-    not_unnoticed,
     require_all_ranks,
     require_common,
     require_no_failure,
@@ -52,7 +48,6 @@ from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
-from soframe.gradients.accumulation import Accumulation, OptimizerSteps
 from soframe.gradients.effect import Effect
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import BlockShape
@@ -62,9 +57,8 @@ from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
-from soframe.setup import building, describing, joining, unread
+from soframe.setup import building, describing
 from soframe.setup.pipelines import STAGES
-from soframe.setup.weights import HINTS, Weights
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.stateful import unpacked, whole_for_dcp
@@ -75,7 +69,7 @@ from soframe.step import magnitude
 from soframe.step.averages import observe
 from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.step.gradients import Gradients
-from soframe.step.moving import as_agreed
+from soframe.step.moving import check_settings
 from soframe.step.rates import ClipLR, LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
@@ -83,14 +77,7 @@ from soframe.step.updates import Update, alike, commit, exchange, precondition, 
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
-OF_ALL_STAGES = (
-    "step",
-    "damping",
-    "decay",
-    "clips",
-    "statistics_every of the next step",
-    "solve_every",
-)
+OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """What the stages of a pipeline must have in common of what all ranks of one must."""
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
@@ -143,7 +130,7 @@ class Agreed:
     now: Now
 
 
-class Preconditioner(Uncopied, Joinable):
+class Preconditioner:
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -232,7 +219,8 @@ class Preconditioner(Uncopied, Joinable):
     _placed: PlacedBlocks
     _statistics: Statistics
     _effect: Effect
-    _accumulation: Accumulation
+
+    _beside = False  # whether another preconditioner keeps its hooks on the same modules
 
     def __init__(
         self,
@@ -272,7 +260,6 @@ class Preconditioner(Uncopied, Joinable):
         cut: Mapping[str, int] | None = None,
         pipeline: object = None,
     ) -> None:
-        super().__init__()
         given = dict(locals())
         self.backend, self._pipeline = building.choose_backends(backend, pipeline)
         self._stages = self._pipeline.stages
@@ -306,8 +293,6 @@ class Preconditioner(Uncopied, Joinable):
             self._scaling, self._samples = curvature.scaling, curvature.samples
             self._loss_average = curvature.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
-            self._agreed = as_agreed(optimizer)
-            self._optimizer_steps = OptimizerSteps(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._solves = Solves(cadence.background, overlap=self.backend.overlap)
             self._gradients = gradients
@@ -374,6 +359,7 @@ class Preconditioner(Uncopied, Joinable):
             RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
                 layer ran with gradients.
         """
+        self._require_open()
         self._fisher.observe(outputs, self._capture, self._samples)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
@@ -413,19 +399,20 @@ class Preconditioner(Uncopied, Joinable):
 
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
-                gradients, or was not given; if a backward pass has added to what the last step
-                wrote, or the step would have no effect (`soframe.gradients.effect`).
+                gradients, or was not given; or if a block has a gradient and no statistics in its
+                first windows, or the reverse (`soframe.gradients.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
-        if self._closed:
-            raise RuntimeError("this preconditioner is closed")
-        joining.notify(self)
-        self._take_step()
-
-    def _take_step(self) -> None:
+        self._require_open()
         with self._shaped():
             self._take_shaped_step()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this preconditioner is closed")
+        if self._capture.closed:
+            raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
 
     def _shaped(self) -> AbstractContextManager[None]:
         """Let parameters that stacks share out have their shapes."""
@@ -436,26 +423,15 @@ class Preconditioner(Uncopied, Joinable):
         self._statistics.arrive()
         with phase("agree"):
             agreed = self._agree()
-        with self.not_unnoticed():
-            try:
-                self._take_agreed_step(agreed)
-            except BaseException:
-                # Once more, it would take its statistics again, of sums that have been emptied.
-                self.reset_batch()
-                self._accumulation.begin()
-                raise
-
-    def not_unnoticed(self) -> AbstractContextManager[None]:
-        """Return a context: the other ranks, which may wait, learn of what this one raises in it.
-
-        :meta private:
-        """
-        return not_unnoticed(self.backend, self._stages.backend)
+        try:
+            self._take_agreed_step(agreed)
+        except BaseException:
+            # Once more, it would take its statistics again, of sums that have been emptied.
+            self.reset_batch()
+            raise
 
     def _take_agreed_step(self, agreed: Agreed) -> None:
         now, phase = agreed.now, self.backend.phases
-        if self._blocks:
-            self._optimizer_steps.follow(next(iter(self._blocks[0].parameters.values())))
         if agreed.weights is not None:
             with phase("reduce"):
                 self._statistics.fold(agreed.weights, now.decay, self._steps)
@@ -495,13 +471,10 @@ class Preconditioner(Uncopied, Joinable):
             )
         self.updated = clipped.finite
         self._measuring.note(self._taken(gradients, updates, now, clipped))
-        written = [block for update in updates for block in update.blocks]
         if self.updated:
             # Before anything is written: what was read may be views of them.
             self._observe(gradients, now, after=True)
             write(updates, self.home)
-            # Noted at once: a solve may fail yet, and what is written is not to be taken again.
-            self._accumulation.wrote(written)
             commit(updates)
             self._solves.update(
                 self._placed,
@@ -513,7 +486,6 @@ class Preconditioner(Uncopied, Joinable):
         else:
             self.counters["skipped_updates"] += finite
             magnitude.discard(self._model, self.home)
-            self._accumulation.wrote(written if finite else ())
 
     def _taken(
         self, gradients: Gradients, updates: Sequence[Update], now: Now, clipped: Clipped
@@ -548,7 +520,9 @@ class Preconditioner(Uncopied, Joinable):
                     if matrix is not None and self.backend.rank in stack.place.gradient_workers:
                         data = stack.data_of(chosen)
                         specs = like.method.factors(BlockShape(*matrix.shape))
-                        factors = observed_by(like.method, specs, matrix, data)
+                        factors = observed_by(
+                            like.method, specs, matrix, data, check=like.mass == 0
+                        )
                     observe(
                         stack,
                         chosen,
@@ -575,7 +549,7 @@ class Preconditioner(Uncopied, Joinable):
         """
         able = [block for block in self._blocks if not block.remembers]
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
-        with self._shaped(), self.not_unnoticed():
+        with self._shaped():
             self._solves.update(self._placed, due, damping=damping, counters=self.counters)
             gradients = {
                 stack: gradient
@@ -682,13 +656,11 @@ class Preconditioner(Uncopied, Joinable):
     def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
         """Return why the copies of this stage cannot go on, the same on all of them."""
         try:
-            require_common(self.backend, common, said.common, HINTS)
+            require_common(self.backend, common, said.common)
             if said.changed:
                 require_all_ranks(self.backend, said.changed)
-            elif not any(said.rebuilt):
-                self._weights.require_copies()
-                if not (said.bad_gradient or said.bad_statistics):
-                    self._effect.require(self._statistics.due, said.reached)
+            elif not (any(said.rebuilt) or said.bad_gradient or said.bad_statistics):
+                self._effect.require(self._statistics.due, said.reached)
         except Exception as error:  # whatever it is: other stages wait, and must be told
             return error
         return None
@@ -712,28 +684,21 @@ class Preconditioner(Uncopied, Joinable):
         try:
             self._loss_scale.check(self._optimizer, half=self._capture.half)
             self._statistics.require_counted()
-            if self.takes_statistics:
-                building.require_own_gradients(self._one_of_calls)
             self._effect.check(self._statistics.due)
-            self._accumulation.check()
             self._raw.check()
             self._pipeline.check(self._model.parameters)
             now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
-            # Which blocks take statistics next is part of what ranks say at the next step.
+            self._lrs.begin(step)
+            check_settings(self._optimizer)
+            # What decides which collectives are entered. Which blocks take statistics next is part
+            # of the status of the next step.
             refresh = self._refresh
             common: dict[str, object] = {
                 "step": step,
-                "damping": now.damping,
-                "decay": now.decay,
-                "clips": now.limits,
                 "statistics_every of the next step": refresh.statistics_every.at(step + 1),
                 "solve_every": refresh.solve_every.at(step),
-                "learning rates": self._lrs.begin(step, on_devices=self.backend.world_size > 1),
                 "blocks with gradients": self._raw.alike(),
-                **self._weights.common(),
             }
-            if self._agreed is not None:
-                common.update(self._agreed.settings_now())
         except Exception as error:  # whatever it is: the other ranks wait, and must be told
             return Now(math.nan, math.nan, Limits(None, None)), {}, error
         return now, common, None
@@ -793,30 +758,26 @@ class Preconditioner(Uncopied, Joinable):
             background=self._solves,
             refresh=self._refresh,
             settings=settings,
-            owner=self._capture,
-            beside=self._beside(),
+            capture=self._capture,
+            beside=self._beside,
             gradients=self._gradients,
             pipeline=self._pipeline,
-            first=not self._built,
         )
         again, self._built = self._built, True
         if again:
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
-        # Opacus wraps whole models, and this is asked at every step.
-        self._one_of_calls = [block for block in self._blocks if block.method.captures][:1]
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         placed = PlacedBlocks(registration.blocks, placement, self.backend)
         if again and hand_over(self._placed, placed):
             # They do not wait for the next interval; this window may not have captured them.
             self._refresh.owe(2)
         if again:
-            warn_of_lost_blocks(self._report, registration.report, stacklevel=10)
+            warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
         self._report: Report = registration.report
         self._registration = registration
         self._watch = Watch(self._model)
-        self._weights = Weights(registration.blocks, self.backend)
         self._listen(again=again)
         if not again:
             self._begin()
@@ -827,14 +788,10 @@ class Preconditioner(Uncopied, Joinable):
         Args:
             again: Whether other blocks were hooked before, whose window goes on.
         """
-        if again:
-            self._accumulation.close()
-        self._accumulation = Accumulation(self._blocks, self._optimizer_steps)
         self._effect = Effect(
             self._model,
             self._blocks,
             self._capture,
-            self._accumulation,
             home=self.home,
             rebuilt=again,
         )
@@ -844,16 +801,6 @@ class Preconditioner(Uncopied, Joinable):
             world_size=self.backend.world_size,
             own_gradients=self._fisher.probed,
         )
-        # What listens to layers goes with the next collection of garbage, and these go at once.
-        accumulation, loss_scale = weakref.ref(self._accumulation), self._loss_scale
-
-        def given_up() -> bool:
-            watching = accumulation()
-            gone = watching is not None and watching.given_up()
-            if gone:
-                loss_scale.begin()  # it may be another one from now on
-            return gone
-
         statistics = Statistics(
             self._placed,
             scale=scale,
@@ -862,7 +809,6 @@ class Preconditioner(Uncopied, Joinable):
             capture=self._capture,
             sampler=self._sampler,
             part_of=self._pipeline.part_of,
-            given_up=given_up,
         )
         if again:
             statistics.resume(self._statistics)
@@ -872,11 +818,7 @@ class Preconditioner(Uncopied, Joinable):
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
-        unread.require_read(Preconditioner, self._settings, self._blocks, stages=self._stages)
-
-    def _beside(self) -> object | None:
-        """Return who may have the same modules; by default nobody."""
-        return None
+        combinations.require_read(Preconditioner, self._settings, self._blocks, self._stages.totals)
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -1035,46 +977,6 @@ class Preconditioner(Uncopied, Joinable):
         """Return the parameters whose gradients `step` rewrites."""
         return {p for block in self._blocks for p in block.parameters.values()}
 
-    # -- inputs that end on some ranks first --------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Let ``torch.distributed.algorithms.join.Join`` take this; see `soframe.setup.joining`.
-
-        Args:
-            **kwargs: What ``Join`` was given; ``divide_by_initial_world_size`` counts.
-
-        Returns:
-            What this rank does once it has no more data.
-
-        Raises:
-            ValueError: If ranks cannot run out of data apart under these settings.
-        """
-        local = self._gradients == "local"
-        words = {
-            "scaled": self._loss_scale.used,
-            "everybody": self._loss_average == "global",
-            "staged": bool(self.stage),
-        }
-        divide = kwargs.get("divide_by_initial_world_size", True)
-        joining.check(
-            self.backend,
-            self.placement,
-            local=local,
-            divide_by_initial_world_size=divide,
-            **words,
-        )
-        return joining.Shadow(self._model, self.home, self.backend, self._take_step, sync=local)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` is to keep what it sends."""
-        return self.backend.wire_device(self._blocks[0].device)
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of this preconditioner's ranks."""
-        return self.backend.process_group
-
     @property
     def loss(self) -> Loss | None:
         """The loss that the Fisher is of; None for the empirical one."""
@@ -1209,8 +1111,7 @@ class Preconditioner(Uncopied, Joinable):
     def reset_batch(self) -> None:
         """Forget what the backward passes since the last step have gathered.
 
-        For a batch given up before ``step``, where `soframe.gradients.accumulation` cannot tell
-        that its gradients were zeroed: call it there, on every rank.
+        Call it, on every rank, where gradients are zeroed without a ``step``.
         """
         due = self._refresh.observed(self._placed, self._steps)
         self._statistics.begin(due, self._steps)
@@ -1225,14 +1126,15 @@ class Preconditioner(Uncopied, Joinable):
         if self._loss_scale.changed():
             self.reset_batch()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return nothing: a copy (with a module that holds this) belongs to no model."""
+        return {}
+
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.
 
         What is solved in the background is given up, once what has begun has ended.
         """
         self._capture.close()
-        self._accumulation.close()
-        self._optimizer_steps.close()
-        claims.release(self._capture)
         self._solves.close()
         self._closed = True

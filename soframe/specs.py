@@ -214,14 +214,6 @@ class Shards:
         """Whether there are several copies."""
         return len(set(self.copies)) > 1
 
-    def where(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return which part a rank holds: the same for the ranks that hold the same.
-
-        Args:
-            rank: The rank.
-        """
-        return tuple(cut.ranges[rank] for cut in self._cuts)
-
     def sources(self, rank: int) -> list[int]:
         """Return the other ranks from which a rank gets what it lacks of the whole, in order.
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_state_dict
 
 import soframe
 from soframe import checkpoint
@@ -278,38 +277,6 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="the state has param groups"):
         optimizer.load_state_dict(foreign)
     train(optimizer, model, range(2))
-
-
-def test_a_saver_of_single_parameters_is_refused_and_changes_nothing() -> None:
-    """It has optimizers take a step of zeros, and drops what soframe remembers."""
-    model, other = text(), text()
-    optimizer, untouched = (soframe.Optimizer(one, "muon", **SETTINGS) for one in (model, other))
-    for one, whose in ((optimizer, model), (untouched, other)):
-        train(one, whose, range(2))
-    model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"would drop .* soframe\.Optimizer .*checkpoint\.part"):
-        get_optimizer_state_dict(model, optimizer)
-    state: dict[str, Any] = {"state": {}, "param_groups": []}
-    with pytest.raises(RuntimeError, match=r"give it to optimizer\.load_state_dict"):
-        set_state_dict(
-            model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=state
-        )
-    for one, whose in ((optimizer, model), (untouched, other)):
-        train(one, whose, range(2, 4))
-    assert optimizer.preconditioner.steps == untouched.preconditioner.steps == 4
-    for mine, own in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, own)
-
-
-@pytest.mark.parametrize("make", [soframe.TrustRegion, soframe.StochasticTrustRegion])
-def test_trust_regions_refuse_a_saver_of_single_parameters(make: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    settings = ["squared-error"] if make is soframe.TrustRegion else []
-    optimizer, x = make(model, *settings), torch.ones(4, 3, dtype=torch.float64)
-    for _ in range(2):
-        optimizer.step(lambda: 0.5 * model(x).square().sum(1).mean())
-    with pytest.raises(RuntimeError, match=rf"would drop .* soframe\.{make.__name__} "):
-        get_optimizer_state_dict(model, optimizer)
 
 
 def test_a_bad_batch_moves_nothing() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib
 import importlib.metadata
 import inspect
 import json
@@ -16,7 +15,6 @@ import pytest
 from torch.utils._device import _device_constructors
 
 import soframe
-from soframe._moved import MOVED
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -114,7 +112,7 @@ def rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):
         parts = file.relative_to(package).with_suffix("").parts
-        if parts[0] in ("__init__", "__main__", "_moved"):
+        if parts[0] in ("__init__", "__main__"):
             continue  # what users meet: it has everything
         imports = found.setdefault(parts[0], set())
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -226,19 +224,6 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
         for line, made in without_a_device(ast.parse(file.read_text(encoding="utf-8"))):
             found.append(f"{file.relative_to(ROOT)}:{line}: {made}")
     assert not found, "name the device, that of what it works with or device='cpu'"
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_modules_are_found_by_their_former_names(old: str) -> None:
-    path = Path(soframe.__file__).parent / old.replace(".", "/")
-    assert not path.exists(), f"{old} is a folder of today: its old name must not hide it"
-    assert not path.with_suffix(".py").exists()
-    sys.modules.pop(f"soframe.{old}", None)
-    with pytest.warns(DeprecationWarning, match=f"soframe.{old} has become"):
-        module = importlib.import_module(f"soframe.{old}")
-    assert module is importlib.import_module(f"soframe.{MOVED[old]}")
-    assert module.__spec__ is not None
-    assert module.__spec__.name == f"soframe.{MOVED[old]}"
 
 
 def test_folders_give_what_the_modules_of_their_names_had() -> None:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import soframe
 from soframe import Preconditioner
+from soframe.combinations import READ_BY
 from soframe.methods import Chain
-from soframe.setup.unread import READ_BY
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,7 @@ from soframe.specs import Shards
 
 
 class GradientHome(ABC):
-    """Where the gradients of parameters live. Two methods make a home; the rest follows from them.
-
-    Attributes:
-        filled_by_autograd: Whether a backward pass has added to what `read` returns by the time
-            that the parameter's post-accumulate hooks run. Only then can soframe see that gradients
-            were not zeroed between two steps.
-    """
-
-    filled_by_autograd: ClassVar[bool] = False
+    """Where the gradients of parameters live. Two methods make a home; others have defaults."""
 
     @abstractmethod
     def read(self, parameter: nn.Parameter) -> Tensor | None:
@@ -234,7 +226,6 @@ class PlainGrad(GradientHome):
     (`soframe.blocks.zero`).
     """
 
-    filled_by_autograd = True
     _zero: Mapping[nn.Parameter, zero.Partitions] = {}
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:

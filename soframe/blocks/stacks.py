@@ -172,13 +172,3 @@ def compiled(modules: Iterable[nn.Module]) -> bool:
         return True
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"]["total"])
-
-
-def consumes_gradients(parameter: nn.Parameter) -> bool:
-    """Return whether others' hooks run once a parameter has its gradient, which may take it away.
-
-    Args:
-        parameter: The parameter.
-    """
-    hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) and not all(getattr(h, "of_soframe", False) for h in hooks.values())

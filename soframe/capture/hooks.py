@@ -275,6 +275,11 @@ class Capture:
             )
         self.batch, self.told = batch, True
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """Remove every hook; calls made before are dropped."""
         self._finalizer()

@@ -1,10 +1,9 @@
-"""What a user may pass to a constructor: whatever cannot be meant is refused there, by name."""
+"""Type checks of constructor arguments: errors name the setting."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,30 +22,12 @@ def check(
     skip: object,
     mappings: Mapping[str, object],
 ) -> None:
-    """Check arguments whose type says whether they can be meant.
-
-    Args:
-        model: A module.
-        optimizer: An optimizer, something with its ``param_groups``, or None.
-        grad_scaler: A ``GradScaler``, a callable, or None.
-        dtype: The dtype of factors, or None.
-        skip: Patterns.
-        mappings: What may be a mapping from patterns, by its setting's name.
-
-    Raises:
-        TypeError: If one is of another type.
-        ValueError: If a pattern or the dtype is none.
-    """
+    """Check the types of arguments; ``mappings`` may map patterns, by the setting's name."""
     check_model(model)
     check_optimizer(optimizer)
     check_grad_scaler(grad_scaler)
     check_dtype(dtype)
     check_skip(skip)
-    if isinstance(mappings["method"], torch.optim.Optimizer):
-        raise TypeError(
-            f"method is a curvature method, not {type(mappings['method']).__name__}: pass an "
-            f"optimizer by name, optimizer=..."
-        )
     if not isinstance(mappings["layers"], Mapping):
         raise TypeError(
             f"layers is a mapping from patterns on module names to LayerHelper classes, or 'all', "
@@ -58,38 +39,13 @@ def check(
 
 
 def check_model(model: object) -> None:
-    """Check that a model is a module.
-
-    Args:
-        model: The model.
-
-    Raises:
-        TypeError: If it is none.
-    """
-    if isinstance(model, nn.Module):
-        return
-    hint = "; pass an instance of the class" if isinstance(model, type) else ""
-    if not hint and isinstance(model, Iterable):
-        raise TypeError(
-            f"model must be a torch.nn.Module, not a {type(model).__name__}, such as "
-            f"model.parameters() is: pass the model, whose parameters are found by themselves"
-        )
-    raise TypeError(f"model must be a torch.nn.Module, not {model!r}{hint}")
+    """Raise a TypeError if a model is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Check that an optimizer has the groups that learning rates are read from.
-
-    Wrappers of optimizers are no ``torch.optim.Optimizer``, some of them.
-
-    Args:
-        optimizer: The optimizer, or None.
-
-    Raises:
-        TypeError: If it has none.
-        ValueError: If one of them lacks parameters or a learning rate, or if the optimizer makes
-            the gradients itself.
-    """
+    """Check that an optimizer, or a wrapper of one, has param groups with learning rates."""
     if optimizer is None:
         return
     groups: Any = getattr(optimizer, "param_groups", None)
@@ -111,38 +67,10 @@ def check_optimizer(optimizer: object) -> None:
                 f"makes rates itself and keeps them to itself; give it lr=..., or pass lr=... "
                 f"instead of optimizer="
             )
-    if type(optimizer).__module__.startswith("opacus."):
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} makes a private gradient within its step(), "
-            f"over what a Preconditioner writes; give make_private() a soframe.Optimizer with a "
-            f"method that reads gradients alone, such as 'soap', 'muon' or 'shampoo'"
-        )
-    if _needs_closure(optimizer):
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__}.step() makes gradients anew, by a closure, "
-            f"so that preconditioned ones would be lost, and compares gradients of several steps, "
-            f"which preconditioning changes; use an optimizer whose step() needs no closure"
-        )
-
-
-def _needs_closure(optimizer: object) -> bool:
-    """Return whether an optimizer cannot step without a closure, as LBFGS."""
-    step = getattr(type(optimizer), "step", None)
-    if not callable(step):
-        return False
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_grad_scaler(grad_scaler: object) -> None:
-    """Check that something is, or tells, what the loss is multiplied by.
-
-    Args:
-        grad_scaler: A ``GradScaler``, a callable, or None.
-
-    Raises:
-        TypeError: If it is none of these.
-    """
+    """Raise a TypeError if this is no GradScaler, callable or None."""
     known = isinstance(grad_scaler, torch.amp.GradScaler) or callable(grad_scaler)
     if grad_scaler is not None and (isinstance(grad_scaler, type) or not known):
         raise TypeError(
@@ -152,15 +80,7 @@ def check_grad_scaler(grad_scaler: object) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Check that factors can have a dtype.
-
-    Args:
-        dtype: The dtype, or None.
-
-    Raises:
-        TypeError: If it is no dtype.
-        ValueError: If it is one that matrices cannot be factorised in.
-    """
+    """Check that factors can have a dtype; None is the default."""
     if dtype is None:
         return
     known = " or ".join(map(str, FACTOR_DTYPES))
@@ -174,15 +94,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_skip(skip: object) -> None:
-    """Check patterns of modules to leave alone.
-
-    Args:
-        skip: The patterns.
-
-    Raises:
-        TypeError: If they are no sequence of strings.
-        ValueError: If one is no regular expression.
-    """
+    """Check patterns of modules to leave alone."""
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
     if not isinstance(skip, Sequence):
@@ -191,16 +103,7 @@ def check_skip(skip: object) -> None:
 
 
 def check_patterns(name: str, patterns: Sequence[object] | Mapping[Any, object]) -> None:
-    """Check that all patterns are regular expressions.
-
-    Args:
-        name: The setting's name, for errors.
-        patterns: The patterns.
-
-    Raises:
-        TypeError: If one is no string.
-        ValueError: If one is no regular expression.
-    """
+    """Check that all patterns of a setting are regular expressions."""
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{name}: a pattern is a string, not {pattern!r}")

@@ -22,32 +22,16 @@ class Handle:
 
     Args:
         wait: Completes it; None if it is complete.
-        watch: Completes it and finds out meanwhile, where the engine can, whether a rank will
-            never take part; None to wait for ever.
     """
 
-    def __init__(
-        self,
-        wait: Callable[[], object] | None = None,
-        watch: Callable[[], object] | None = None,
-    ) -> None:
-        self._wait, self._watch = wait, watch
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self._wait = wait
 
     def wait(self) -> None:
         """Complete the collective."""
-        self._complete(self._wait)
-
-    def watch(self) -> None:
-        """Complete a small collective that no rank leaves before all are there.
-
-        Where the engine can, this raises if a rank waits elsewhere for this one.
-        """
-        self._complete(self._watch or self._wait)
-
-    def _complete(self, wait: Callable[[], object] | None) -> None:
-        if wait is not None:
-            wait()
-            self._wait = self._watch = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 def together(handles: Sequence[Handle]) -> Handle:
@@ -121,13 +105,6 @@ class Backend(ABC):
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's contiguous tensor."""
-
-    def _assemble(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Return every rank's contiguous tensor, in the first collective of all.
-
-        Ranks may not come to it, or come late; what can say who is missing and why, does.
-        """
-        return self._all_gather(tensor)
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         """Add up a contiguous tensor over a group; the destination has the sum in its tensor.
@@ -211,13 +188,6 @@ class Backend(ABC):
 
         Args:
             what: What the ranks are about to do, for the error.
-        """
-
-    def give_up(self, why: str) -> None:  # noqa: B027 (optional)
-        """Tell the ranks that wait for this one in a step that it has raised, where that can be.
-
-        Args:
-            why: The error.
         """
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -352,22 +322,6 @@ class Backend(ABC):
             return [tensor]
         self._count(phase, tensor)
         return self._all_gather(tensor)
-
-    def assemble(self, tensor: Tensor, phase: str, what: str) -> list[Tensor]:
-        """Return every rank's contiguous tensor of one common shape, where ranks first meet.
-
-        Args:
-            tensor: This rank's.
-            phase: The phase that it is counted under.
-            what: What the ranks are about to do, for the error if one does not come.
-
-        Returns:
-            One tensor per rank.
-        """
-        if self.world_size == 1:
-            return [tensor]
-        self._count(phase, tensor)
-        return self._assemble(tensor, what)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what was carried so far.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from soframe.comm import board
 from soframe.comm.base import Backend, Handle, together
-from soframe.comm.board import Board
 from soframe.comm.ending import WORKS
 from soframe.registry import register
 
@@ -32,7 +27,7 @@ class TorchDistributed(Backend):
         group: The process group, or a ``DeviceMesh`` of all ranks that train the model, such as
             those of one stage of a pipeline; None for the default group. Only its members may build
             this; of a mesh that is a slice of another one of several dimensions every rank must.
-        meet_timeout: How long ``meet`` waits for the other ranks, in seconds.
+        meet_timeout: How long ``meet`` waits for the other ranks under Gloo, in seconds.
         overlap: See `Backend`.
         fused: See `Backend`; None for what suits the engine: fused on NCCL alone.
 
@@ -75,7 +70,6 @@ class TorchDistributed(Backend):
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self._made: set[tuple[int, ...]] = {self._everyone}
         self._meet_timeout = timedelta(seconds=meet_timeout)
-        self._parted = False
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         """See `Backend.prepare`."""
@@ -128,35 +122,11 @@ class TorchDistributed(Backend):
         return device
 
     def meet(self, what: str) -> None:
-        """See `Backend.meet`.
+        """See `Backend.meet`; Gloo alone has a barrier that names the missing ranks.
 
         Raises:
-            RuntimeError: If a rank does not come.
+            RuntimeError: If a rank does not come within ``meet_timeout``.
         """
-        notes = Board.of(self._group)
-        if notes is None:
-            self._meet_at_a_barrier(what)
-            return
-        notes.arrive(what)
-        begin = time.monotonic()
-        clock = _Clock(notes.interval)
-        while not notes.complete():
-            if clock.look():
-                if refusals := notes.refusals():
-                    notes.leave(f"{what}, and has given it up")
-                    said = "; ".join(f"rank {note.rank}: {note.text}" for note in refusals)
-                    raise RuntimeError(f"{what} must be called by every rank. {said}")
-                if time.monotonic() - begin > self._meet_timeout.total_seconds():
-                    problem = (
-                        f"{what} must be called by every rank: rank(s) {notes.missing()} did not "
-                        f"come within {self._meet_timeout.total_seconds():g} s"
-                    )
-                    notes.leave(f"gave up waiting for the others. {problem}")
-                    raise RuntimeError(problem)
-            clock.sleep()
-
-    def _meet_at_a_barrier(self, what: str) -> None:
-        """Meet where there is no store; Gloo names the ranks that are missing."""
         if self._engine != "gloo":
             return
         try:
@@ -164,147 +134,14 @@ class TorchDistributed(Backend):
         except RuntimeError as error:
             raise RuntimeError(f"{what} must be called by every rank: {error}") from error
 
-    def _assemble(self, tensor: Tensor, what: str) -> list[Tensor]:
-        notes = Board.of(self._group)
-        if notes is None:
-            return self._all_gather(tensor)
-        notes.arrive(what)
-        gathered = [torch.empty_like(tensor) for _ in self._everyone]
-        work: dist.Work | None = None
-        begin = time.monotonic()
-        clock = _Clock(notes.interval)
-        while work is None or not work.is_completed():
-            # NOTE: A collective that a rank never enters cannot be given up: the process that
-            # started it ends no sooner than the group's time-out. So it is started when all are
-            # here; and after a while in any case, since the engine alone notices a process that
-            # has died.
-            waited_long = False
-            if clock.look():
-                waited_long = time.monotonic() - begin > board.ALONE
-                self._require_company(notes, what, waited_long)
-            if work is None and (waited_long or notes.complete()):
-                work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
-                assert work is not None
-                WORKS.begin(work)
-            clock.sleep()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{what} takes every rank, and rank(s) {notes.missing()} did not come: {error}"
-            ) from error
-        WORKS.end(work)
-        return gathered
-
-    @staticmethod
-    def _require_company(notes: Board, what: str, waited_long: bool) -> None:
-        """Raise if a rank that is missing has said why it will not come."""
-        starts = notes.starts(notes.missing())
-        if failed := [one for one in starts if one.failed]:
-            said = "; ".join(f"rank {one.rank}: {one.text}" for one in failed)
-            notes.leave()
-            raise ValueError(f"rank(s) {[one.rank for one in failed]} could not start. {said}")
-        if starts and waited_long:
-            said = "; ".join(f"rank {one.rank}: backend={one.text}" for one in starts)
-            alone = [one.rank for one in starts]
-            problem = (
-                f"{what} takes every rank, and rank(s) {alone} built one for themselves instead, "
-                f"while the others waited for {board.ALONE:g} s: {said}. Pass the same backend on "
-                f"every rank; a rank that needs one of its own besides builds it after the one "
-                f"that all share"
-            )
-            notes.abandon(alone, problem)
-            notes.leave()
-            raise ValueError(problem)
-
     def _all_reduce(self, tensor: Tensor) -> Handle:
-        return self._watched(dist.all_reduce(tensor, group=self._group, async_op=True))
-
-    def _watched(self, work: dist.Work | None) -> Handle:
-        """Return the handle of a collective in which ranks learn of one that has raised.
-
-        Gloo alone waits on the host. There `Handle.watch` also tells of ranks that wait elsewhere.
-        """
-        if self._engine != "gloo" or work is None:
-            return _handle(work)
-        WORKS.begin(work)
-        return Handle(partial(self._watch, work, raised=True), partial(self._watch, work))
-
-    def _watch(self, work: dist.Work, *, raised: bool = False) -> None:
-        """Wait for a collective, and look now and then whether a rank will never take part.
-
-        Args:
-            work: The collective.
-            raised: Whether ranks count that have raised, and no others: where a rank may have left
-                this collective before it ends, and wait elsewhere.
-
-        Raises:
-            RuntimeError: If one will not, or what the engine raises.
-        """
-        patience = timedelta(seconds=board.interval(self.world_size))
-        seen: list[board.Note] = []
-        while True:
-            try:
-                work.wait(patience)
-            except RuntimeError:
-                if work.is_completed():
-                    break
-            else:
-                WORKS.end(work)
-                return
-            # Twice the same: it was not about to come.
-            told = self._elsewhere(raised=raised)
-            if told and (told == seen or any(note.raised for note in told)):
-                self._part(told)
-            seen = told
-        try:
-            work.wait()  # it may have ended just after the last look
-        except RuntimeError as error:
-            told = self._elsewhere(raised=raised)
-            if told:
-                self._part(told, error)
-            raise
-        WORKS.end(work)
-
-    def _elsewhere(self, *, raised: bool) -> list[board.Note]:
-        """Return the notes of other ranks that are not about to come; none if the store is gone."""
-        try:
-            notes = Board.of(self._group)
-            told = [] if notes is None else notes.elsewhere()
-        except RuntimeError:
-            return []
-        return [note for note in told if note.raised or not raised]
-
-    def _part(self, told: Sequence[board.Note], error: Exception | None = None) -> None:
-        """Tell the ranks that wait elsewhere that this one will not come, and raise."""
-        failed = [note for note in told if note.raised]
-        others = "; ".join(f"rank {note.rank}: {note.text}" for note in failed or told)
-        problem = (
-            f"another rank has raised in the middle of a step, so none goes on. {others}"
-            if failed
-            else f"the ranks do different things, which all of them have to do together. {others}; "
-            f"rank {self.rank} takes a step"
-        )
-        notes = Board.of(self._group)
-        assert notes is not None
-        notes.refuse("takes a step, and has given it up")
-        self._parted = True
-        raise RuntimeError(f"{problem}. The process group cannot be used any more") from error
-
-    def give_up(self, why: str) -> None:
-        """See `Backend.give_up`: in a note, which ranks read that wait for long, under Gloo."""
-        if self._parted:
-            return  # it has said so
-        with contextlib.suppress(RuntimeError):  # the store may have ended with another rank
-            notes = Board.of(self._group)
-            if notes is not None:
-                notes.fail(why)
+        return _handle(dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         target = self._global_ranks[destination]
         if group in self._groups:
             among = self._group_of(group)
-            return self._watched(dist.reduce(tensor, target, group=among, async_op=True))
+            return _handle(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != destination]
@@ -325,7 +162,7 @@ class TorchDistributed(Backend):
         origin = self._global_ranks[source]
         if group in self._groups:
             among = self._group_of(group)
-            return self._watched(dist.broadcast(tensor, origin, group=among, async_op=True))
+            return _handle(dist.broadcast(tensor, origin, group=among, async_op=True))
         if self.rank != source:
             return _handle(dist.irecv(tensor, origin, self._group))
         others = [self._global_ranks[rank] for rank in group if rank != source]
@@ -348,7 +185,7 @@ class TorchDistributed(Backend):
         work = dist.all_to_all_single(
             received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
-        return _then(self._watched(work), lambda: torch.sum(received, dim=0, out=share))
+        return _then(_handle(work), lambda: torch.sum(received, dim=0, out=share))
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = list(flat.split(list(sizes)))
@@ -357,7 +194,7 @@ class TorchDistributed(Backend):
             return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
         gives = [len(share)] * self.world_size
         copies = share.repeat(self.world_size)
-        return self._watched(
+        return _handle(
             dist.all_to_all_single(
                 flat, copies, list(sizes), gives, group=self._group, async_op=True
             )
@@ -370,11 +207,11 @@ class TorchDistributed(Backend):
         work = dist.all_to_all_single(
             taken, flat, list(takes), list(gives), group=self._group, async_op=True
         )
-        return taken, self._watched(work)
+        return taken, _handle(work)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self._everyone]
-        self._watched(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
+        _handle(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
         return gathered
 
 
@@ -392,27 +229,6 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-
-
-class _Clock:
-    """Says how long a rank that waits sleeps, and when it looks at what others say."""
-
-    def __init__(self, interval: float) -> None:
-        self._interval, self._pause, self._patience = interval, 0.0005, 0.1
-        self._next = time.monotonic() + self._patience
-
-    def sleep(self) -> None:
-        """Sleep, longer each time, up to a twentieth of a second."""
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, 0.05)
-
-    def look(self) -> bool:
-        """Return whether it is time to look, more rarely each time."""
-        if time.monotonic() < self._next:
-            return False
-        self._patience = min(2 * self._patience, self._interval)
-        self._next = time.monotonic() + self._patience
-        return True
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -88,11 +88,6 @@ class Recording(Backend):
         if self._inner is not None:
             self._inner.meet(what)
 
-    def give_up(self, why: str) -> None:
-        """See `Backend.give_up`."""
-        if self._inner is not None:
-            self._inner.give_up(why)
-
     def wire_device(self, device: torch.device) -> torch.device:
         """See `Backend.wire_device`."""
         return device if self._inner is None else self._inner.wire_device(device)
@@ -139,12 +134,6 @@ class Recording(Backend):
         if self._inner is not None:
             return self._inner._all_gather(tensor)
         return [tensor.clone() for _ in range(self.world_size)]
-
-    def _assemble(self, tensor: Tensor, what: str) -> list[Tensor]:
-        if self._inner is None:
-            return self._all_gather(tensor)
-        self._record("all_gather", tensor)
-        return self._inner._assemble(tensor, what)
 
     def _record(
         self,

@@ -13,7 +13,7 @@ have the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from soframe.comm.agreement import (
+    add_over_ranks,
     compare_settings,
     describe_error,
     fingerprint,
@@ -225,6 +226,10 @@ class Stages:
         rows = self._gather(number.detach().double().reshape(1))
         return rows.sum().to(number)
 
+    def totals(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the sum of each of a few numbers over stages."""
+        return numbers if self.backend is None else add_over_ranks(self.backend, numbers)
+
     def texts(self, mine: str) -> list[str]:
         """Return every stage's text.
 
@@ -245,11 +250,11 @@ class Stages:
         """Return every stage's numbers, ``[ranks, numbers]``."""
         backend = self.backend
         assert backend is not None
-        # Rows of zeros but for one's own: their sum has the bits of all, and can be watched.
+        # Rows of zeros but for this rank's own: their sum has the bits of all.
         rows = numbers.new_zeros(backend.world_size, len(numbers))
         rows[backend.rank] = numbers
         rows = rows.to(backend.wire_device(rows.device))
-        backend.all_reduce(rows, PHASE).watch()
+        backend.all_reduce(rows, PHASE).wait()
         return rows
 
 

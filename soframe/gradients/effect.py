@@ -1,51 +1,44 @@
-"""Whether a step has an effect: that gradients reach the blocks, and statistics too.
+"""Whether hooks and gradients agree: blocks with a gradient and no statistics, or the reverse.
 
-Hooks can be left out without a word: by code that was compiled before they were there, by calls
-that pass their module by, by stacks that own the parameters. Gradients can be gone before the step:
-taken by an optimizer that steps within the backward pass. The weights would then be the optimizer's
-own, and nothing would tell. So in every window in which statistics are due the ranks say what they
-saw of each block, in the poll, and all of them raise where a step would be none:
+Hooks can be left out silently: by code that was compiled before they were there, by calls that
+bypass their module, by frameworks that own the parameters. Gradients can be gone before the step,
+taken by an optimizer that steps within the backward pass. So in the first two windows in which a
+block takes statistics each rank sends, with its status, whether it has statistics and a gradient of
+the block. Where all blocks of all ranks lack one of the two, the step would do nothing: all ranks
+raise. Where some do, they warn, since there may be reasons: a penalty on the weights of a module
+that is not called, or a loss of derivatives.
 
-- A block has a gradient that the window's backward passes brought, on any rank, and statistics on
-  none. The loss depends on its parameters, and the hooks do not know how.
-- Blocks have statistics, and none of them has a gradient.
-- A block has statistics, and hooks that are not ours have taken its gradient.
-- Other parameters have gradients, no block has one, and none has ever had statistics.
-
-A block with neither gradient nor statistics is unused: that is no error, and stands in the report.
-So is one whose gradient is zero, as backward passes and ``zero_grad(set_to_none=False)`` leave it
-in a module that was not called; or a multiple of its parameters, as a penalty on weights makes it;
-or the very tensor that the last step left, which nobody zeroed and nothing was added to. Where a
-block that has had statistics was called under its hook and a backward pass brought no gradient to
-its output, the loss is of the model's derivatives (a gradient penalty by itself): it keeps its
-factors.
+A block with neither is unused. A gradient of zeros counts as none: ``zero_grad`` leaves it in a
+module that was not called.
 """
 
 from __future__ import annotations
 
-import weakref
+import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from soframe.blocks import stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
-from soframe.gradients.accumulation import Accumulation
+
+WINDOWS = 2
+"""Windows with statistics in which each block is checked."""
 
 _SHOWN = 8
 
 
 class Effect:
-    """What this rank sees of its blocks in the windows in which statistics are due.
+    """What this rank has of its blocks in their first windows with statistics.
 
     Args:
         model: The model.
         blocks: Its blocks, in the placement's order.
         capture: Its hooks.
-        accumulation: Tells whether autograd itself has added to gradients.
         home: Where gradients live.
         rebuilt: Whether the model changed in the window under way, of which the hooks then may not
             have seen everything.
@@ -56,164 +49,112 @@ class Effect:
         model: nn.Module,
         blocks: Sequence[Block],
         capture: Capture,
-        accumulation: Accumulation,
         *,
         home: GradientHome,
         rebuilt: bool,
     ) -> None:
-        self._model, self._blocks, self._capture = model, blocks, capture
-        self._accumulation, self._home = accumulation, home
+        self._model, self._blocks, self._capture, self._home = model, blocks, capture, home
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
         of_blocks = {p for parameters in self._parameters.values() for p in parameters}
         self._others = [p for p in model.parameters() if p not in of_blocks]
         self._partial = rebuilt
-        self._before: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        self._windows: Counter[Block] = Counter()
 
     def begin(self, due: Collection[Block]) -> None:
-        """Begin a window: what is in ``.grad`` now is nothing that it brought.
-
-        Args:
-            due: The blocks that take statistics in it.
-        """
+        """Begin a window in which these blocks take statistics."""
         self._partial = False
-        self._accumulation.begin()
-        read = self._home.read
-        self._before = {
-            p: (weakref.ref(gradient), gradient._version)
-            for block in due
-            for p in self._parameters[block]
-            if (gradient := read(p)) is not None
-        }
+        self._windows.update(due)
 
     def check(self, due: Collection[Block]) -> None:
-        """Check that the parameters have not come to belong to a stack that shares them out.
-
-        Args:
-            due: The blocks that take statistics in the window; nothing is checked without any.
-        """
-        for block in self._blocks if due else ():
+        """Check that no framework has come to shard the parameters."""
+        for block in self._judged(due):
             parameters = block.parameters.items()
             self._home.check((f"{block.name}.{name}", p) for name, p in parameters)
 
     def said(self, due: Collection[Block]) -> list[float]:
-        """Return what this rank says of the window.
-
-        Args:
-            due: The blocks that take statistics in it, the same on every rank.
+        """Return what this rank has, equally many numbers on every rank.
 
         Returns:
-            Whether any block has a gradient; whether any other parameter has; and, for every block
-            that is due, whether it has statistics, whether it has a gradient and no statistics, and
-            whether its gradient was taken. Nothing, where nothing is to be judged.
+            Whether any block has a gradient; whether only other parameters have; and, for every
+            block that is due, whether it has statistics, and whether it has a gradient.
         """
-        if not due or self._partial:
-            return []
-        blocks = self._of(due)
-        taken = self._taken([block for block in blocks if block.record.counts.calls])
-        missed = self._reached([block for block in blocks if not self._seen(block)])
-        given = any(
-            self._home.has(p) for parameters in self._parameters.values() for p in parameters
-        )
+        judged = self._judged(due)
+        if not judged:
+            return self.nothing_said(due)
+        seen = {block for block in judged if block.record.counts.calls}
+        reached = {b for b in seen if any(map(self._home.has, self._parameters[b]))}
+        unseen = [block for block in judged if block not in seen and not self._derived(block)]
+        reached |= self._with_gradient(unseen)
+        given = any(self._home.has(p) for each in self._parameters.values() for p in each)
         others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
-        for block in blocks:
-            numbers += [float(self._seen(block)), float(block in missed), float(block in taken)]
+        for block in self._of(due):
+            numbers += [float(block in seen), float(block in reached)]
         return numbers
 
     def nothing_said(self, due: Collection[Block]) -> list[float]:
-        """Return as many numbers as `said` does, without a look at any gradient.
-
-        Args:
-            due: As for `said`.
-        """
-        return [] if not due or self._partial else [0.0] * (2 + 3 * len(self._of(due)))
+        """Return as many zeros as `said` returns numbers."""
+        return [] if not due or self._partial else [0.0] * (2 + 2 * len(self._of(due)))
 
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
-        """Check that the step will have an effect.
-
-        Args:
-            due: As for `said`.
-            sums: What all ranks said, added up.
+        """Check the sums of `said` over ranks.
 
         Raises:
-            RuntimeError: On every rank, if it will not.
+            RuntimeError: On every rank, if the step would have no effect; see the module.
         """
-        if not sums:
+        judged = self._judged(due)
+        if not judged:
             return
         given, others, *each = sums
-        blocks = self._of(due)
-        rows = list(zip(blocks, each[::3], each[1::3], each[2::3], strict=True))
-        missed = [block for block, seen, reached, _ in rows if reached > 0 and seen == 0]
-        taken = [block for block, _, _, gone in rows if gone > 0]
-        if missed:
-            raise RuntimeError(self._without_statistics(missed))
-        if taken or (given == 0 and any(seen > 0 for _, seen, _, _ in rows)):
-            raise RuntimeError(self._without_gradients(taken or blocks))
-        if given == 0 and others > 0 and all(block.mass == 0 for block in self._blocks):
+        rows = list(zip(self._of(due), each[::2], each[1::2], strict=True))
+        missed = [block for block, seen, reached in rows if reached > 0 and seen == 0]
+        taken = [block for block, seen, reached in rows if seen > 0 and reached == 0]
+        never = not any(seen for _, seen, _ in rows) and all(b.mass == 0 for b in self._blocks)
+        if missed and never:
+            raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
+        if taken and given == 0:
+            raise RuntimeError(self._without_gradients(taken))
+        if given == 0 and others > 0 and never:
             raise RuntimeError(
                 f"no block has a gradient or statistics, while other parameters have gradients: "
-                f"the backward pass has reached {_names(blocks)} in no way, and the preconditioner "
-                f"would do nothing. {self._remedies(blocks)}"
+                f"the backward pass has reached {_names(judged)} in no way, and the preconditioner "
+                f"would do nothing. {self._remedies(judged)}"
             )
+        if missed:
+            warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
+        if taken and not self._capture.probing:
+            warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
 
     def _of(self, due: Collection[Block]) -> list[Block]:
         return [block for block in self._blocks if block in due]
 
-    def _seen(self, block: Block) -> bool:
-        """Return whether the hooks of a block work."""
-        if block.record.counts.calls:
-            return True
+    def _judged(self, due: Collection[Block]) -> list[Block]:
+        if self._partial:
+            return []
+        return [block for block in self._of(due) if self._windows[block] <= WINDOWS]
+
+    def _derived(self, block: Block) -> bool:
+        """Return whether the loss may be of a block's derivatives alone: no gradient at outputs."""
         called = any(helper in self._capture.called for helper in block.helpers)
-        derived = called and self._accumulation.any and not self._capture.probing
-        return derived and block.mass > 0
+        return called and not self._capture.probing and block.mass > 0
 
-    def _taken(self, blocks: Sequence[Block]) -> set[Block]:
-        """Return the blocks with statistics whose gradients others' hooks have taken."""
-        hooked = [b for b in blocks if any(map(stacks.consumes_gradients, self._parameters[b]))]
-        gone = {b for b in hooked if not any(map(self._home.has, self._parameters[b]))}
-        stepped = [b for b in hooked if b not in gone and self._moved(b)]
-        there = _not_zero({b: self._home.of(self._parameters[b]) for b in stepped})
-        return gone | (set(stepped) - there)
+    def _with_gradient(self, blocks: Sequence[Block]) -> set[Block]:
+        """Return the blocks with a gradient that is not zero; the host waits once, if for any."""
+        gradients = [(b, g) for b in blocks for g in self._home.of(self._parameters[b])]
+        flags = [(b, (g.to_dense() if g.is_sparse else g).any()) for b, g in gradients]
+        if not flags:
+            return set()
+        device = flags[0][1].device
+        found: list[bool] = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+        return {block for (block, _), flag in zip(flags, found, strict=True) if flag}
 
-    def _moved(self, block: Block) -> bool:
-        """Return whether a parameter has changed since the forward pass."""
-        called = self._capture.called
-        return any(
-            called.get(helper) not in (None, p._version)
-            for helper in block.helpers
-            for p in list(helper.parameters.values())[:1]
-        )
-
-    def _reached(self, blocks: Sequence[Block]) -> set[Block]:
-        """Return the blocks to which this window's backward passes have brought a gradient.
-
-        The host waits for the device once, if there is anything to look at.
-        """
-        fresh: dict[Block, list[Tensor]] = {}
-        for block in blocks:
-            present = [
-                (p, gradient)
-                for p in self._parameters[block]
-                if (gradient := self._home.read(p)) is not None
-            ]
-            if present and not all(self._is_left(p, gradient) for p, gradient in present):
-                fresh[block] = [_beside(self._home.local(p), g) for p, g in present]
-        return _not_zero(fresh)
-
-    def _is_left(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        """Return whether a gradient is what the last step has left."""
-        reference, version = self._before.get(parameter, (None, 0))
-        return reference is not None and reference() is gradient and gradient._version == version
-
-    # -- what is said of it -------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------
 
     def _without_statistics(self, blocks: Sequence[Block]) -> str:
-        old = any(block.mass > 0 for block in blocks)
         return (
             f"gradients without statistics: the backward passes since the last step have reached "
-            f"the parameters of {_names(blocks)}, and no hook saw how, on any rank, so their "
-            f"gradients would {'meet old curvature' if old else 'stay as they are'}. No gradient "
-            f"was changed. {self._remedies(blocks)}"
+            f"the parameters of {_names(blocks)}, and no hook saw how, on any rank, so that these "
+            f"gradients stay as they are, or meet old curvature. {self._remedies(blocks)}."
         )
 
     def _remedies(self, blocks: Sequence[Block]) -> str:
@@ -242,16 +183,17 @@ class Effect:
                 "such model runs. "
             )
         return (
-            f"{first}{'Else' if first else 'Likely'} the forward pass ran before the "
+            f"{first}{'Or else' if first else 'Likely'} the forward pass ran before the "
             f"preconditioner was built or before its last step(); gradients were written by other "
             f"means than backward() (torch.autograd.grad, torch.func, a stack that owns the "
-            f"parameters); the modules' weights are used without calling the modules; or the loss "
-            f"is of the model's derivatives alone. Layers for which this must be so are left out "
+            f"parameters); the modules' weights are used without calling the modules, as by a "
+            f"penalty; gradients were not zeroed after the last step; or the loss is of the "
+            f"model's derivatives alone. Layers for which this must be so are left out "
             f"by skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:
-        if any(stacks.consumes_gradients(p) for b in blocks for p in self._parameters[b]):
+        if any(p._post_accumulate_grad_hooks for b in blocks for p in self._parameters[b]):
             why = (
                 "Hooks on the parameters (register_post_accumulate_grad_hook) have taken them, as "
                 "an optimizer does that steps within the backward pass: let it step after "
@@ -265,7 +207,7 @@ class Effect:
             )
         return (
             f"statistics without gradients: a backward pass has reached {_names(blocks)}, and "
-            f"there is nothing in .grad to precondition, so the step would do nothing. {why}"
+            f"there is nothing in .grad to precondition. {why}"
         )
 
 
@@ -273,35 +215,3 @@ def _names(blocks: Sequence[Block]) -> str:
     names = ", ".join(repr(block.name) for block in blocks[:_SHOWN])
     more = len(blocks) - _SHOWN
     return f"block(s) {names}" + (f" and {more} more" if more > 0 else "")
-
-
-def _beside(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return what a gradient has beside a multiple of its parameter, up to rounding; or zero.
-
-    Of parts of both it tells that much: what is a multiple on every rank may be none as a whole,
-    where parts are single numbers.
-    """
-    if gradient.numel() == 0:
-        return gradient.new_zeros((), dtype=torch.bool)
-    g = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
-    p = parameter.flatten()
-    wide = torch.promote_types(g.dtype, torch.float32)
-    g, p = g.to(wide), p.to(wide)
-    # Scaled to 1, so that no square leaves the range of numbers.
-    size, length = g.abs().max(), p.abs().max()
-    g, p = g / torch.where(size > 0, size, 1), p / torch.where(length > 0, length, 1)
-    squares = p.dot(p)
-    rest = g - p * (p.dot(g) / torch.where(squares > 0, squares, 1))
-    # What was added up in a narrow dtype is that far from a multiple.
-    bound = 8 * torch.finfo(gradient.dtype).eps
-    return rest.abs().max() > bound
-
-
-def _not_zero(tensors: dict[Block, list[Tensor]]) -> set[Block]:
-    """Return the blocks of which a tensor is not zero; the host waits once."""
-    parts = [(block, tensor.any()) for block, each in tensors.items() for tensor in each]
-    if not parts:
-        return set()
-    device = parts[0][1].device
-    flags = torch.stack([flag.to(device) for _, flag in parts]).tolist()
-    return {block for (block, _), flag in zip(parts, flags, strict=True) if flag}

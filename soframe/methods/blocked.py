@@ -20,7 +20,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
-from soframe.methods.returned import direction_of, require_told
+from soframe.methods.returned import require_told
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -187,7 +187,7 @@ class Blocked(Method):
                 data=self._data(number, given.data),
                 state=_own(number, self._method.state_names(), given.state),
             )
-            made = direction_of(self._method, of_region)
+            made = self._method.direct(of_region)
             region.put(matrix, made.matrix)
             state |= {_outer(number, name): value for name, value in made.state.items()}
         return Direction(matrix, state)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
-from soframe.methods.returned import direction_of, require_told
+from soframe.methods.returned import require_told
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -198,7 +198,7 @@ class Chain(Method):
             )
             if not _is_ready(stage, of_stage):
                 continue
-            made = direction_of(stage, of_stage)
+            made = stage.direct(of_stage)
             matrix = made.matrix
             state |= {self._state_names.outer(number, k): v for k, v in made.state.items()}
         return Direction(matrix.clone() if matrix is given.incoming else matrix, state)

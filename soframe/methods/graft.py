@@ -19,7 +19,6 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.adam import AdamW
 from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
 from soframe.methods.momentum import entries
-from soframe.methods.returned import direction_of
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -67,7 +66,7 @@ class Graft(Method):
 
     def direct(self, given: Given) -> Direction:
         """See `Method.direct`."""
-        made = direction_of(self._method, replace(given, incoming=given.gradient))
+        made = self._method.direct(replace(given, incoming=given.gradient))
         return Direction(at_length(given.incoming, made.matrix), made.state)
 
     def rebase(

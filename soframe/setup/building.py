@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 
-from soframe.blocks import claims, dtensors, stacks
+from soframe import combinations
+from soframe.blocks import dtensors, stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
 from soframe.capture.counting import Samples
+from soframe.capture.hooks import Capture
 from soframe.capture.sampling import check_rows
 from soframe.checks.numbers import require_integer
-from soframe.comm.agreement import compare_ranks, describe_error, say_failed
+from soframe.comm.agreement import compare_ranks, say_failed
 from soframe.comm.base import Backend
-from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
 from soframe.comm.stages import Stages
@@ -31,10 +35,9 @@ from soframe.setup import pipelines
 from soframe.setup.pipelines import Pipeline
 from soframe.solvers.base import Solver
 from soframe.step import gradients as averaging
-from soframe.step.averages import require_eager
 from soframe.step.rates import LearningRates
-from soframe.step.refresh import Refresh, require_followable, require_served
-from soframe.step.solves import Solves, require_able
+from soframe.step.refresh import Refresh
+from soframe.step.solves import Solves
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement, complete
 
@@ -64,20 +67,8 @@ def choose_backends(
     Returns:
         Both.
     """
-    notes = Board.of_world()
-    if notes is not None:
-        notes.begin()
-    try:
-        of_stages = Pipeline(pipeline)
-        backend = _backend_of(choice, of_stages.backend)
-    except Exception as error:  # whatever it is: the other ranks wait, and must be told
-        if notes is not None:
-            notes.say_start(describe_error(error), failed=True)
-        raise
-    alone = (backend.world_size == 1 or backend.on_paper) and of_stages.backend is None
-    if notes is not None and alone:
-        notes.say_start(describe(choice), failed=False)
-    return backend, of_stages
+    of_stages = Pipeline(pipeline)
+    return _backend_of(choice, of_stages.backend), of_stages
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, pipe: Backend | None) -> Backend:
@@ -250,11 +241,10 @@ def build(
     refresh: Refresh,
     settings: Sequence[object],
     *,
-    owner: object,
+    capture: Capture,
     gradients: str,
     pipeline: Pipeline,
-    beside: object | None = None,
-    first: bool = True,
+    beside: bool = False,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
 
@@ -269,42 +259,64 @@ def build(
         background: What is solved in the background, one of the settings.
         refresh: When blocks are solved, another one.
         settings: The others that all ranks must have in common.
-        owner: Whose the modules are to be; they may be nobody else's.
+        capture: Hooks the modules; see `take_over`.
         gradients: What a step is given, one of the settings.
         pipeline: The pipeline of which this model is some stages.
-        beside: An owner whose they may be.
-        first: Whether the ranks first meet here; otherwise they come from a step.
+        beside: Whether another preconditioner keeps its hooks on the same modules.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_own_gradients`, `require_averaged`,
-            `require_able`, `require_served`, `require_followable`, `require_eager`,
-            `require_together`, `compare_ranks` and `soframe.blocks.claims.require_free`.
+        ValueError: See `register`, `place`, `require_averaged`, `require_together`,
+            `compare_ranks` and `soframe.combinations`.
     """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
-        require_own_gradients(registration.blocks)
         require_averaged(registration.blocks, gradients)
-        require_able(registration.blocks, background)
-        require_served(registration.blocks, refresh.solve_every)
         placement = place(strategy, registration.blocks, backend.world_size)
-        require_followable(registration.blocks, placement)
-        require_eager(registration.blocks, placement)
+        combinations.check_blocks(
+            registration.blocks,
+            placement,
+            background=background.on,
+            solve_every=refresh.solve_every.value,
+        )
         require_together(model, registration.blocks, placement, draws=choices.draws)
-        modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
-        claims.require_free(owner, modules, beside)
         pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
-        say_failed(backend, error, first=first)
+        say_failed(backend, error)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
-    compare_ranks(backend, placement, settings_of_rank, first=first)
-    claims.claim(owner, modules, beside)
+    compare_ranks(backend, placement, settings_of_rank)
+    if not beside:
+        modules = (helper.module for block in registration.blocks for helper in block.helpers)
+        take_over(capture, modules)
     backend.prepare(placement.groups())
     return registration, placement
+
+
+_hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
+
+
+def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
+    """Remove the hooks of older preconditioners of these modules, with a warning."""
+    reference, modules = weakref.ref(capture), list(modules)
+    if any(_hooked.get(module, reference) is not reference for module in modules):
+        gc.collect()  # one that only waits for the collector is not replaced
+    for module in modules:
+        older = _hooked.get(module, reference)()
+        _hooked[module] = reference
+        if older is None or older is capture or older.closed:
+            continue
+        if module not in {helper.module for helper in older.names}:
+            continue  # it has left the older one's model
+        older.close()
+        warnings.warn(
+            f"soframe: a new preconditioner of the same {type(module).__name__} replaces an older "
+            f"one, whose hooks are removed; close() the older one first to be rid of this warning",
+            stacklevel=6,
+        )
 
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
@@ -353,7 +365,8 @@ def check_settings(
     if not callable(curvature.samples):
         require("samples", curvature.samples, ("batch", "positions"))
     require("clip_lr", clips.lr, ("live", "initial"))
-    check_gradients(gradients, scaled=scaled)
+    require("gradients", gradients, tuple(averaging.GRADIENTS))
+    combinations.check_settings(gradients=gradients, scaled=scaled)
     check_rows(curvature.rows)
 
 
@@ -378,8 +391,7 @@ def check_home(home: object) -> None:
         TypeError: If it is none.
     """
     if home is not None and not isinstance(home, GradientHome):
-        hint = "; pass an instance of the class" if isinstance(home, type) else ""
-        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}{hint}")
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
 
 
 def check_cut(cut: object) -> None:
@@ -418,31 +430,6 @@ def check_count(terms: bool, samples: Samples, scaling: str) -> None:
         raise ValueError(
             "count(terms) and samples= a callable both say what the loss is a mean over; use one"
         )
-
-
-def require_own_gradients(blocks: Sequence[Block]) -> None:
-    """Check that gradients are those of the backward passes which are seen.
-
-    Opacus keeps the gradient of each sample at the parameter, and makes a private one of these
-    within its optimizer's step.
-
-    Args:
-        blocks: The blocks.
-
-    Raises:
-        ValueError: If it does so with a parameter whose method reads the layer's calls.
-    """
-    for block in blocks:
-        if block.method.captures and any(
-            hasattr(parameter, "grad_sample") for parameter in block.parameters.values()
-        ):
-            raise ValueError(
-                f"{block.name} has a gradient for each sample, by Opacus, which makes a private "
-                f"one of these within its optimizer's step(), over what is preconditioned; and "
-                f"statistics of the layer's calls are not private. Give make_private() a "
-                f"soframe.Optimizer with a method that reads gradients alone, such as 'soap', "
-                f"'muon' or 'shampoo'"
-            )
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
@@ -498,20 +485,3 @@ def require_together(
                 f"take no statistics of it: pass strategy='comm-opt', "
                 f"'mem-opt' or Sharded(group=None)"
             )
-
-
-def check_gradients(gradients: str, *, scaled: bool) -> None:
-    """Check what is said of the gradients that a step is given.
-
-    Args:
-        gradients: What they are.
-        scaled: Whether a ``GradScaler`` is in use.
-
-    Raises:
-        ValueError: If it is nothing that is known, or does not go with a ``GradScaler``.
-    """
-    require("gradients", gradients, tuple(averaging.GRADIENTS))
-    if gradients == "local" and scaled:
-        raise ValueError(
-            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
-        )

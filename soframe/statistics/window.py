@@ -76,8 +76,6 @@ class Statistics:
         sampler: Takes some of their rows.
         part_of: Returns which of several stages of a pipeline a block belongs to. A backward pass
             is one stage's, and there are as many of each.
-        given_up: Returns whether the gradients of the backward passes so far were zeroed: the next
-            one is the first of another batch.
     """
 
     def __init__(
@@ -90,7 +88,6 @@ class Statistics:
         capture: Capture,
         sampler: Sampler,
         part_of: Callable[[Block], int],
-        given_up: Callable[[], bool],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
@@ -125,7 +122,6 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
-        self._given_up = given_up
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # which stage each pass is of
@@ -171,8 +167,6 @@ class Statistics:
         """Add one call; raise ValueError if the helper's rows have another shape than they must."""
         helper, inputs, gradient = call.helper, call.inputs, call.gradient
         number, probe, said = call.number, call.probe, call.batch
-        if self._loss_scales and number not in self._loss_scales and self._given_up():
-            self._forget()
         block = self._block_of[helper]
         if call.earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
             self._passes.fail(

@@ -32,7 +32,6 @@ from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
 from soframe.kernels.devices import sent
 from soframe.specs import FactorSpec
-from soframe.strategies.placement import Placement
 
 
 @dataclass
@@ -336,21 +335,6 @@ def _sum(one: Contribution) -> Sum:
         tensor=tensor,
         symmetric=factor.kind == "psd",
     )
-
-
-def require_eager(blocks: Sequence[Block], placement: Placement) -> None:
-    """Check that averages which groups have of their own are not deferred.
-
-    Raises:
-        ValueError: If one is: an accumulator decays for all groups alike.
-    """
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if block.unequal and place.deferred:
-            raise ValueError(
-                f"{block.name}: its groups have rows of their own, and averages over these cannot "
-                f"be deferred to the solves, as the strategy {placement.strategy!r} does: pass one "
-                f"that reduces statistics at once (deferred=False), or skip the module"
-            )
 
 
 def pack(stored: Tensor, spec: FactorSpec) -> Tensor:

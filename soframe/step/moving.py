@@ -34,24 +34,17 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 
 @runtime_checkable
-class AgreedSettings(Protocol):
-    """An optimizer with settings of a step that must be the same on every rank."""
+class ChecksSettings(Protocol):
+    """An optimizer that checks its settings before each step, so that all ranks raise together."""
 
-    def settings_now(self) -> Mapping[str, object]:
-        """Return the settings of the coming step.
-
-        Raises:
-            ValueError: If they cannot be meant.
-        """
+    def check_settings(self) -> None:
+        """Raise a ValueError if a setting is out of range."""
 
 
-def as_agreed(optimizer: object) -> AgreedSettings | None:
-    """Return an optimizer if it has settings on which ranks agree; else None.
-
-    Args:
-        optimizer: The optimizer, or None.
-    """
-    return optimizer if isinstance(optimizer, AgreedSettings) else None
+def check_settings(optimizer: object) -> None:
+    """Let an optimizer check its settings, if it is one that does."""
+    if isinstance(optimizer, ChecksSettings):
+        optimizer.check_settings()
 
 
 @dataclass(frozen=True)

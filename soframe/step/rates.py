@@ -146,31 +146,16 @@ class LearningRates:
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
         return [self._rate(block, rates) for block in blocks]
 
-    def begin(self, step: int, *, on_devices: bool) -> list[float]:
-        """Take note of the rates of a step, and return those that must be the same on every rank.
-
-        Args:
-            step: Completed steps.
-            on_devices: Whether tensors on other devices, as capturable optimizers keep them, are
-                read too: once for all of them, which makes the host wait.
-
-        Returns:
-            The schedule's rate, or those of the optimizer's groups, and their references.
-        """
+    def begin(self, step: int) -> None:
+        """Read the learning rates of a step, and follow their references with ``"initial"``."""
         if self._optimizer is None:
-            return [self._scheduled(step)]
+            self._scheduled(step)  # raises if it is out of range
+            return
         groups = self._optimizer.param_groups
         self._begin_groups(groups)
         if self.which == "initial":
             references = [self._reference(i, group) for i, group in enumerate(groups)]
             self._initial[: len(groups)], self._followed = references, len(groups)
-        rates = [*(group["lr"] for group in groups), *(self._initial if self._followed else ())]
-        tensors = [rate for rate in rates if isinstance(rate, Tensor)]
-        near = [rate for rate in tensors if on_devices or rate.device.type == "cpu"]
-        read: list[float] = []
-        if near:
-            read = torch.stack([rate.detach().reshape(()).to(near[0]) for rate in near]).tolist()
-        return [float(rate) for rate in rates if not isinstance(rate, Tensor)] + read
 
     def live(self, step: int) -> list[float]:
         """Return the learning rates of a step, and take no note of them.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.schedules import Every, Interval
-from soframe.strategies.placement import Placement
 from soframe.strategies.turns import turns
 
 
@@ -140,33 +139,6 @@ def _solves_calls(blocks: Sequence[Block]) -> bool:
     return any(block.captured and block.tensors for block in blocks)
 
 
-def require_served(blocks: Sequence[Block], solve_every: Every) -> None:
-    """Check that statistics which belong to second-order data serve before these are replaced.
-
-    A solve drops them, and comes before the direction of its step, so that with a solve at every
-    step nothing would ever be made of them. Of an interval that is a callable nothing is known.
-
-    Args:
-        blocks: The blocks.
-        solve_every: The interval of solves.
-
-    Raises:
-        ValueError: If every step solves, and a factor belongs to what is solved.
-    """
-    if callable(solve_every.value) or solve_every.value > 1:
-        return
-    for block in blocks:
-        for factor in block.captured:
-            if factor.needs:
-                raise ValueError(
-                    f"{block.name}: solve_every=1 never uses the factor {factor.name} of "
-                    f"{block.method!r}: it is gathered with the second-order data of "
-                    f"{' and '.join(factor.needs)}, and every solve drops it before the direction "
-                    f"is made; pass a larger solve_every, such as 10, or a method without it, such "
-                    f"as method='kfac'"
-                )
-
-
 def mismatch(statistics_every: int, solve_every: int) -> str | None:
     """Return what two intervals have against each other, or None if they go together.
 
@@ -194,40 +166,3 @@ def mismatch(statistics_every: int, solve_every: int) -> str | None:
     )
 
 
-def require_followable(blocks: Sequence[Block], placement: Placement) -> None:
-    """Check that second-order data which follow factors do so under this placement.
-
-    Args:
-        blocks: The blocks, in the placement's order.
-        placement: Who holds what.
-
-    Raises:
-        ValueError: If a gradient worker lacks what the data are to follow: results would depend on
-            the strategy.
-    """
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if not block.follows:
-            continue
-        if place.deferred:
-            why = (
-                "the strategy reduces statistics at the solves only: pass one that reduces them at "
-                "once (deferred=False)"
-            )
-            raise ValueError(_cannot_follow(block, placement, why))
-        for index, factor, _ in block.solved_here:
-            lacking = [w for w in place.gradient_workers if not place.holds(w, index)]
-            if lacking:
-                why = (
-                    f"rank(s) {lacking} precondition the block, and do not hold its factor "
-                    f"{factor.name}: pass a strategy that holds factors where gradients are "
-                    f"preconditioned, such as Sharded(colocate=True) or 'mem-opt'"
-                )
-                raise ValueError(_cannot_follow(block, placement, why))
-
-
-def _cannot_follow(block: Block, placement: Placement, why: str) -> str:
-    return (
-        f"{block.name}: the data of {block.solver!r} follow the factors between solves, which they "
-        f"cannot do under the strategy {placement.strategy!r}, since {why}; or a solver that does "
-        f"not follow"
-    )

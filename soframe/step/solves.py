@@ -26,10 +26,8 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack, unpack
-from soframe.comm.agreement import told_all
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
-from soframe.methods.returned import rebased_by
 from soframe.solvers.base import Solver, retry, solve_stack
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.step.averages import settle
@@ -409,7 +407,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     if rebased:
         state = {name: stack.take(tensor, kept) for name, tensor in stack.state.items()}
         method = stack.like.method
-        stack.set_state(kept, rebased_by(method, state, old, _second_order(stack, kept)))
+        stack.set_state(kept, method.rebase(state, old, _second_order(stack, kept)))
 
 
 def _second_order(stack: Stack, members: Sequence[int]) -> dict[str, dict[str, Tensor]]:
@@ -424,7 +422,7 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
     """Raise on every rank, if a solver raised on any."""
     for run in runs:
         if run.error is not None:
-            raise told_all(run.error)
+            raise run.error
     names = [
         f"{run.blocks[0].name}.{job.factor.name}"
         for run, failed in zip(runs, outcomes, strict=True)
@@ -433,9 +431,7 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
     ]
     if names:
         listed = ", ".join(names)
-        raise told_all(
-            RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
-        )
+        raise RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
 
 
 class Solves:
@@ -580,7 +576,7 @@ class Solves:
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     """Update second-order data that follow running factors between solves.
 
-    All gradient workers hold the factor then (`require_followable`), so that the data stay the same
+    All gradient workers hold the factor then (see `soframe.combinations`), so that the data stay the same
     on all of them.
     """
     following = [b for b in changed if b.follows and b.solved and not b.record.pending]
@@ -592,19 +588,3 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
             if solver.follows:
                 new = solver.follow(stack.matrices(factor, members), data[factor.name])
                 stack.set_data(factor.name, members, new or {})
-
-
-def require_able(blocks: Sequence[Block], solves: Solves) -> None:
-    """Check that solvers may solve while training goes on.
-
-    Raises:
-        ValueError: If one may not.
-    """
-    for block in blocks if solves.on else ():
-        for _, _, solver in block.solved_here:
-            if solver.alone:
-                raise ValueError(
-                    f"{block.name}: {solver!r} changes settings of the whole process while it "
-                    f"solves, so it cannot solve in the background: pass background=0 or another "
-                    f"solver"
-                )

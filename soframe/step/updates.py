@@ -118,7 +118,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
         solver=one.solver,
         damping=one.damped_with(damping),
     )
-    direction = direction_of(one.method, given)
+    direction = direction_of(one.method, given, check=one.record.updates == 0)
     update.matrix = direction.matrix
     # A tensor that the method has left alone is the state from the first update on.
     update.states = {**given.state, **direction.state}

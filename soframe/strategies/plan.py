@@ -22,7 +22,7 @@ from soframe.strategies.placement import (
 )
 
 _FLAGS = 7  # of every step, see `soframe.comm.agreement.Poll`
-_REACHED, _REACHED_BLOCK = 2, 3  # see `soframe.gradients.effect.Effect.said`
+_REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.gradients.effect.Effect.said`
 _AGREED_BYTES = 8  # what is agreed travels in float64,
 _OUTCOME_BYTES = 4  # the outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried
@@ -155,9 +155,6 @@ def traffic(
         reached = _REACHED + _REACHED_BLOCK * taking if taking else 0
         present = _present(pairs, local) if local is not None else 0
         _count(phases, "agree", [_AGREED_BYTES * (_FLAGS + weights + present + reached)])
-        copied = [shards for work, _ in pairs for shards in work.shards if shards.copied]
-        if first and copied:  # sums of the bits of weights
-            _count(phases, "agree", [_AGREED_BYTES * len(copied)])
         for after in (False, True):
             turn = [(w, p) for w, p in due if w.after == after]
             _count(phases, "agree", _solve_agreements(turn))

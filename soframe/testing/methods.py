@@ -19,9 +19,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from soframe import checkpoint
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Method
+from soframe.methods.base import Direction, Given, Method
+from soframe.methods.returned import check_direction, check_state
 from soframe.optimizer import Optimizer
 from soframe.registry import KINDS
+from soframe.specs import SecondOrder
 from soframe.strategies.base import Strategy
 from soframe.strategies.sharded import Sharded
 from soframe.testing.compare import compare
@@ -181,6 +183,8 @@ def check_method(
     A small network of square layers is trained in float64 by `soframe.Optimizer`, on one process
     with the whole batch, and then
 
+    - with a check of what it returns: names, shapes and dtypes, and that nothing that it is given
+      has changed in place;
     - with every sample twice in the batch, which changes no mean: so it shows a factor whose
       ``degree`` in the gradient is another than the method says;
     - in micro-batches, and with a copy of the method for every layer in place of one instance,
@@ -205,6 +209,8 @@ def check_method(
 
     Raises:
         AssertionError: If something differs; the message says under which setting, and by how much.
+        TypeError: If `Method.direct` returns no `Direction`.
+        ValueError: If a tensor that it returns has another name, shape or dtype than declared.
     """
     chosen = KINDS["method"].build(method, Method) if isinstance(method, str) else method
     launch = spawn if launch is None else launch
@@ -213,6 +219,7 @@ def check_method(
     for fisher in ("empirical",) if one_fisher else fishers:
         name = f"{chosen!r}, fisher={fisher!r}"
         one = Training(chosen, fisher=fisher, options=options)
+        train(0, 1, replace(one, method=_checked(chosen)))
         whole = train(0, 1, one)
         _check_moves(name, whole)
         twice = train(0, 1, replace(one, copies=2))
@@ -296,6 +303,37 @@ def _unequal(method: Method) -> Method:
     kind = type(method)
     copied = copy.deepcopy(method)
     object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__slots__": ()}))
+    return copied
+
+
+def _checked(method: Method) -> Method:
+    """Return a copy whose `direct` and `rebase` raise if they break their contract."""
+    kind = type(method)
+
+    def direct(self: Method, given: Given) -> Direction:
+        data = {f"the data of {f!r}": t for f, each in given.data.items() for t in each.values()}
+        tensors = {"the gradient": given.gradient, "the incoming gradient": given.incoming}
+        tensors |= {f"the state {name!r}": tensor for name, tensor in given.state.items()} | data
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        made = kind.direct(self, given)
+        check_direction(method, given, made)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), (
+                f"{method!r}: direct(), or a solver within it, has changed {name} in place, while "
+                f"the update may still be given up: return a new tensor (x = x * y, not x.mul_(y))"
+            )
+        return made
+
+    def rebase(
+        self: Method, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
+    ) -> Mapping[str, Tensor]:
+        rebased = kind.rebase(self, state, old, new)
+        check_state(method, "rebase()", rebased, state)
+        return rebased
+
+    copied = copy.deepcopy(method)
+    members = {"__slots__": (), "direct": direct, "rebase": rebase}
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), members))
     return copied
 
 

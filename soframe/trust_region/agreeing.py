@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from soframe.blocks.home import GradientHome
 from soframe.comm import Backend
@@ -14,15 +15,14 @@ from soframe.comm.agreement import (
     require_common,
     require_no_failure,
 )
-from soframe.setup.weights import total_of_bits
 
 GRADIENTS = "the sum of the bits of all gradients"
 """The name under which gradients are compared."""
 
-HINTS = {
-    GRADIENTS: "Every rank must have the mean of all ranks' gradients: wrap the model in "
-    "DistributedDataParallel, and let the closure call the wrapper"
-}
+HINT = (
+    ". If it is the gradients: every rank must have the mean of all ranks' gradients, so wrap the "
+    "model in DistributedDataParallel, and let the closure call the wrapper"
+)
 
 _OWN = 4
 """Numbers that come first: the loss, whether a rank raises, and a fingerprint."""
@@ -58,7 +58,7 @@ def agree(
         error = error or raised
     sums = add_over_ranks(backend, [loss, float(error is not None), *fingerprint(mine), *further])
     require_no_failure(backend, error, sums[1])
-    require_common(backend, mine, sums[2:_OWN], HINTS)
+    require_common(backend, mine, sums[2:_OWN], HINT)
     return sums[0] / backend.world_size, sums[_OWN:]
 
 
@@ -76,3 +76,20 @@ def gradients_in_common(
         return {}
     dense = [g.to_dense() if g.is_sparse else g for g in home.of(parameters)]
     return {GRADIENTS: total_of_bits(dense)}
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def total_of_bits(tensors: Sequence[Tensor]) -> int:
+    """Return the sum of the elements of dense tensors, their bits read as integers."""
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    by_device = [[one for one in sums if one.device == d] for d in {one.device for one in sums}]
+    return sum(sum(torch.stack(group).tolist()) for group in by_device)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a scalar int64, which may have overflown, on the tensor's device."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = plain.detach().contiguous().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)

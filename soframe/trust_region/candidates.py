@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from soframe import combinations
 from soframe.blocks.block import Block
 from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
@@ -26,7 +27,6 @@ from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS, describe
 from soframe.settings import Curvature
-from soframe.setup import unread
 from soframe.trust_region.directions import NamedDirections
 from soframe.trust_region.groups import scaled
 from soframe.trust_region.parts import split
@@ -173,12 +173,10 @@ class Beside(OneOfSeveral):
         **settings: Those of `soframe.Preconditioner`.
     """
 
-    def __init__(self, other: Preconditioner, **settings: Any) -> None:
-        self._other = other
-        super().__init__(other._model, backend=other.backend, **settings)
+    _beside = True
 
-    def _beside(self) -> object:
-        return self._other._capture
+    def __init__(self, other: Preconditioner, **settings: Any) -> None:
+        super().__init__(other._model, backend=other.backend, **settings)
 
 
 def require_read(preconditioners: Sequence[OneOfSeveral], given: Collection[str]) -> None:
@@ -193,7 +191,7 @@ def require_read(preconditioners: Sequence[OneOfSeveral], given: Collection[str]
     """
     names = {*given, *(Curvature.names.values() if "curvature" in given else ())}
     settings = preconditioners[0]._settings
-    unread.require_read(
+    combinations.require_read(
         Preconditioner,
         {name: settings[name] for name in names.intersection(settings)},
         [block for one in preconditioners for block in one.blocks],

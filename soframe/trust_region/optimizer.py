@@ -29,8 +29,6 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.blocks import home, registration
 from soframe.capture.untraced import untraced
-from soframe.checks.copies import Uncopied
-from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.damping.adaptive import AdaptiveDamping
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.damping.saved import damping_at
@@ -101,7 +99,7 @@ class Batch:
         return self.loss + groups.penalty(zip(parameters, decays, strict=True))
 
 
-class TrustRegion(Uncopied, torch.optim.Optimizer):
+class TrustRegion(torch.optim.Optimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
 
     Args:
@@ -352,8 +350,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
             self._lengths.forget()
         due = self._lengths.due(self._steps)
         forwards, loss = self._first_passes(closures, due)
-        with self.preconditioner.not_unnoticed():
-            moved_by = self._propose_and_move(parameters, forwards, loss, due=due)
+        moved_by = self._propose_and_move(parameters, forwards, loss, due=due)
         if not self._reduction.waits:
             self._memory.forget()
         self._tell({"step": before, **moved_by, "loss": loss})
@@ -840,9 +837,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
 
         Raises:
             ValueError: If methods remember gradients, and ``curvature`` is false.
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that asks.
         """
-        refuse_saver_of_parameters(self)
         policy = self._damping_within
         if not curvature and (self._memory.any or self._candidates.others):
             raise ValueError(
@@ -893,9 +888,7 @@ class TrustRegion(Uncopied, torch.optim.Optimizer):
             ValueError: If it is not the state of a TrustRegion on such a model, or truncated or
                 damaged, or another rank's is, or the ranks' states differ; nothing has changed
                 then, on any rank.
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
-        refuse_saver_of_parameters(self)
         state_dict = unpacked(state_dict)
         checks = [one._check for one in self.candidates]
 

@@ -33,9 +33,7 @@ from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
-from soframe.checks.copies import Uncopied
 from soframe.checks.numbers import is_number, require_flag, require_integer
-from soframe.checks.savers import refuse_saver_of_parameters
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice, adopted
 from soframe.damping.saved import check_damping, damping_at
@@ -73,7 +71,7 @@ OWN = "trust_region"
 KEYS = ("version", "steps", "since", "model", "trend", "damping", "counters")
 
 
-class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
+class StochasticTrustRegion(torch.optim.Optimizer):
     """Adam without a learning rate: lengths from the exact quadratic model, averaged over batches.
 
     The parameters are iterates, and noisy ones; evaluate and save the model within `averaged`.
@@ -516,10 +514,8 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.
 
         Raises:
-            RuntimeError: If it is called within `averaged`, or it is
-                `torch.distributed.checkpoint.state_dict` that asks.
+            RuntimeError: If it is called within `averaged`.
         """
-        refuse_saver_of_parameters(self)
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
         of_torch = super().state_dict()
@@ -553,9 +549,7 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
             ValueError: If it is not the state of a StochasticTrustRegion on such a model, or
                 truncated or damaged, or another rank's is, or the ranks' states differ; nothing
                 has changed then, on any rank.
-            RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
-        refuse_saver_of_parameters(self)
         state_dict = unpacked(state_dict)
 
         def check() -> None:

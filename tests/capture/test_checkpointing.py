@@ -126,16 +126,6 @@ def halves(model: nn.Module, x: Tensor, step: int) -> None:
     average_gradients(model)
 
 
-def retained(model: nn.Module, x: Tensor, step: int) -> None:
-    """Two backwards through one graph, the first of which is given up."""
-    with no_sync(model):
-        loss = softplus(model(x))
-        loss.backward(retain_graph=True)
-        model.zero_grad()
-        loss.backward()
-    average_gradients(model)
-
-
 LAYERS = {"plain": plain, "reentrant": reentrant, "recomputed": recomputed}
 CASES = {
     **{
@@ -164,7 +154,6 @@ CASES = {
     "recomputed segments": Case(partial(Segments, False), Segments),
     "reentrant, forwards before backwards": Case(partial(Once, reentrant), Once, train=halves),
     "recomputed, forwards before backwards": Case(partial(Once, recomputed), Once, train=halves),
-    "recomputed twice": Case(partial(Once, recomputed), Once, train=retained),
     "offloaded": Case(Network, train=offloading),
     "offloaded and recomputed": Case(partial(Network, recomputed), Network, train=offloading),
 }

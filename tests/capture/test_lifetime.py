@@ -102,26 +102,33 @@ def test_two_preconditioners_share_a_model_by_parts() -> None:
         descend(model)
 
 
-def test_two_preconditioners_on_the_same_layers() -> None:
-    """The second is refused while the first lives, in whichever wrapper it is built."""
+def test_a_newer_preconditioner_replaces_an_older_one() -> None:
+    """The older one's step raises, and the newer one computes what it computes alone."""
     model = CASE.build()
-    one = precondition(model)
-    for build in (precondition, lambda m: precondition(m, skip=["first"])):
-        with pytest.raises(ValueError, match=r"module '(first|last)' belongs to another .*close"):
-            build(model)
-    with pytest.raises(ValueError, match="belongs to another"):
-        soframe.TrustRegion(model, "mse")
-    one.close()
-    other = precondition(model)
+    older = precondition(model)
+    softplus(model(vectors(1))).backward()
+    with pytest.warns(UserWarning, match="a new preconditioner of the same Linear") as told:
+        newer = precondition(model)
+    assert len(told) == 1
+    model.zero_grad()
     softplus(model(vectors(0))).backward()
-    other.step()
-    assert_same(snapshot(model, other), expected(CASE)[0])
-    del other
-    own = soframe.TrustRegion(model, "mse")
-    with pytest.raises(ValueError, match="belongs to another"):
+    with pytest.raises(RuntimeError, match="was replaced by a newer one on the same model"):
+        older.step()
+    older.close()
+    newer.step()
+    assert_same(snapshot(model, newer), expected(CASE)[0])
+    newer.close()
+    assert hooks(model) == 0
+
+
+def test_a_trust_region_replaces_and_is_replaced() -> None:
+    model = CASE.build()
+    with pytest.warns(UserWarning, match="replaces an older one"):
+        kept = precondition(model), soframe.TrustRegion(model, "mse")
+    with pytest.warns(UserWarning, match="replaces an older one"):
         precondition(model)
-    own.close()
-    precondition(model).close()
+    with pytest.raises(RuntimeError):
+        kept[1].step(lambda: model(vectors(0)).square().sum(1).mean() / 2)
 
 
 def test_a_preconditioner_that_could_not_be_built_has_nothing() -> None:
@@ -139,7 +146,10 @@ def test_a_module_that_left_belongs_to_nobody() -> None:
     softplus(model(vectors(0))).backward()
     one.step()
     precondition(left).close()
-    with pytest.raises(ValueError, match="belongs to another"):
+    model.zero_grad()
+    softplus(model(vectors(1))).backward()
+    one.step()  # it is not replaced
+    with pytest.warns(UserWarning, match="replaces an older one"):
         precondition(model.last)
 
 

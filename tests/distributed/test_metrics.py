@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from soframe.comm import board
 from soframe.diagnostics import metrics as collecting
 from soframe.strategies import Sharded
 from tests.distributed.harness import run_ranks
@@ -100,7 +99,6 @@ def test_a_rank_alone_does_not_know_everything() -> None:
 
 def part_ways(rank: int, ranks: int, other: str) -> str:
     """One rank asks for everybody's metrics, the other does something else."""
-    board.LOOK = 0.3
     run = Run(Case({}), rank, ranks, None, mean_over())
     run.step(0)
     own = run.preconditioner
@@ -109,8 +107,6 @@ def part_ways(rank: int, ranks: int, other: str) -> str:
     try:
         if rank == 0:
             own.metrics(spectra=True, all_ranks=True)
-        elif other == "steps":
-            own.step()
         else:
             own.metrics(spectra="full" if other == "asks for more" else True, all_ranks=True)
     except (RuntimeError, ValueError, ZeroDivisionError) as error:
@@ -122,9 +118,6 @@ MUST_CALL = r"Preconditioner.metrics(all_ranks=True) must be called by every ran
 
 
 def test_a_rank_that_does_something_else_is_named() -> None:
-    first, second = run_ranks(part_ways, 2, "steps", timeout=30)
-    assert MUST_CALL in first
-    assert "rank 0: Preconditioner.metrics(all_ranks=True)" in second
     for error in run_ranks(part_ways, 2, "asks for more", timeout=30):
         assert "ranks ask for different spectra ('full', True)" in error
     first, second = run_ranks(part_ways, 2, "fails", timeout=30)

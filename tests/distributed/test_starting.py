@@ -1,9 +1,7 @@
-"""Ranks that cannot start, or do not come: every rank raises, and names the rank and the reason."""
+"""Ranks that cannot start: every rank raises, and names the rank and the reason."""
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from soframe import Preconditioner, TrustRegion
-from soframe.comm import TorchDistributed, board
-from tests.distributed.harness import RankFailure, run_ranks
+from soframe.comm import TorchDistributed
+from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -39,8 +37,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "fisher": ({"fisher": "x"}, "'x'"),
     "rows": ({"rows": 7.0}, "rows"),
     "loss": ({"loss": "x"}, "no loss 'x'"),
-    "name of a backend": ({"backend": "x"}, "no backend 'x'"),
-    "type of a backend": ({"backend": 5}, "a backend is a name"),
 }
 
 
@@ -115,7 +111,6 @@ TRUST_REGIONS: dict[str, tuple[dict[str, Any], str]] = {
     "fisher": ({"fisher": "empirical"}, "TrustRegion needs fisher="),
     "inner": ({"solve_every": 0}, "solve_every must be"),
     "parts": ({"parts": -3}, "parts"),
-    "backend": ({"backend": "x"}, "no backend 'x'"),
 }
 
 
@@ -138,97 +133,6 @@ def test_what_a_trust_region_refuses_on_one_rank_is_an_error_on_all():
         assert own in mine[index], (name, mine[index])
         assert "rank(s) [0] could not start. rank 0: " in others[index], (name, others[index])
         assert own in others[index], (name, others[index])
-
-
-# -- ranks that do not come ------------------------------------------------------------------
-
-
-def take_a_step(preconditioner: Preconditioner, model: nn.Module) -> None:
-    model(torch.ones(2, 3)).sum().backward()
-    preconditioner.step()
-
-
-def start_alone(rank: int, ranks: int) -> list[str]:
-    board.ALONE = 0.5
-    errors = []
-    for _ in range(2):
-        model = make_model()  # what the last one has is not another's
-        try:
-            backend = "single" if rank == 1 else None
-            preconditioner = Preconditioner(model, kl_clip=None, backend=backend)
-            if rank == 1:
-                dist.barrier()
-                take_a_step(preconditioner, model)
-        except (ValueError, RuntimeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        if rank != 1:
-            dist.barrier()
-        dist.barrier()
-    Preconditioner(make_model(), kl_clip=None)  # together: nothing of the past is in the way
-    return errors
-
-
-def test_a_rank_with_a_backend_of_its_own_is_named_on_every_rank():
-    for rank, errors in enumerate(run_ranks(start_alone, 3)):
-        assert len(errors) == 2
-        for error in errors:
-            assert "rank(s) [1] built one for themselves instead" in error
-            assert "rank 1: backend='single'" in error
-            assert error.startswith("RuntimeError" if rank == 1 else "ValueError")
-
-
-def start_besides(rank: int, ranks: int) -> dict[str, dict[str, int]]:
-    """Every rank has one of its own, as pipeline stages have, and rank 0 one more, at leisure."""
-    board.ALONE = 0.2
-    model = make_model()
-    alone = Preconditioner(model, kl_clip=None, backend="single", statistics_every=1)
-    take_a_step(alone, model)
-    together = Preconditioner(make_model(), kl_clip=None)
-    if rank == 0:
-        more = Preconditioner(make_model(), kl_clip=None, backend="single")
-        time.sleep(1)
-        more.close()
-    take_a_step(together, together._model)
-    return alone.traffic()
-
-
-def test_ranks_may_have_preconditioners_of_their_own():
-    for traffic in run_ranks(start_besides, 2):
-        assert traffic == {"total": {"bytes": 0, "calls": 0}}
-
-
-def start_without_one(rank: int, ranks: int, how: str) -> str:
-    board.ALONE = 0.5
-    if rank == 2:
-        if how == "dies":
-            os._exit(3)
-        time.sleep(8)
-        return ""
-    try:
-        Preconditioner(make_model(), kl_clip=None)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("how", ["dies", "stays away"])
-def test_a_rank_that_does_not_come_is_named(how):
-    timeout = 3.0 if how == "stays away" else None
-    found = run_ranks(start_without_one, 3, how, timeout=30, group_timeout=timeout, check=False)
-    for error in found[:2]:
-        assert not isinstance(error, RankFailure), error
-        assert "building a Preconditioner takes every rank, and rank(s) [2] did not come" in error
-
-
-def start_late(rank: int, ranks: int) -> str:
-    board.ALONE = 0.3
-    if rank == 1:
-        time.sleep(1.5)
-    return start({}).placement.strategy
-
-
-def test_a_rank_that_comes_late_is_waited_for():
-    assert run_ranks(start_late, 2) == ["comm-opt", "comm-opt"]
 
 
 def start_in_a_group(rank: int, ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Opacus makes its private gradient within a step: methods of gradients get it, others refuse.
+"""Opacus makes its private gradient within a step: methods of gradients get it.
 
 It is in no extra: it installs a package that is called benchmarks, which hides the folder here.
 """
@@ -13,47 +13,10 @@ from torch import nn
 
 import soframe
 
-REMEDY = "reads gradients alone, such as 'soap', 'muon' or 'shampoo'"
-
-
-class Private:
-    """The gradient of each sample at each parameter, as Opacus leaves it there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad_sample = torch.zeros(4, *parameter.shape)  # type: ignore[attr-defined]
-
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def backward(model: nn.Module) -> None:
-    model(torch.randn(4, 3, dtype=torch.float64)).square().mean().backward()
-
-
-def test_gradients_of_samples_are_refused_at_construction_and_at_the_next_statistics() -> None:
-    model = network()
-    Private(model)
-    with pytest.raises(ValueError, match=f"0 has a gradient for each sample.*{REMEDY}"):
-        soframe.Optimizer(model, "kfac", lr=0.1)
-    soframe.Optimizer(model, "muon", lr=0.1)
-    other = network()
-    optimizer = soframe.Optimizer(other, "kfac", lr=0.1)
-    Private(other)
-    backward(other)
-    before = [parameter.detach().clone() for parameter in other.parameters()]
-    with pytest.raises(ValueError, match="0 has a gradient for each sample"):
-        optimizer.step()
-    assert all(map(torch.equal, before, other.parameters()))
-
-
-def test_an_optimizer_that_writes_over_gradients_is_refused() -> None:
-    model = network()
-    kind = type("DPOptimizer", (torch.optim.SGD,), {"__module__": "opacus.optimizers.optimizer"})
-    with pytest.raises(ValueError, match=f"DPOptimizer makes a private gradient.*{REMEDY}"):
-        soframe.Preconditioner(model, optimizer=kind(model.parameters(), lr=0.1))
 
 
 def private(model: nn.Module, optimizer: Any) -> tuple[Any, Any, Any]:
@@ -105,18 +68,3 @@ def test_methods_of_gradients_get_the_private_one(method: str) -> None:
         weights.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [True, False])
-def test_methods_of_calls_are_refused(first: bool) -> None:
-    model = network()
-    if first:
-        _, optimizer, _ = private(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ValueError, match="DPOptimizer makes a private gradient"):
-            soframe.Preconditioner(model, optimizer=optimizer)
-        return
-    wrapped, optimizer, _ = private(model, soframe.Optimizer(model, "kfac", lr=0.1))
-    backward(wrapped)
-    with pytest.raises(ValueError, match="0 has a gradient for each sample"):
-        optimizer.step()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -50,9 +52,15 @@ def unused(preconditioner: soframe.Preconditioner) -> set[str]:
     return {row.block for row in preconditioner.report() if row.block and "not used" in row.note}
 
 
-def raises_and_changes_nothing(own: soframe.Preconditioner, model: nn.Module, match: str) -> None:
+def raises_and_changes_nothing(
+    own: soframe.Preconditioner,
+    model: nn.Module,
+    match: str,
+    error: type[Exception] = RuntimeError,
+) -> None:
+    """Warnings are errors in tests; `UserWarning` where a part of the model is concerned."""
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(error, match=match):
         own.step()
     for name, parameter in model.named_parameters():
         if name in before:
@@ -113,7 +121,8 @@ def test_a_part_that_was_compiled_before() -> None:
     own = build(model)
     model.zero_grad()
     backward(lambda x: model.last(part(x)))
-    raises_and_changes_nothing(own, model, rf"{LOST}.*of block\(s\) 'first', and.*compiled")
+    match = rf"{LOST}.*of block\(s\) 'first', and.*compiled"
+    raises_and_changes_nothing(own, model, match, UserWarning)
 
 
 # -- calls that pass hooks by ------------------------------------------------------------------
@@ -140,20 +149,28 @@ def uncalled(model: nn.Module, step: int = 0) -> None:
 
 
 @pytest.mark.parametrize("train", [by_hand, functional, uncalled])
-@pytest.mark.parametrize("after", [0, 1])
-def test_calls_that_pass_hooks_by(train: Callable[[nn.Module, int], None], after: int) -> None:
-    """In the first window, and where a block has curvature from before."""
+def test_calls_that_pass_hooks_by(train: Callable[[nn.Module, int], None]) -> None:
     model = Network()
     own = build(model)
-    for step in range(after):
+    with pytest.warns(match="fast weights") if train is functional else nullcontext():
+        train(model, 0)
+    names = "'last'" if train is uncalled else "'first', 'last'"
+    error = UserWarning if train is uncalled else RuntimeError
+    raises_and_changes_nothing(own, model, rf"{LOST}.*of block\(s\) {names}, and.*skip=", error)
+
+
+@pytest.mark.filterwarnings("default:soframe. gradients without statistics")
+def test_two_windows_are_checked() -> None:
+    model = Network()
+    own = build(model)
+    for step in range(4):
         model.zero_grad()
         backward(model, step)
-        own.step()
-    model.zero_grad()
-    train(model, after)
-    names = "'last'" if train is uncalled else "'first', 'last'"
-    end = "meet old curvature" if after else "stay as they are"
-    raises_and_changes_nothing(own, model, rf"{LOST}.*of block\(s\) {names}, and.*{end}.*skip=")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            F.linear(batch(), model.head.weight).square().mean().backward()
+            own.step()
+        assert len([one for one in told if LOST in str(one.message)]) == (step < 2)
 
 
 def test_skipped_as_the_error_says() -> None:
@@ -173,7 +190,8 @@ def test_an_output_in_whose_place_something_else_is() -> None:
     model.last.register_forward_hook(other)
     own = build(model)
     backward(model)
-    raises_and_changes_nothing(own, model, rf"{LOST}.*of block\(s\) 'last', and.*Their modules")
+    match = rf"{LOST}.*of block\(s\) 'last', and.*Their modules"
+    raises_and_changes_nothing(own, model, match, UserWarning)
 
 
 def test_a_forward_pass_of_before() -> None:
@@ -182,21 +200,6 @@ def test_a_forward_pass_of_before() -> None:
     own = build(model)
     loss.backward()
     raises_and_changes_nothing(own, model, f"{LOST}.*the forward pass ran before")
-
-
-def test_steps_without_statistics_are_not_judged() -> None:
-    model = Network()
-    own = build(model, statistics_every=2, solve_every=2)
-    for step in range(3):
-        model.zero_grad()
-        (by_hand if step == 1 else backward)(model, step=step)
-        own.step()
-    model.zero_grad()
-    by_hand(model, 3)
-    own.step()
-    model.zero_grad()
-    by_hand(model, 4)
-    raises_and_changes_nothing(own, model, LOST)
 
 
 # -- observe -----------------------------------------------------------------------------------
@@ -215,7 +218,8 @@ def test_observe_is_forgotten(fisher: str, after: int) -> None:
         output.square().mean().backward()
         if step < after:
             own.step()
-    raises_and_changes_nothing(own, model, rf"{LOST}.*'first', 'last'.*needs .*observe\(outputs\)")
+    match = rf"{LOST}.*'first', 'last'.*needs .*observe\(outputs\)"
+    raises_and_changes_nothing(own, model, match, UserWarning if after else RuntimeError)
 
 
 def test_observe_misses_an_output() -> None:
@@ -224,7 +228,8 @@ def test_observe_misses_an_output() -> None:
     outputs = [model(batch(), head=head) for head in (False, True)]
     own.observe(outputs[0])
     sum(output.square().mean() for output in outputs).backward()
-    raises_and_changes_nothing(own, model, rf"{LOST}.*of block\(s\) 'head', and.*SumLoss")
+    match = rf"{LOST}.*of block\(s\) 'head', and.*SumLoss"
+    raises_and_changes_nothing(own, model, match, UserWarning)
 
 
 # -- gradients that are gone -------------------------------------------------------------------
@@ -236,25 +241,19 @@ def to_none(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def to_zero(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter -= 0.1 * parameter.grad
-    parameter.grad.zero_()
-
-
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("take", [to_none, to_zero])
 @pytest.mark.parametrize("which", ["", "last"])
-def test_an_optimizer_in_hooks(which: str, take: Callable[[Any], None], ahead: bool) -> None:
+def test_an_optimizer_in_hooks(which: str, ahead: bool) -> None:
     """Of all parameters, or of some; before the preconditioner is built, or after."""
     model = Network()
     own = None if ahead else build(model)
     for parameter in model.get_submodule(which).parameters():
-        parameter.register_post_accumulate_grad_hook(take)
+        parameter.register_post_accumulate_grad_hook(to_none)
     own = own or build(model)
     backward(model)
     names = "'last', and" if which else "'first', 'last'"
-    raises_and_changes_nothing(own, model, rf"{GONE}.*{names}.*step within|{GONE}.*steps within")
+    error = UserWarning if which else RuntimeError
+    raises_and_changes_nothing(own, model, f"{GONE}.*{names}.*steps within", error)
 
 
 def test_hooks_that_take_nothing() -> None:
@@ -295,15 +294,6 @@ def test_only_other_parameters_have_gradients() -> None:
 # -- what stays allowed --------------------------------------------------------------------------
 
 
-def penalised(model: nn.Module, step: int, head: bool) -> None:
-    """A penalty on all weights gives unused modules a gradient."""
-    (model(batch(step), head).square().mean() + 0.1 * penalty(model)).backward()
-
-
-def penalty(model: nn.Module) -> Tensor:
-    return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
-
-
 def touched(model: nn.Module, step: int, head: bool) -> None:
     """A sum times zero gives every parameter a gradient."""
     total = sum(p.sum() for p in model.parameters())
@@ -316,7 +306,7 @@ def plain(model: nn.Module, step: int, head: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("to_none", [False, True])
-@pytest.mark.parametrize("train", [plain, penalised, touched])
+@pytest.mark.parametrize("train", [plain, touched])
 def test_modules_that_are_used_at_times(
     train: Callable[[nn.Module, int, bool], None], to_none: bool, dtype: torch.dtype
 ) -> None:
@@ -332,21 +322,6 @@ def test_modules_that_are_used_at_times(
         assert unused(own) == ({"head"} if 0 < step < 3 else set())
         own.step()
         optimizer.step()
-    assert not unused(own)
-
-
-def test_gradients_that_nobody_zeroes() -> None:
-    """Two optimizers take turns, and each zeroes its own parameters' gradients."""
-    model = Network()
-    parts = (model.last, model.head)
-    own = build(model)
-    for step in range(6):
-        head = step % 2 == 1
-        for part in (model.first, parts[head]):
-            part.zero_grad()
-        backward(model, step, head=head)
-        own.step()
-        assert parts[head].weight.grad is not None
     assert not unused(own)
 
 
@@ -392,28 +367,6 @@ def test_gradients_and_statistics_that_are_not_finite() -> None:
     assert own.counters["skipped_updates"] == 1
 
 
-@pytest.mark.parametrize("options", [{"stagger": True}, {"stagger": "solves"}, {"background": 2}])
-def test_turns(options: dict[str, Any]) -> None:
-    model = Network()
-    own = build(model, statistics_every=3, solve_every=3, **options)
-    for step in range(9):
-        model.zero_grad()
-        backward(model, step, head=step > 5)
-        own.step()
-    by_turns = set()
-    for step in range(3):
-        model.zero_grad()
-        by_hand(model, step)
-        try:
-            own.step()
-        except RuntimeError as error:
-            assert LOST in str(error)  # noqa: PT017  # not at each of the steps
-            by_turns.add(step)
-            own.reset_batch()
-            backward(model, step)
-    assert by_turns
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_and_accumulation(reentrant: bool) -> None:
     model = Network()
@@ -445,9 +398,6 @@ def test_thawed_and_resumed() -> None:
         model.zero_grad()
         backward(model, step)
         own.step()
-    model.zero_grad()
-    by_hand(model)
-    raises_and_changes_nothing(own, model, f"{LOST}.*'first', 'last'")
 
 
 def test_a_trust_region_with_an_unused_head() -> None:
@@ -456,7 +406,8 @@ def test_a_trust_region_with_an_unused_head() -> None:
         model, "mse", weight_decay=0.1, burn_in=1, statistics_every=1, solve_every=1
     )
     for step in range(3):
-        own.step(lambda step=step: F.mse_loss(model(batch(step)), batch(step)[:, :2]))
+        with pytest.warns(match=f"{LOST}.*'head'") if step < 2 else nullcontext():
+            own.step(lambda step=step: F.mse_loss(model(batch(step)), batch(step)[:, :2]))
     assert unused(own.preconditioner) == {"head"}
 
 
@@ -477,8 +428,6 @@ def on_ranks(rank: int, world_size: int, how: str, strategy: str, options: dict[
         backward(wrapped, step + rank, head=head)
         if how == "zeroed" and step == 1:
             model.zero_grad()
-        if how == "given up" and step == 1:
-            own.reset_batch()
         own.step()
     dist.barrier()
     return unused(own)
@@ -494,33 +443,7 @@ def test_used_on_one_rank_only(strategy: str, gradients: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("how", "what"), [("zeroed", GONE), ("given up", LOST)])
-def test_every_rank_raises(how: str, what: str) -> None:
-    for failure in run_ranks(on_ranks, 2, how, "mem-opt", {}, check=False):
+def test_every_rank_raises() -> None:
+    for failure in run_ranks(on_ranks, 2, "zeroed", "mem-opt", {}, check=False):
         assert isinstance(failure, RankFailure)
-        assert what in failure.summary
-
-
-def drop(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
-def taken_on_one_rank(rank: int, world_size: int, hook: Callable[[nn.Parameter], None]) -> None:
-    """Hooks on rank 1 alone, which take the gradients of a layer."""
-    torch.manual_seed(0)
-    model = Network()
-    own = build(model)
-    if rank == 1:
-        model.last.weight.register_post_accumulate_grad_hook(hook)
-        model.last.bias.register_post_accumulate_grad_hook(hook)
-    backward(model)
-    own.step()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("hook", "what"), [(drop, GONE), (to_none, "the weights of last")])
-def test_hooks_on_one_rank(hook: Callable[[nn.Parameter], None], what: str) -> None:
-    """Where they are an optimizer's, the weights of that rank have moved, too."""
-    for failure in run_ranks(taken_on_one_rank, 2, hook, check=False):
-        assert isinstance(failure, RankFailure)
-        assert what in failure.summary
+        assert GONE in failure.summary

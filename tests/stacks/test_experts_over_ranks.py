@@ -295,15 +295,6 @@ def one_pass(model: Net) -> None:
     model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
 
 
-def their_own(rank: int, ranks: int) -> None:
-    model = local_net(rank, ranks)
-    own = soframe.Preconditioner(
-        model, kl_clip=None, method={"up|down": "muon", "": "kfac"}, **EACH
-    )
-    one_pass(model)
-    own.step()
-
-
 def their_own_in_shards(rank: int, ranks: int) -> None:
     """Of two halves of the ranks each has experts of its own, and shards them."""
     model = local_net(rank % 2, 2)
@@ -314,18 +305,6 @@ def their_own_in_shards(rank: int, ranks: int) -> None:
         fully_shard(module, mesh=whole["data"])
     fully_shard(model, mesh=every)
     soframe.Optimizer(model, "muon", lr=0.1)
-
-
-def copies_apart(rank: int, ranks: int) -> None:
-    """Experts of a rank's own that look like one tensor in two copies."""
-    model = nn.Sequential(nn.Linear(4, 4))
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "experts"))
-    kernel = torch.full((4, 4), float(rank // 2 + 1))
-    model[0].weight = nn.Parameter(distribute_tensor(kernel, mesh["experts"], [Shard(0)]))
-    optimizer = soframe.Optimizer(model, "muon", lr=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
 
 
 def other_names(rank: int, ranks: int) -> None:
@@ -344,13 +323,7 @@ def calls_of_parts(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("function", "ranks", "words"),
     [
-        (
-            their_own,
-            2,
-            r"the weights of up.kernel: rank\(s\) \[1\] have .* make their weights DTensors",
-        ),
         (their_own_in_shards, 4, "is averaged over the ranks .* Experts that ranks have"),
-        (copies_apart, 4, "hold the same part of 0.weight, and not the same numbers"),
         (other_names, 2, "differs from rank 0's"),
         (calls_of_parts, 2, "computes with this rank's part .* Choose a method that reads"),
     ],

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.blocks.home import PlainGrad
-from soframe.comm import board
 from soframe.trust_region import LevenbergMarquardt
 from tests.distributed.harness import run_ranks
 from tests.trust_region.kit import classes_of, deep
@@ -114,78 +109,3 @@ def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
         assert others[number].startswith(f"step 1: {theirs}"), (what, others[number])
         if what == "lr":
             assert "lr and weight_decay of the param groups: rank(s) [1] have [(0.5," in own[number]
-
-
-class Broken(PlainGrad):
-    """Raises where a gradient is made for who has none, once it is broken."""
-
-    broken = False
-
-    def fill(self, parameter: nn.Parameter) -> Tensor:
-        if self.broken:
-            raise OSError("no gradient today")
-        return super().fill(parameter)
-
-
-def raise_between_agreements(rank: int, ranks: int) -> str:
-    """At the second step rank 1 raises where nobody looks for errors."""
-    board.LOOK = 0.2
-    wrapped, home = DistributedDataParallel(deep()), Broken()
-    own = soframe.TrustRegion(wrapped, "cross-entropy", weight_decay=1e-3, home=home)
-    x, y = classes_of(rank)
-    try:
-        for step in range(2):
-            home.broken = step == 1 and rank == 1
-            own.step(lambda: F.cross_entropy(wrapped(x), y))
-    except (OSError, RuntimeError) as error:
-        return f"step {step}: {type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_what_one_rank_raises_between_agreements() -> None:
-    other, own = run_ranks(raise_between_agreements, 2, timeout=30)
-    assert own == "step 1: OSError: no gradient today"
-    assert other.startswith("step 1: RuntimeError: another rank"), other
-    assert "rank 1: OSError: no gradient today" in other
-
-
-class Late(PlainGrad):
-    """Takes its time before ranks compare their gradients, once it is late."""
-
-    late = False
-
-    def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        if self.late:
-            time.sleep(0.5)
-        return super().of(parameters)
-
-
-def go_on(rank: int, ranks: int) -> list[str]:
-    """Rank 1's closure raises at the first judgement, and all go on; later rank 0 waits for it."""
-    board.LOOK = 0.1
-    wrapped, home = DistributedDataParallel(deep()), Late()
-    damping = LevenbergMarquardt(1.0, interval=1)
-    own = soframe.TrustRegion(wrapped, "cross-entropy", damping=damping, home=home)
-    x, y = classes_of(rank)
-    said, runs = [], 0
-
-    def closure() -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 2 and rank == 1:
-            raise ZeroDivisionError("no second run")
-        return F.cross_entropy(wrapped(x), y)
-
-    for step in range(2):
-        home.late = step == 1 and rank == 1
-        try:
-            own.step(closure)
-        except (ZeroDivisionError, RuntimeError) as error:
-            said.append(type(error).__name__)
-    return [*said, f"{own.counters['rejected_steps']} rejected"]
-
-
-def test_an_error_that_all_ranks_had_leaves_no_note() -> None:
-    other, own = run_ranks(go_on, 2, timeout=30)
-    assert own == ["ZeroDivisionError", "0 rejected"]
-    assert other == ["RuntimeError", "0 rejected"]

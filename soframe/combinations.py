@@ -1,0 +1,204 @@
+"""Combinations of settings, methods, solvers and strategies that are refused, as one table.
+
+Each row has a predicate and a message. Rows of settings are asked before the model is registered,
+rows of blocks once these are placed; a setting that no block reads is refused last.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from soframe.blocks.block import Block
+from soframe.schedules import Interval
+from soframe.strategies.placement import BlockPlacement, Placement
+
+# -- settings alone ----------------------------------------------------------------------------
+
+SETTINGS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda s: s["gradients"] == "local" and s["scaled"],
+        "gradients='local' does not go with a GradScaler: ranks would skip steps apart",
+    ),
+)
+
+
+def check_settings(**settings: object) -> None:
+    """Raise the ValueError of the first row of `SETTINGS` that applies."""
+    for applies, message in SETTINGS:
+        if applies(settings):
+            raise ValueError(message.format(**settings))
+
+
+# -- blocks and their places -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A block with its place, and the settings that its rows ask for.
+
+    Attributes:
+        block: The block.
+        place: Its place.
+        strategy: The name of the strategy.
+        background: Whether solves run in the background.
+        solve_every: The interval of solves; 0 where it is a callable.
+    """
+
+    block: Block
+    place: BlockPlacement
+    strategy: str
+    background: bool
+    solve_every: int
+
+
+def _alone(of: Placed) -> object:
+    solvers = [solver for _, _, solver in of.block.solved_here if solver.alone]
+    return solvers[0] if of.background and solvers else None
+
+
+def _dropped(of: Placed) -> object:
+    for factor in of.block.captured if of.solve_every == 1 else ():
+        if factor.needs:
+            needs = " and ".join(factor.needs)
+            return f"{factor.name} of {of.block.method!r}: it is gathered with the data of {needs}"
+    return None
+
+
+def _stale(of: Placed) -> object:
+    return of.block.follows and of.place.deferred
+
+
+def _lacking(of: Placed) -> object:
+    if not of.block.follows:
+        return None
+    for index, factor, _ in of.block.solved_here:
+        ranks = [w for w in of.place.gradient_workers if not of.place.holds(w, index)]
+        if ranks:
+            factors = f"its factor {factor.name}"
+            return f"rank(s) {ranks} precondition the block, and do not hold {factors}"
+    return None
+
+
+def _deferred_groups(of: Placed) -> object:
+    return of.block.unequal and of.place.deferred
+
+
+_FOLLOW = (
+    "{block.name}: the data of {block.solver!r} follow the factors between solves, which they "
+    "cannot do under the strategy {strategy!r}, since "
+)
+
+BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
+    (
+        _alone,
+        (
+            "{block.name}: {found!r} changes settings of the whole process while it solves, so it "
+            "cannot solve in the background: pass background=0 or another solver"
+        ),
+    ),
+    (
+        _dropped,
+        (
+            "{block.name}: solve_every=1 never uses the factor {found}, and every solve drops it "
+            "before the update is made; pass a larger solve_every, such as 10, or a method without "
+            "it, such as method='kfac'"
+        ),
+    ),
+    (
+        _stale,
+        _FOLLOW + "the strategy reduces statistics at the solves only: pass one that reduces them "
+        "at once (deferred=False); or a solver that does not follow",
+    ),
+    (
+        _lacking,
+        _FOLLOW + "{found}: pass a strategy that holds factors where gradients are preconditioned, "
+        "such as Sharded(colocate=True) or 'mem-opt'; or a solver that does not follow",
+    ),
+    (
+        _deferred_groups,  # an accumulator decays all groups alike, those too that no row reached
+        (
+            "{block.name}: its groups have rows of their own, and averages over these cannot be "
+            "deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "
+            "statistics at once (deferred=False), or skip the module"
+        ),
+    ),
+)
+"""What a row finds is ``{found}`` in its message."""
+
+
+def check_blocks(
+    blocks: Sequence[Block], placement: Placement, *, background: bool, solve_every: Interval
+) -> None:
+    """Raise the ValueError of the first row of `BLOCKS` that applies to a block."""
+    every = 0 if callable(solve_every) else int(solve_every)
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        of = Placed(block, place, placement.strategy, background, every)
+        for find, message in BLOCKS:
+            if found := find(of):
+                raise ValueError(
+                    message.format(block=block, strategy=placement.strategy, found=found)
+                )
+
+
+# -- settings that no block reads --------------------------------------------------------------
+
+
+def _reads_solver(block: Block) -> bool:
+    """Whether a factor is solved by the user's solver, or one of its class that is made of it."""
+    return any(type(solver) is type(block.solver) for _, _, solver in block.solved_here)
+
+
+READ_BY: Mapping[str, Callable[[Block], bool]] = {
+    "solver": _reads_solver,
+    "damping": lambda block: block.method.damped or _reads_solver(block),
+    "decay": lambda block: any(factor.decay is None for factor in block.factors),
+    "kl_clip": lambda block: block.method.clipped,
+    "norm_clip": lambda block: block.method.clipped,
+    "scaling": lambda block: bool(block.captured),
+    "rows": lambda block: bool(block.captured),
+    "fisher": lambda block: any(f.reads in {"outputs", "both"} for f in block.captured),
+}
+"""Which blocks read a setting, of those that some methods do not read."""
+
+
+def require_read(
+    constructor: Callable[..., Any],
+    given: Mapping[str, Any],
+    blocks: Sequence[Block],
+    total: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
+) -> None:
+    """Check that some block reads each setting that was chosen.
+
+    Args:
+        constructor: Has the defaults; None and a default are not chosen.
+        given: Settings, by name.
+        blocks: The blocks of this rank's part of the model.
+        total: Adds up numbers of readers over other parts of the model.
+
+    Raises:
+        ValueError: If no block reads one of them.
+    """
+    read_by = dict(READ_BY)
+    if given.get("fisher") == "forward-only":  # what reads outputs no longer does
+        read_by["fisher"] = read_by["rows"]
+    readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
+    parameters = inspect.signature(constructor).parameters
+    unread = [
+        name
+        for name, count in zip(read_by, readers, strict=True)
+        if count == 0 and _chosen(given.get(name), parameters[name].default)
+    ]
+    if unread:
+        they = "it" if len(unread) == 1 else "them"
+        raise ValueError(
+            f"{', '.join(f'{name}={given[name]!r}' for name in unread)} would change nothing: no "
+            f"method of this model reads {they}. Leave {they} out, or choose a method that does, "
+            f"such as 'kfac'"
+        )
+
+
+def _chosen(value: object, default: object) -> bool:
+    return value is not None and (type(value) is not type(default) or value != default)
