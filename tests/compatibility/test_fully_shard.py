@@ -23,7 +23,7 @@ from soframe.methods.kfac import KFAC
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
-from tests.stacks.fully_sharded import (
+from tests.compatibility.fully_sharded import (
     SAMPLES,
     Case,
     Net,
@@ -36,7 +36,7 @@ from tests.stacks.fully_sharded import (
     weights,
     whole,
 )
-from tests.stacks.kit import Result, assert_refused, assert_same, result_of, state_of
+from tests.compatibility.kit import Result, assert_refused, assert_same, result_of, state_of
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""What tests of all stacks say of runs on ranks."""
+"""What tests of all frameworks say of runs on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.stacks.fully_sharded import weights
+from tests.compatibility.fully_sharded import weights
 
 Result = tuple[dict[str, Tensor], dict[str, int]]
 """The weights that a rank ends with, and what its preconditioner counted."""

@@ -1,7 +1,7 @@
 """Partitions of gradients, by stand-ins for DeepSpeed's optimizers that are written down here.
 
 They have the attributes that soframe reads, filled in from where each element is.
-`tests.stacks.test_deepspeed_zero` is the same with DeepSpeed itself.
+`tests.compatibility.test_deepspeed_zero` is the same with DeepSpeed itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from soframe import PlainGrad
 from soframe.blocks import zero
 from soframe.comm import shards
 from tests.distributed.harness import run_ranks
-from tests.stacks.fully_sharded import weights
-from tests.stacks.partitioned import STEPS, Case, alone, assert_same, base, losses, net, settings_of
+from tests.compatibility.fully_sharded import weights
+from tests.compatibility.partitioned import (
+    STEPS,
+    Case,
+    alone,
+    assert_same,
+    base,
+    losses,
+    net,
+    settings_of,
+)
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ from soframe.integrations.deepspeed import DeepSpeedPreconditioner
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
 from tests.methods.stages import damping_for
-from tests.stacks.kit import assert_refused, assert_rounded
+from tests.compatibility.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 

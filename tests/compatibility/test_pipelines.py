@@ -24,8 +24,8 @@ from soframe import checkpoint
 from soframe.comm import TorchDistributed
 from soframe.setup import pipelines
 from tests.distributed.harness import run_ranks
-from tests.stacks.kit import assert_rounded
-from tests.stacks.pipelined import (
+from tests.compatibility.kit import assert_rounded
+from tests.compatibility.pipelined import (
     BATCHES,
     PLAN,
     WIDTH,

@@ -22,9 +22,9 @@ from soframe.strategies.placement import Placement
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
 from tests.integrations.kit import as_launched
-from tests.stacks.fully_sharded import SAMPLES, Net, make_net, weights
-from tests.stacks.kit import assert_rounded
-from tests.stacks.partitioned import (
+from tests.compatibility.fully_sharded import SAMPLES, Net, make_net, weights
+from tests.compatibility.kit import assert_rounded
+from tests.compatibility.partitioned import (
     FIRST,
     STEPS,
     Case,

@@ -19,8 +19,8 @@ import soframe
 from soframe.strategies import Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
-from tests.stacks.kit import assert_refused, result_of
-from tests.stacks.tensor_parallel import (
+from tests.compatibility.kit import assert_refused, result_of
+from tests.compatibility.tensor_parallel import (
     Case,
     Run,
     alone,
