@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.harness import RankFailure, run_ranks
 from tests.compatibility.fully_sharded import weights
+from tests.distributed.harness import RankFailure, run_ranks
 
 Result = tuple[dict[str, Tensor], dict[str, int]]
 """The weights that a rank ends with, and what its preconditioner counted."""

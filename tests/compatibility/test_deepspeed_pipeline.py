@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from tests.compatibility.kit import assert_refused, assert_rounded
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
 from tests.methods.stages import damping_for
-from tests.compatibility.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 

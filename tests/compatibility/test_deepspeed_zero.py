@@ -19,9 +19,6 @@ from soframe import available
 from soframe.comm import shards
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
 from soframe.strategies.placement import Placement
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_plans import planned
-from tests.integrations.kit import as_launched
 from tests.compatibility.fully_sharded import SAMPLES, Net, make_net, weights
 from tests.compatibility.kit import assert_rounded
 from tests.compatibility.partitioned import (
@@ -36,6 +33,9 @@ from tests.compatibility.partitioned import (
     net,
     settings_of,
 )
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
+from tests.integrations.kit import as_launched
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

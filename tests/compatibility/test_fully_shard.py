@@ -21,8 +21,6 @@ from soframe.blocks import dtensors
 from soframe.methods.base import Direction, Given
 from soframe.methods.kfac import KFAC
 from soframe.strategies import HybridOpt, Sharded
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_plans import planned
 from tests.compatibility.fully_sharded import (
     SAMPLES,
     Case,
@@ -37,6 +35,8 @@ from tests.compatibility.fully_sharded import (
     whole,
 )
 from tests.compatibility.kit import Result, assert_refused, assert_same, result_of, state_of
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
 
 pytestmark = pytest.mark.distributed
 

@@ -21,13 +21,13 @@ import soframe
 from soframe.blocks import dtensors
 from soframe.comm import TorchDistributed
 from soframe.strategies import Sharded
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_plans import planned
 from tests.compatibility import tensor_parallel
 from tests.compatibility.fully_sharded import weights
 from tests.compatibility.kit import assert_refused, result_of
 from tests.compatibility.meshed import Case, Run, check, save_all, train, train_all
 from tests.compatibility.tensor_parallel import make_net, plan
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,6 @@ import soframe
 from soframe import PlainGrad
 from soframe.blocks import zero
 from soframe.comm import shards
-from tests.distributed.harness import run_ranks
 from tests.compatibility.fully_sharded import weights
 from tests.compatibility.partitioned import (
     STEPS,
@@ -33,6 +32,7 @@ from tests.compatibility.partitioned import (
     net,
     settings_of,
 )
+from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -23,7 +23,6 @@ import soframe
 from soframe import checkpoint
 from soframe.comm import TorchDistributed
 from soframe.setup import pipelines
-from tests.distributed.harness import run_ranks
 from tests.compatibility.kit import assert_rounded
 from tests.compatibility.pipelined import (
     BATCHES,
@@ -41,6 +40,7 @@ from tests.compatibility.pipelined import (
     train,
     weights,
 )
+from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
