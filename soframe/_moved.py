@@ -43,7 +43,6 @@ MOVED = {
     "running": "statistics.running",
     "sampling": "capture.sampling",
     "sharing": "layers.sharing",
-    "stacks": "blocks.stacks",
     "trust_region.adaptive": "damping.adaptive",
     "trust_region.checks": "checks.numbers",
     "trust_region.damping": "damping.policies",

@@ -201,8 +201,8 @@ class Preconditioner(Uncopied, Joinable):
             ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
         cadence: ``statistics_every``, ``solve_every``, ``stagger`` and ``background`` as one.
         clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
-        home: Where gradients live, for stacks that keep them elsewhere than in ``.grad``; None for
-            ``.grad``. The same on every rank.
+        home: Where gradients live, for frameworks that keep them elsewhere than in ``.grad``; None
+            for ``.grad``. The same on every rank.
         cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
             module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
             each head by itself. For methods that read gradients alone; vectors stay whole.
@@ -297,7 +297,7 @@ class Preconditioner(Uncopied, Joinable):
                 mappings=mappings,
             )
             building.check_home(home)
-            self.home: GradientHome = PlainGrad() if home is None else home
+            self.home: GradientHome = PlainGrad(model, optimizer) if home is None else home
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", curvature.decay, high=1.0)
@@ -428,7 +428,7 @@ class Preconditioner(Uncopied, Joinable):
             self._take_shaped_step()
 
     def _shaped(self) -> AbstractContextManager[None]:
-        """Let parameters that stacks share out have their shapes."""
+        """Return a context in which parameters that ZeRO has cut have their shapes."""
         return self.home.shaped(self._model.parameters())
 
     def _take_shaped_step(self) -> None:

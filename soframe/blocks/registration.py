@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
-from soframe.blocks.dtensors import class_name
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -429,7 +429,7 @@ class Registration:
             method = method.forward_only()
         self._require_defined(name, method)
         block = Block(
-            name=name or class_name(layout.module),
+            name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
             solver=solver if damping is None else damping.solver(solver),

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from soframe.blocks import dtensors, stacks
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 
 ELSEWHERE = 3
@@ -198,11 +198,11 @@ class _Watched:
         """Whether what the backward passes of this window have left was zeroed."""
         if self._left is None or not self._home.filled_by_autograd:
             return False
-        if stacks.consumes_gradients(self.parameter):
+        if consumes_gradients(self.parameter):
             return False  # they keep it elsewhere
         if (gradient := self.gradient) is None:
             return True
-        if dtensors.is_dtensor(gradient):
+        if sharding.is_distributed(gradient):
             return False  # to look at all of it, ranks would have to meet within the backward pass
         reference, version = self._left
         as_it_was = reference() is gradient and gradient._version == version
@@ -221,6 +221,12 @@ class _Watched:
         reference, version = self._written
         gradient = self.gradient
         return gradient is not None and reference() is gradient and gradient._version == version
+
+
+def consumes_gradients(parameter: nn.Parameter) -> bool:
+    """Return whether others' post-accumulate hooks run, which may take the gradient away."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not all(getattr(h, "of_soframe", False) for h in hooks.values())
 
 
 def _nothing() -> None:

@@ -1,10 +1,10 @@
 """Whether a step has an effect: that gradients reach the blocks, and statistics too.
 
 Hooks can be left out without a word: by code that was compiled before they were there, by calls
-that pass their module by, by stacks that own the parameters. Gradients can be gone before the step:
-taken by an optimizer that steps within the backward pass. The weights would then be the optimizer's
-own, and nothing would tell. So in every window in which statistics are due the ranks say what they
-saw of each block, in the poll, and all of them raise where a step would be none:
+that pass their module by, by frameworks that own the parameters. Gradients can be gone before the
+step: taken by an optimizer that steps within the backward pass. The weights would then be the
+optimizer's own, and nothing would tell. So in every window in which statistics are due the ranks
+say what they saw of each block, in the poll, and all of them raise where a step would be none:
 
 - A block has a gradient that the window's backward passes brought, on any rank, and statistics on
   none. The loss depends on its parameters, and the hooks do not know how.
@@ -23,17 +23,17 @@ factors.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
-from soframe.gradients.accumulation import Accumulation
+from soframe.gradients.accumulation import Accumulation, consumes_gradients
 
 _SHOWN = 8
 
@@ -86,7 +86,7 @@ class Effect:
         }
 
     def check(self, due: Collection[Block]) -> None:
-        """Check that the parameters have not come to belong to a stack that shares them out.
+        """Check that the parameters have not come to belong to a framework that shards them.
 
         Args:
             due: The blocks that take statistics in the window; nothing is checked without any.
@@ -169,7 +169,7 @@ class Effect:
 
     def _taken(self, blocks: Sequence[Block]) -> set[Block]:
         """Return the blocks with statistics whose gradients others' hooks have taken."""
-        hooked = [b for b in blocks if any(map(stacks.consumes_gradients, self._parameters[b]))]
+        hooked = [b for b in blocks if any(map(consumes_gradients, self._parameters[b]))]
         gone = {b for b in hooked if not any(map(self._home.has, self._parameters[b]))}
         stepped = [b for b in hooked if b not in gone and self._moved(b)]
         there = _not_zero({b: self._home.of(self._parameters[b]) for b in stepped})
@@ -233,7 +233,7 @@ class Effect:
                 "returned: perhaps another hook, or a change in place of a view, has put something "
                 "else in its place. "
             )
-        elif stacks.compiled(modules):
+        elif _compiled(modules):
             first = (
                 "Most likely torch.compile had compiled the model, or another one of the same "
                 "classes, and it ran, before the preconditioner was built: compiled code is kept "
@@ -244,14 +244,14 @@ class Effect:
         return (
             f"{first}{'Else' if first else 'Likely'} the forward pass ran before the "
             f"preconditioner was built or before its last step(); gradients were written by other "
-            f"means than backward() (torch.autograd.grad, torch.func, a stack that owns the "
+            f"means than backward() (torch.autograd.grad, torch.func, a framework that owns the "
             f"parameters); the modules' weights are used without calling the modules; or the loss "
             f"is of the model's derivatives alone. Layers for which this must be so are left out "
             f"by skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:
-        if any(stacks.consumes_gradients(p) for b in blocks for p in self._parameters[b]):
+        if any(consumes_gradients(p) for b in blocks for p in self._parameters[b]):
             why = (
                 "Hooks on the parameters (register_post_accumulate_grad_hook) have taken them, as "
                 "an optimizer does that steps within the backward pass: let it step after "
@@ -305,3 +305,11 @@ def _not_zero(tensors: dict[Block, list[Tensor]]) -> set[Block]:
     device = parts[0][1].device
     flags = torch.stack([flag.to(device) for _, flag in parts]).tolist()
     return {block for (block, _), flag in zip(parts, flags, strict=True) if flag}
+
+
+def _compiled(modules: Iterable[nn.Module]) -> bool:
+    """Return whether torch.compile may have compiled some of these modules."""
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
+        return True
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"]["total"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 
-from soframe.blocks import claims, dtensors, stacks
+from soframe.blocks import claims, sharding
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
@@ -186,8 +186,8 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         ValueError: If there is nothing to precondition, or parameters are shared out or without
             values.
     """
-    dtensors.reshard(dtensors.units(model))
-    stacks.require_plans(model, choices.ranks)
+    sharding.reshard(sharding.sharded_modules(model))
+    sharding.require_model(model, choices.ranks)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks and not choices.staged:
@@ -201,7 +201,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         )
     for block in registration.blocks:
         named = block.parameters.items()
-        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in named)
+        require_materialised((f"{block.name}.{name}", p) for name, p in named)
     return registration
 
 
@@ -271,7 +271,8 @@ def build(
     Raises:
         ValueError: See `register`, `place`, `require_own_gradients`, `require_averaged`,
             `require_able`, `require_served`, `require_followable`, `require_eager`,
-            `require_together`, `compare_ranks` and `soframe.blocks.claims.require_free`.
+            `compare_ranks`, `soframe.blocks.sharding.require_together` and
+            `soframe.blocks.claims.require_free`.
     """
     try:
         registration = register(model, choices)
@@ -283,7 +284,7 @@ def build(
         placement = place(strategy, registration.blocks, backend.world_size)
         require_followable(registration.blocks, placement)
         require_eager(registration.blocks, placement)
-        require_together(model, registration.blocks, placement, draws=choices.draws)
+        sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
         claims.require_free(owner, modules, beside)
         pipeline.require_served(model, registration.blocks)
@@ -467,44 +468,19 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
         if block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
-                f"each rank's own: the stack averages them (and those of a tensor-parallel plan "
-                f"are of the same batch), so pass gradients='averaged'"
+                f"each rank's own: the framework averages them (and those of a tensor-parallel "
+                f"plan are of the same batch), so pass gradients='averaged'"
             )
 
 
-def require_together(
-    model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
-) -> None:
-    """Check that all ranks of a tensor-parallel plan make the same statistics of the same calls.
-
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        placement: Their placement.
-        draws: Whether the Fisher draws targets.
-
-    Raises:
-        ValueError: If some ranks would not take part where the rows of a call are brought together,
-            or if each would draw targets of its own.
-    """
-    planned = {id(one.parameter): one.name for one in dtensors.planned(model)}
-    if planned and draws:
-        raise ValueError(
-            f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
-            f"tensor-parallel plan of {next(iter(planned.values()))} have one batch together: pass "
-            f"fisher='type-2', or 'empirical'"
-        )
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(id(p) in planned for p in block.parameters.values()):
-            continue
-        captured = [index for index, factor in enumerate(block.factors) if factor.captured]
-        ranks = range(placement.world_size)
-        if not all(place.contributes(rank, index) for rank in ranks for index in captured):
+def require_materialised(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise a ValueError if a named parameter is on the meta device."""
+    for name, parameter in parameters:
+        if parameter.is_meta:
             raise ValueError(
-                f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
-                f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
-                f"take no statistics of it: pass strategy='comm-opt', "
-                f"'mem-opt' or Sharded(group=None)"
+                f"the parameter {name} is on the meta device, where it has no values: call "
+                f"model.to_empty(device=...) and load or initialise the weights, then build the "
+                f"Preconditioner"
             )
 
 

@@ -28,9 +28,9 @@ class Case(tensor_parallel.Case):
     """A way to train.
 
     Attributes:
-        framework: Who averages gradients over the ranks with other data: ``"fully_shard"``, which cuts
-            up parameters besides; ``"hybrid"``, in copies of which it does that; ``"replicate"``;
-            ``"hand"``, a collective for each gradient.
+        framework: Who averages gradients over the ranks with other data: ``"fully_shard"``, which
+            shards parameters besides; ``"hybrid"``, in copies of which it does that;
+            ``"replicate"``; ``"hand"``, a collective for each gradient.
         tensor: How many ranks a plan has.
         syncs: Whether gradients are reduced in each backward pass, rather than in the last alone.
     """

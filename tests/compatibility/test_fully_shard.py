@@ -17,9 +17,9 @@ from torch.distributed.tensor import distribute_tensor
 
 import soframe
 from soframe import available
-from soframe.blocks import dtensors
 from soframe.methods.base import Direction, Given
 from soframe.methods.kfac import KFAC
+from soframe.parallel import dtensors
 from soframe.strategies import HybridOpt, Sharded
 from tests.compatibility.fully_sharded import (
     SAMPLES,

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.blocks import dtensors
+from soframe.blocks import sharding
 from soframe.comm import TorchDistributed
+from soframe.parallel import dtensors
 from soframe.strategies import Sharded
 from tests.compatibility import tensor_parallel
 from tests.compatibility.fully_sharded import weights
@@ -288,7 +289,7 @@ def forward_only_first(rank: int, ranks: int) -> None:
         own = soframe.Preconditioner(model, kl_clip=None, layers="all")
         assert {type(p).__name__ for p in own.covered()} == {"DTensor"}
         assert len(list(own.covered())) == len(list(model.parameters()))
-        assert [dtensors.class_name(module) for module in model.modules()] == names
+        assert [sharding.class_name(module) for module in model.modules()] == names
         own.close()
 
 

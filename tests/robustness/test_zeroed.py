@@ -460,7 +460,7 @@ def sharded(rank: int, world_size: int, kind: str, before: bool) -> None:
 def test_sharded_models(kind: str, before: bool) -> None:
     """Refused at construction; by the step, where the model was sharded after it.
 
-    Models that fully_shard or a tensor-parallel plan has cut up are served: see tests/compatibility.
+    Models that fully_shard or a tensor-parallel plan has cut up are served (tests/compatibility).
     """
     for failure in run_ranks(sharded, 2, kind, before, check=False):
         assert isinstance(failure, RankFailure)
