@@ -47,7 +47,7 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.comm.base import Backend
-from soframe.comm.stages import PHASE, Seen
+from soframe.comm.stages import PHASE, STAGES, Seen
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
@@ -69,7 +69,6 @@ from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing, joining, unread
-from soframe.setup.pipelines import STAGES
 from soframe.setup.weights import HINTS, Weights
 from soframe.solving.background import Background
 from soframe.solving.refresh import Refresh, Stagger
@@ -274,8 +273,7 @@ class Preconditioner(Uncopied, Joinable):
     ) -> None:
         super().__init__()
         given = dict(locals())
-        self.backend, self._pipeline = building.choose_backends(backend, pipeline)
-        self._stages = self._pipeline.stages
+        self.backend, self._stages = building.choose_backends(backend, pipeline)
         with building.starting(lambda: self.backend, self._stages):
             cadence = merged("cadence", Cadence, cadence, given)
             clips = merged("clips", Clips, clips, given)
@@ -316,8 +314,8 @@ class Preconditioner(Uncopied, Joinable):
             modelled = curvature.loss
             modelled = None if modelled is None else KINDS["loss"].build(modelled, Loss)
             self._fisher = Fisher(curvature.fisher, modelled)  # type: ignore[arg-type]  # checked there
-            self._pipeline.require_fisher(probed=self._fisher.probed)
-            self._pipeline.require_unscaled(scaled=grad_scaler is not None)
+            scaled = grad_scaler is not None
+            self._stages.require_settings(probed=self._fisher.probed, scaled=scaled)
             self._choices = Choices(
                 method=method,
                 solver=solver,
@@ -356,7 +354,7 @@ class Preconditioner(Uncopied, Joinable):
         except ValueError:
             self.close()
             raise
-        self._pipeline.look_over(self._registration)
+        self._stages.look_over(self._registration)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
@@ -399,7 +397,7 @@ class Preconditioner(Uncopied, Joinable):
                 ``"kaisa"``, which does not count; or a schedule runs the forward passes; or see
                 `soframe.capture.counting.declare`.
         """
-        self._pipeline.require_uncounted()
+        self._stages.require_uncounted()
         building.check_count(terms is not None, self._samples, self._scaling)
         if self._capture.enabled:
             self._capture.say(declare(terms, rows))
@@ -604,7 +602,7 @@ class Preconditioner(Uncopied, Joinable):
         look = self._look(error)
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         seen, error = self._stages.put_together(look.seen, of_stages, look.error)
-        error = error or self._pipeline.miscounted(seen.passes)
+        error = error or self._stages.miscounted(seen.passes)
         self._statistics.complete(int(seen.passes), int(seen.samples))
         said = Poll(
             failed=float(error is not None or seen.failed > 0),
@@ -701,7 +699,7 @@ class Preconditioner(Uncopied, Joinable):
         with self._stages.together():
             if changed:
                 self._build()
-        self._pipeline.look_over(self._registration)
+        self._stages.look_over(self._registration)
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
     def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:
@@ -720,7 +718,6 @@ class Preconditioner(Uncopied, Joinable):
             self._effect.check(self._statistics.due)
             self._accumulation.check()
             self._raw.check()
-            self._pipeline.check(self._model.parameters)
             now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
             # Which blocks take statistics next is part of what ranks say at the next step.
             refresh = self._refresh
@@ -775,7 +772,7 @@ class Preconditioner(Uncopied, Joinable):
             self._background,
             self._refresh,
         )
-        head = building.meet_stages(self._model, self._pipeline, self.backend, settings)
+        head = building.meet_stages(self._model, self._stages, self.backend, settings)
         self._choices = replace(self._choices, head_in=head)
 
     def _build(self) -> None:
@@ -799,7 +796,7 @@ class Preconditioner(Uncopied, Joinable):
             owner=self._capture,
             beside=self._beside(),
             gradients=self._gradients,
-            pipeline=self._pipeline,
+            stages=self._stages,
             first=not self._built,
         )
         again, self._built = self._built, True
@@ -862,10 +859,10 @@ class Preconditioner(Uncopied, Joinable):
             self._placed,
             scale=scale,
             samples=self._samples,
-            grad_scale=self._pipeline.scaled(self._loss_scale.now),
+            grad_scale=self._stages.scaled(self._loss_scale.now),
             capture=self._capture,
             sampler=self._sampler,
-            part_of=self._pipeline.part_of,
+            part_of=self._stages.part_of,
             given_up=given_up,
         )
         if again:
@@ -1134,7 +1131,7 @@ class Preconditioner(Uncopied, Joinable):
     @property
     def stage(self) -> str:
         """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
-        return self._pipeline.name
+        return self._stages.name
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
@@ -1155,7 +1152,7 @@ class Preconditioner(Uncopied, Joinable):
         saved = unpacked(saved)
 
         def check() -> None:
-            part = self._pipeline.own_part(saved)
+            part = self._stages.own_part(saved)
             if part is not saved:
                 state.verify(saved)
                 part = checksums.seal(part)

@@ -7,7 +7,7 @@ buffer, whoever the workers are: a rank sends what others lack, and nothing twic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,7 @@ class Split:
         workers: The ranks that have the whole, or are to have it.
         sources: For each rank the worker that it has its part from; empty for a gather.
         part: This rank's part, in whatever dtype.
-        whole: The whole tensor, in the shape of ``shards``, on workers.
-        make: Called once on a worker for the whole, when its turn has come; None where it is there.
+        whole: The whole tensor, of as many elements as ``shards``, on workers.
     """
 
     shards: Shards
@@ -41,7 +40,6 @@ class Split:
     sources: tuple[int, ...] = ()
     part: Tensor | None = None
     whole: Tensor | None = None
-    make: Callable[[], Tensor] | None = None
 
     @property
     def size(self) -> int:
@@ -52,14 +50,6 @@ class Split:
     def route(self) -> tuple[object, ...]:
         """What it has in common with others in its buffer."""
         return (self.dtype, self.device)
-
-    def produce(self) -> Tensor:
-        """Return the whole, on a worker."""
-        make, self.make = self.make, None
-        if make is not None:
-            self.whole = make()
-        assert self.whole is not None
-        return self.whole
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
@@ -93,8 +83,7 @@ def _begin(split: Split, rank: int) -> None:
 def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Bring each rank its part of tensors from its worker.
 
-    Every rank must pass the same tensors in the same order; workers make them in that order, while
-    what they have made before travels.
+    Every rank must pass the same tensors in the same order, and workers the whole ones.
 
     Args:
         backend: The backend.
@@ -104,7 +93,8 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     run(_tasks(backend, splits, phase), overlap=backend.overlap)
     for split in splits:
         if backend.rank in split.workers:
-            split.part = split.shards.part(split.produce(), backend.rank)
+            assert split.whole is not None
+            split.part = split.shards.part(split.whole, backend.rank)
         elif split.part is None:  # this rank has nothing of it
             shape = split.shards.part_shape(backend.rank)
             split.part = torch.empty(shape, dtype=split.dtype, device=split.device)
@@ -151,6 +141,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Task:
 def _given(split: Split, other: int) -> Tensor:
     """Return what this rank sends to another, in the dtype in which it travels."""
     if split.sources:
-        return split.shards.part(split.produce(), other).to(split.dtype)
+        assert split.whole is not None
+        return split.shards.part(split.whole, other).to(split.dtype)
     assert split.part is not None
     return split.part.to(split.dtype)

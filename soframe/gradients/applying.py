@@ -57,7 +57,7 @@ def precondition(
     backend = placed.backend
     results: dict[Block, Tensor] = {}
     parcels: list[tuple[Block, Parcel]] = []
-    sharded: dict[Block, _Whole] = {}
+    sharded: dict[Block, Batch | None] = {}
     batches = _Batches(damping, arrive)
 
     def mine(block: Block, place: BlockPlacement) -> Tensor | None:
@@ -68,7 +68,7 @@ def precondition(
             continue
         if block.shards:
             if block in gradients:  # else on no rank
-                sharded[block] = _Whole(block, batches.join(block, place, mine(block, place)))
+                sharded[block] = batches.join(block, place, mine(block, place))
             continue
         spec = (TensorSpec(tuple(block.shape)),)
         joined = batches.join(block, place, mine(block, place))
@@ -85,49 +85,28 @@ def precondition(
     for block, parcel in parcels:
         if backend.rank in parcel.group and parcel.tensors is not None:
             results[block] = parcel.tensors[0]
-    parts = _scattered(placed, sharded)
+    with backend.phases("direct"):
+        wholes = {
+            block: None if batch is None else batch.result(block)[0]
+            for block, batch in sharded.items()
+        }
+    parts = _scattered(placed, wholes)
     states: dict[Block, Mapping[str, Tensor]] = {}
     for batch in batches.made:
         states.update(batch.states)
     known = {block: results.get(block) for block in gradients}
-    known.update({block: whole.matrix for block, whole in sharded.items()})
+    known.update(wholes)
     return Directions(known, states, parts)
 
 
-class _Whole:
-    """The direction of a block whose parameters are shared out, made when it is first asked for.
-
-    Attributes:
-        matrix: ``[groups, out, in]``, on gradient workers once it is made.
-
-    Args:
-        block: The block.
-        batch: What makes it, on gradient workers.
-    """
-
-    def __init__(self, block: Block, batch: Batch | None) -> None:
-        self._block, self._batch = block, batch
-        self.matrix: Tensor | None = None
-
-    def of(self, name: str) -> Tensor:
-        """Return the direction of one parameter.
-
-        Args:
-            name: Its name in the block.
-        """
-        if self.matrix is None:
-            assert self._batch is not None
-            (self.matrix,) = self._batch.result(self._block)
-        return self._block.layout.unpack(self.matrix)[name]
-
-
 def _scattered(
-    placed: PlacedBlocks, sharded: Mapping[Block, _Whole]
+    placed: PlacedBlocks, directions: Mapping[Block, Tensor | None]
 ) -> dict[Block, dict[str, Tensor]]:
-    """Return this rank's parts of the directions of blocks whose parameters are shared out."""
+    """Return this rank's parts of directions ``[groups, out, in]`` that gradient workers have."""
     splits: dict[Block, dict[str, Split]] = {}
-    for block, whole in sharded.items():
+    for block, matrix in directions.items():
         place = placed.place(block)
+        wholes = {} if matrix is None else block.layout.unpack(matrix)
         splits[block] = {
             name: Split(
                 shards=shards,
@@ -135,7 +114,7 @@ def _scattered(
                 device=block.device,
                 workers=place.gradient_workers,
                 sources=place.sources,
-                make=functools.partial(whole.of, name),
+                whole=wholes.get(name),
             )
             for name, shards in block.shards.items()
         }

@@ -13,7 +13,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without the one that fully_shard has mixed in."""
-    kind = type(module)
+    kind: type = type(module)
     if isinstance(module, FSDPModule):
         # The other base is FSDPModule, or the subclass of it that `replicate` makes.
         kind = next(base for base in kind.__bases__ if not issubclass(base, FSDPModule))

@@ -106,7 +106,7 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         mesh = parameter.device_mesh
         dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
         assert place is not None
-        own = mesh.mesh[(..., *place[mesh.ndim - dims :])]
+        own = mesh.mesh[(..., *map(int, place[mesh.ndim - dims :]))]
         among, span = (frozenset(of.flatten().tolist()) for of in (own, mesh.mesh))
         spans[name] = among, span
         if not dims:

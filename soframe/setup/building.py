@@ -21,14 +21,12 @@ from soframe.comm.base import Backend
 from soframe.comm.board import Board
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
-from soframe.comm.stages import Stages
+from soframe.comm.stages import ALONE, Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 from soframe.gradients import averaging
 from soframe.gradients.rates import LearningRates
 from soframe.registry import KINDS, describe
 from soframe.settings import Cadence, Clips, Curvature
-from soframe.setup import pipelines
-from soframe.setup.pipelines import Pipeline
 from soframe.solving.background import Background, require_able
 from soframe.solving.refresh import Refresh, require_followable, require_served
 from soframe.statistics.running import require_eager
@@ -50,13 +48,13 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
 
 def choose_backends(
     choice: str | type[Backend] | Backend | None, pipeline: object
-) -> tuple[Backend, Pipeline]:
-    """Return the communication backend, and the pipeline whose stages there are.
+) -> tuple[Backend, Stages]:
+    """Return the communication backend, and the stages of a pipeline.
 
     Args:
         choice: A name, class or instance; None for torch.distributed where it is initialised, but
             for one process where the ranks have stages of a pipeline instead.
-        pipeline: See `soframe.setup.pipelines.Pipeline`.
+        pipeline: See `soframe.parallel.pipeline.Pipeline`; None for none.
 
     Returns:
         Both.
@@ -65,8 +63,8 @@ def choose_backends(
     if notes is not None:
         notes.begin()
     try:
-        of_stages = Pipeline(pipeline)
-        backend = _backend_of(choice, of_stages.backend)
+        of_stages = _stages_of(pipeline)
+        backend = _backend_of(choice, of_stages)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         if notes is not None:
             notes.say_start(describe_error(error), failed=True)
@@ -77,28 +75,35 @@ def choose_backends(
     return backend, of_stages
 
 
-def _backend_of(choice: str | type[Backend] | Backend | None, pipe: Backend | None) -> Backend:
-    if choice is None and pipe is not None:
-        pipelines.require_alone(pipe)
+def _stages_of(pipeline: object) -> Stages:
+    if pipeline is None:
+        return ALONE
+    from soframe.parallel.pipeline import Pipeline  # which few models have
+
+    return Pipeline(pipeline)
+
+
+def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
+    if choice is None and stages.backend is not None:
+        stages.require_backend(None)
         return SingleProcess()
     if choice is None:
         distributed = dist.is_available() and dist.is_initialized()
         return TorchDistributed() if distributed else SingleProcess()
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
-    if pipe is not None:
-        pipelines.require_apart(backend, pipe)
+    stages.require_backend(backend)
     return backend
 
 
 def meet_stages(
-    model: nn.Module, pipeline: Pipeline, backend: Backend, settings: Sequence[object]
+    model: nn.Module, stages: Stages, backend: Backend, settings: Sequence[object]
 ) -> nn.Module | None:
     """Let the stages of a model meet, before any of them is registered.
 
     Args:
         model: The modules of this rank's stages.
-        pipeline: The pipeline.
+        stages: The stages.
         backend: The backend of the copies of a stage.
         settings: What all stages must have in common.
 
@@ -110,11 +115,10 @@ def meet_stages(
     """
     copies = f"copies of each stage: {backend.world_size}"
     try:
-        pipeline.stages.compare("\n".join(map(describe, (*settings, copies))))
+        return stages.meet(model, "\n".join(map(describe, (*settings, copies))))
     except Exception as error:  # whatever it is: the copies wait, and must be told
         say_failed(backend, error)
         raise
-    return pipeline.find_head(model)
 
 
 @contextmanager
@@ -242,7 +246,7 @@ def build(
     *,
     owner: object,
     gradients: str,
-    pipeline: Pipeline,
+    stages: Stages,
     beside: object | None = None,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
@@ -261,7 +265,7 @@ def build(
         settings: The others that all ranks must have in common.
         owner: Whose the modules are to be; they may be nobody else's.
         gradients: What a step is given, one of the settings.
-        pipeline: The pipeline of which this model is some stages.
+        stages: The pipeline of which this model is some stages.
         beside: An owner whose they may be.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
@@ -287,7 +291,7 @@ def build(
         sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
         claims.require_free(owner, modules, beside)
-        pipeline.require_served(model, registration.blocks)
+        stages.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
