@@ -7,7 +7,7 @@ preconditioner refuses to be built, or to step where such a framework came later
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -106,7 +106,8 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         mesh = parameter.device_mesh
         dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
         assert place is not None
-        own = mesh.mesh[(..., *map(int, place[mesh.ndim - dims :]))]
+        here: Any = (..., *place[mesh.ndim - dims :])
+        own = mesh.mesh[here]
         among, span = (frozenset(of.flatten().tolist()) for of in (own, mesh.mesh))
         spans[name] = among, span
         if not dims:
