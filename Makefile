@@ -38,11 +38,11 @@ test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few e
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -n $(WORKERS) -m "not slow and not distributed" \
 	    --ignore tests/docs $(PYTEST_ARGS)
 
-.PHONY: test-stacks
-test-stacks: ## run the tests of trainers and other stacks with their libraries, in $(VENV)-stacks
-	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-stacks $(VENV)-stacks/.stamp-stacks
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-stacks/bin/python -m pytest tests/integrations \
-	    $(wildcard tests/stacks) tests/robustness/test_other_stacks.py \
+.PHONY: test-compatibility
+test-compatibility: ## run the tests of trainers and other frameworks with their libraries, in $(VENV)-compatibility
+	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-compatibility $(VENV)-compatibility/.stamp-compatibility
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-compatibility/bin/python -m pytest tests/integrations \
+	    $(wildcard tests/compatibility) tests/robustness/test_other_frameworks.py \
 	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py $(PYTEST_ARGS)
 
 .PHONY: environment
@@ -90,7 +90,7 @@ fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), 
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built
-	rm -rf $(VENV) $(VENV)-stacks build dist *.egg-info docs/_build docs/api/generated
+	rm -rf $(VENV) $(VENV)-compatibility build dist *.egg-info docs/_build docs/api/generated
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find soframe experiments tests benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
 

@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
+from soframe.comm.stages import STAGES
 from soframe.preconditioner import Preconditioner
-from soframe.setup.pipelines import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
@@ -168,7 +168,7 @@ def load(
 
     def check_header() -> None:
         saved.update(_parse(first[HEADER]))
-        preconditioner._pipeline.own_part(saved)  # raises where it is of other stages
+        preconditioner._stages.own_part(saved)  # raises where it is of other stages
         state.check_header(
             saved, preconditioner._blocks, preconditioner._scaling, preconditioner._lrs
         )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import home, stacks
+from soframe.blocks import home, sharding
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = False
         self._model = unwrap(model)
         every = [p for p in self._model.parameters() if p.requires_grad]
-        stacks.require_own_step(every)
+        sharding.require_own_step(every)
         super().__init__(every, _settings(self._moves[""]))
         self.preconditioner = Preconditioner(
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         former = self._grouped is not self.preconditioner.placement
         self._rebuilt = self.preconditioner.changed or former
         if self._rebuilt:
-            stacks.require_own_step(self._model.parameters())
+            sharding.require_own_step(self._model.parameters())
             # Every trainable parameter must be in a group when blocks are made anew.
             known = {id(p) for group in self.param_groups for p in group["params"]}
             trained = [p for p in self._model.parameters() if p.requires_grad]

@@ -42,7 +42,7 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.comm.base import Backend
-from soframe.comm.stages import PHASE, Seen
+from soframe.comm.stages import PHASE, STAGES, Seen
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.diagnostics.measuring import Measuring
@@ -58,7 +58,6 @@ from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing
-from soframe.setup.pipelines import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.stateful import unpacked, whole_for_dcp
@@ -188,8 +187,8 @@ class Preconditioner:
             ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
         cadence: ``statistics_every``, ``solve_every``, ``stagger`` and ``background`` as one.
         clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
-        home: Where gradients live, for stacks that keep them elsewhere than in ``.grad``; None for
-            ``.grad``. The same on every rank.
+        home: Where gradients live, for frameworks that keep them elsewhere than in ``.grad``; None
+            for ``.grad``. The same on every rank.
         cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
             module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
             each head by itself. For methods that read gradients alone; vectors stay whole.
@@ -261,8 +260,7 @@ class Preconditioner:
         pipeline: object = None,
     ) -> None:
         given = dict(locals())
-        self.backend, self._pipeline = building.choose_backends(backend, pipeline)
-        self._stages = self._pipeline.stages
+        self.backend, self._stages = building.choose_backends(backend, pipeline)
         with building.starting(lambda: self.backend, self._stages):
             cadence = merged("cadence", Cadence, cadence, given)
             clips = merged("clips", Clips, clips, given)
@@ -284,7 +282,7 @@ class Preconditioner:
                 mappings=mappings,
             )
             building.check_home(home)
-            self.home: GradientHome = PlainGrad() if home is None else home
+            self.home: GradientHome = PlainGrad(model, optimizer) if home is None else home
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", curvature.decay, high=1.0)
@@ -301,8 +299,8 @@ class Preconditioner:
             modelled = curvature.loss
             modelled = None if modelled is None else KINDS["loss"].build(modelled, Loss)
             self._fisher = Fisher(curvature.fisher, modelled)  # type: ignore[arg-type]  # checked there
-            self._pipeline.require_fisher(probed=self._fisher.probed)
-            self._pipeline.require_unscaled(scaled=grad_scaler is not None)
+            scaled = grad_scaler is not None
+            self._stages.require_settings(probed=self._fisher.probed, scaled=scaled)
             self._choices = Choices(
                 method=method,
                 solver=solver,
@@ -341,7 +339,7 @@ class Preconditioner:
         except ValueError:
             self.close()
             raise
-        self._pipeline.look_over(self._registration)
+        self._stages.look_over(self._registration)
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
@@ -385,7 +383,7 @@ class Preconditioner:
                 ``"kaisa"``, which does not count; or a schedule runs the forward passes; or see
                 `soframe.capture.counting.declare`.
         """
-        self._pipeline.require_uncounted()
+        self._stages.require_uncounted()
         building.check_count(terms is not None, self._samples, self._scaling)
         if self._capture.enabled:
             self._capture.say(declare(terms, rows))
@@ -415,7 +413,7 @@ class Preconditioner:
             raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
 
     def _shaped(self) -> AbstractContextManager[None]:
-        """Let parameters that stacks share out have their shapes."""
+        """Return a context in which parameters that ZeRO has cut have their shapes."""
         return self.home.shaped(self._model.parameters())
 
     def _take_shaped_step(self) -> None:
@@ -575,7 +573,7 @@ class Preconditioner:
         look = self._look(error)
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         seen, error = self._stages.put_together(look.seen, of_stages, look.error)
-        error = error or self._pipeline.miscounted(seen.passes)
+        error = error or self._stages.miscounted(seen.passes)
         self._statistics.complete(int(seen.passes), int(seen.samples))
         said = Poll(
             failed=float(error is not None or seen.failed > 0),
@@ -670,7 +668,7 @@ class Preconditioner:
         with self._stages.together():
             if changed:
                 self._build()
-        self._pipeline.look_over(self._registration)
+        self._stages.look_over(self._registration)
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
     def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:
@@ -686,7 +684,6 @@ class Preconditioner:
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
             self._raw.check()
-            self._pipeline.check(self._model.parameters)
             now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)
             check_settings(self._optimizer)
@@ -737,7 +734,7 @@ class Preconditioner:
             self._solves,
             self._refresh,
         )
-        head = building.meet_stages(self._model, self._pipeline, self.backend, settings)
+        head = building.meet_stages(self._model, self._stages, self.backend, settings)
         self._choices = replace(self._choices, head_in=head)
 
     def _build(self) -> None:
@@ -761,7 +758,7 @@ class Preconditioner:
             capture=self._capture,
             beside=self._beside,
             gradients=self._gradients,
-            pipeline=self._pipeline,
+            stages=self._stages,
         )
         again, self._built = self._built, True
         if again:
@@ -805,10 +802,10 @@ class Preconditioner:
             self._placed,
             scale=scale,
             samples=self._samples,
-            grad_scale=self._pipeline.scaled(self._loss_scale.now),
+            grad_scale=self._stages.scaled(self._loss_scale.now),
             capture=self._capture,
             sampler=self._sampler,
-            part_of=self._pipeline.part_of,
+            part_of=self._stages.part_of,
         )
         if again:
             statistics.resume(self._statistics)
@@ -1032,7 +1029,7 @@ class Preconditioner:
     @property
     def stage(self) -> str:
         """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
-        return self._pipeline.name
+        return self._stages.name
 
     def _land(self, what: str) -> None:
         """Put all to use that is solved in the background; every rank must call."""
@@ -1053,7 +1050,7 @@ class Preconditioner:
         saved = unpacked(saved)
 
         def check() -> None:
-            part = self._pipeline.own_part(saved)
+            part = self._stages.own_part(saved)
             if part is not saved:
                 state.verify(saved)
                 part = checksums.seal(part)

@@ -166,10 +166,9 @@ class Cut:
 class Shards:
     """How a parameter, and its gradient with it, is cut up over ranks.
 
-    That is along one dimension, most often; along others too where two plans cut it, such as
-    ``fully_shard`` the rows and a tensor-parallel plan the columns. Several ranks may hold the same
-    part: they are copies of each other (hybrid sharding). Each copy, which is all ranks of one
-    number in ``copies``, holds the whole tensor.
+    Most often along one dimension; along others too where two plans cut it, such as ``fully_shard``
+    the rows and a tensor-parallel plan the columns. Where several ranks hold the same part (hybrid
+    sharding) there are several copies: the ranks of one number in ``copies`` hold the whole tensor.
 
     Attributes:
         shape: The shape in which the tensor is cut: the parameter's own, or a flat one.
@@ -194,19 +193,11 @@ class Shards:
         return prod(self.shape)
 
     def numel(self, rank: int) -> int:
-        """Return how many elements a rank holds.
-
-        Args:
-            rank: The rank.
-        """
+        """Return how many elements a rank holds."""
         return prod(self.part_shape(rank))
 
     def holds_all(self, rank: int) -> bool:
-        """Return whether a rank holds the whole tensor.
-
-        Args:
-            rank: The rank.
-        """
+        """Return whether a rank holds the whole tensor."""
         return self.numel(rank) == self.whole
 
     @property
@@ -215,11 +206,7 @@ class Shards:
         return len(set(self.copies)) > 1
 
     def sources(self, rank: int) -> list[int]:
-        """Return the other ranks from which a rank gets what it lacks of the whole, in order.
-
-        Args:
-            rank: The rank.
-        """
+        """Return the other ranks that have the parts which a rank lacks, in order."""
         if self.holds_all(rank):
             return []
         mine = self.copies[rank]
@@ -230,9 +217,7 @@ class Shards:
         ]
 
     def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that a rank sends to.
-
-        Parts go to the workers, who are to have the whole; or back to all ranks.
+        """Return the ranks that a rank sends to: workers, or all ranks on the way back.
 
         Args:
             rank: The rank.
@@ -255,36 +240,19 @@ class Shards:
         ]
 
     def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that a rank is sent something by.
-
-        Args:
-            rank: The rank.
-            workers: See `receivers`.
-            back: See `receivers`.
-        """
+        """Return the ranks that a rank receives from; for the arguments see `receivers`."""
         if back:
             return [back[rank]] if back[rank] != rank and self.numel(rank) else []
         return self.sources(rank) if rank in workers else []
 
     def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
-        """Return whether any rank sends anything.
-
-        Args:
-            workers: See `receivers`.
-            back: See `receivers`.
-        """
+        """Return whether any rank sends anything; for the arguments see `receivers`."""
         if back:
             return any(source != r and self.numel(r) for r, source in enumerate(back))
         return any(self.sources(worker) for worker in workers)
 
     def carried(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> int:
-        """Return how many elements a rank gives to others and takes from them.
-
-        Args:
-            rank: The rank.
-            workers: See `receivers`.
-            back: See `receivers`.
-        """
+        """Return how many elements a rank sends and receives; for the arguments see `receivers`."""
         receivers, senders = self.receivers(rank, workers, back), self.senders(rank, workers, back)
         held = self.numel(rank)
         if back:
@@ -292,11 +260,7 @@ class Shards:
         return held * len(receivers) + sum(map(self.numel, senders))
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the part that a rank holds.
-
-        Args:
-            rank: The rank.
-        """
+        """Return the shape of the part that a rank holds."""
         if not self.shape:
             return ()
         sizes = list(self.shape)
@@ -329,12 +293,6 @@ class Shards:
 
     @classmethod
     def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
-        """Return how a tensor is cut that every rank holds whole.
-
-        Args:
-            shape: Its shape.
-            ranks: The number of ranks.
-            dtype: Its dtype, by its name.
-        """
+        """Return the shards of a tensor that each of several ranks holds whole."""
         size = shape[0] if shape else 1
         return cls(shape, 0, ((0, size),) * ranks, tuple(range(ranks)), dtype)

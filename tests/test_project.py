@@ -157,7 +157,7 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
     switches = {
         ("twice.py", "library.enabled"),
         ("passes.py", "p.data"),
-        ("zero.py", "parameter.data"),
+        ("deepspeed.py", "parameter.data"),
     }
     written = []
     for file, tree in trees.items():

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
-from soframe.blocks.dtensors import class_name
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -310,7 +310,7 @@ class Registration:
                 own = helper.__module__.startswith("soframe.layers.")
                 line = f"soframe.layers.{helper.__name__}" if own else helper.__name__
                 return Reason.OVERRIDDEN.format(
-                    class_name(module), step, known.__name__, helper.__name__, line
+                    sharding.class_name(module), step, known.__name__, helper.__name__, line
                 )
         return None
 
@@ -442,7 +442,7 @@ class Registration:
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
         block = Block(
-            name=name or class_name(layout.module),
+            name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
             solver=solver if damping is None else damping.solver(solver),

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from soframe.blocks import dtensors
+from soframe.blocks import sharding
 from soframe.capture.counting import Samples, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
@@ -136,7 +136,7 @@ def heads_of(outputs: Any) -> list[Tensor]:
             f"observe takes the tensors that the loss is of, one or a sequence of them, not "
             f"{type(outputs).__name__}"
         )
-    if any(map(dtensors.is_dtensor, heads)):
+    if any(map(sharding.is_distributed, heads)):
         raise TypeError(
             "observe takes whole outputs, and these are DTensors: pass output.full_tensor()"
         )

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from soframe.blocks import dtensors, zero
+from soframe.blocks import sharding
 from soframe.capture.counting import Batch
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -410,7 +410,7 @@ class Capture:
         self, helper: LayerHelper, trained: Sequence[Tensor], tensors: Iterable[Tensor]
     ) -> bool:
         """Return whether a call multiplied with a part of a parameter; the step raises it."""
-        if not any(map(dtensors.is_cut, trained)) or all(map(dtensors.is_dtensor, tensors)):
+        if not any(map(sharding.is_cut, trained)) or all(map(sharding.is_distributed, tensors)):
             return False
         self.fail(
             ValueError(
@@ -432,9 +432,9 @@ class Capture:
         pairs = []
         for name, registered in helper.parameters.items():
             now = parameter_of(helper.module, name)
-            if now is not registered and dtensors.is_dtensor(now) and not self.alike:
+            if now is not registered and sharding.is_distributed(now) and not self.alike:
                 return None
-            if now is not registered and not dtensors.stands_for(now, registered, self.model):
+            if now is not registered and not sharding.stands_for(now, registered, self.model):
                 return None
             assert now is not None
             pairs.append((registered, now))
@@ -466,7 +466,7 @@ class Capture:
         kept = None
         if needed:
             kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                dtensors.local(trained[0]).new_empty(0, requires_grad=True), *needed
+                sharding.local(trained[0]).new_empty(0, requires_grad=True), *needed
             )
         edges = [get_gradient_edge(p).node for p in trained]
         return _Pending(
@@ -504,15 +504,11 @@ class Capture:
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
                 # It has a node, made above, and the node what `_Keep` saved: no type says so.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
-                inputs = tuple(map(dtensors.whole, inputs))
-            if helper in self.idle and dtensors.is_dtensor(gradient):
-                gradient = dtensors.blank(gradient)
-            gradient = dtensors.whole(gradient)
+                inputs = tuple(map(sharding.whole, inputs))
+            gradient = sharding.whole(gradient, read=helper not in self.idle)
             gradient = gradient if call.view is None else call.view(gradient)
             complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
-            # Asked for every gradient of a step: ZeRO is there for few.
-            parameters = helper.module._parameters.values()
-            with zero.shaped(parameters) if zero.is_there() else nullcontext():
+            with sharding.shaped(helper.module._parameters.values()):
                 self.sink(complete)
 
 

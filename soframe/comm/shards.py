@@ -83,8 +83,7 @@ def _begin(split: Split, rank: int) -> None:
 def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Bring each rank its part of tensors from its worker.
 
-    Every rank must pass the same tensors in the same order; workers make them in that order, while
-    what they have made before travels.
+    Every rank must pass the same tensors in the same order, and workers the whole ones.
 
     Args:
         backend: The backend.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import dtensors, zero
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.step.gradients import Gradients
 from soframe.step.updates import Update
@@ -70,8 +70,7 @@ def _is_whole(block: Block) -> bool:
     parameters = list(block.parameters.values())
     groups, out, into = block.shape
     size = sum(parameter.numel() for parameter in parameters)
-    cut = any(dtensors.is_dtensor(p) or zero.is_shared(p) for p in parameters)
-    return size == groups * out * into and not cut
+    return size == groups * out * into and not any(map(sharding.is_sharded, parameters))
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ module that was not called.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
-from soframe.blocks import stacks
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
@@ -174,7 +174,7 @@ class Effect:
                 "returned: perhaps another hook, or a change in place of a view, has put something "
                 "else in its place. "
             )
-        elif stacks.compiled(modules):
+        elif _compiled(modules):
             first = (
                 "Most likely torch.compile had compiled the model, or another one of the same "
                 "classes, and it ran, before the preconditioner was built: compiled code is kept "
@@ -215,3 +215,11 @@ def _names(blocks: Sequence[Block]) -> str:
     names = ", ".join(repr(block.name) for block in blocks[:_SHOWN])
     more = len(blocks) - _SHOWN
     return f"block(s) {names}" + (f" and {more} more" if more > 0 else "")
+
+
+def _compiled(modules: Iterable[nn.Module]) -> bool:
+    """Return whether torch.compile may have compiled some of these modules."""
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
+        return True
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"]["total"])

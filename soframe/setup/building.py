@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from soframe import combinations
-from soframe.blocks import dtensors, stacks
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choices, Registration
@@ -26,13 +26,11 @@ from soframe.comm.agreement import compare_ranks, say_failed
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
 from soframe.comm.single import SingleProcess
-from soframe.comm.stages import Stages
+from soframe.comm.stages import ALONE, Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 from soframe.methods.base import Method
 from soframe.registry import KINDS, describe
 from soframe.settings import Cadence, Clips, Curvature
-from soframe.setup import pipelines
-from soframe.setup.pipelines import Pipeline
 from soframe.solvers.base import Solver
 from soframe.step import gradients as averaging
 from soframe.step.rates import LearningRates
@@ -56,43 +54,50 @@ def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
 
 def choose_backends(
     choice: str | type[Backend] | Backend | None, pipeline: object
-) -> tuple[Backend, Pipeline]:
-    """Return the communication backend, and the pipeline whose stages there are.
+) -> tuple[Backend, Stages]:
+    """Return the communication backend, and the stages of a pipeline.
 
     Args:
         choice: A name, class or instance; None for torch.distributed where it is initialised, but
             for one process where the ranks have stages of a pipeline instead.
-        pipeline: See `soframe.setup.pipelines.Pipeline`.
+        pipeline: See `soframe.parallel.pipeline.Pipeline`; None for none.
 
     Returns:
         Both.
     """
-    of_stages = Pipeline(pipeline)
-    return _backend_of(choice, of_stages.backend), of_stages
+    of_stages = _stages_of(pipeline)
+    return _backend_of(choice, of_stages), of_stages
 
 
-def _backend_of(choice: str | type[Backend] | Backend | None, pipe: Backend | None) -> Backend:
-    if choice is None and pipe is not None:
-        pipelines.require_alone(pipe)
+def _stages_of(pipeline: object) -> Stages:
+    if pipeline is None:
+        return ALONE
+    from soframe.parallel.pipeline import Pipeline  # which few models have
+
+    return Pipeline(pipeline)
+
+
+def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
+    if choice is None and stages.backend is not None:
+        stages.require_backend(None)
         return SingleProcess()
     if choice is None:
         distributed = dist.is_available() and dist.is_initialized()
         return TorchDistributed() if distributed else SingleProcess()
     backend = KINDS["backend"].build(choice, Backend)
     assert isinstance(backend, Backend)
-    if pipe is not None:
-        pipelines.require_apart(backend, pipe)
+    stages.require_backend(backend)
     return backend
 
 
 def meet_stages(
-    model: nn.Module, pipeline: Pipeline, backend: Backend, settings: Sequence[object]
+    model: nn.Module, stages: Stages, backend: Backend, settings: Sequence[object]
 ) -> nn.Module | None:
     """Let the stages of a model meet, before any of them is registered.
 
     Args:
         model: The modules of this rank's stages.
-        pipeline: The pipeline.
+        stages: The stages.
         backend: The backend of the copies of a stage.
         settings: What all stages must have in common.
 
@@ -104,11 +109,10 @@ def meet_stages(
     """
     copies = f"copies of each stage: {backend.world_size}"
     try:
-        pipeline.stages.compare("\n".join(map(describe, (*settings, copies))))
+        return stages.meet(model, "\n".join(map(describe, (*settings, copies))))
     except Exception as error:  # whatever it is: the copies wait, and must be told
         say_failed(backend, error)
         raise
-    return pipeline.find_head(model)
 
 
 @contextmanager
@@ -180,8 +184,8 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         ValueError: If there is nothing to precondition, or parameters are shared out or without
             values.
     """
-    dtensors.reshard(dtensors.units(model))
-    stacks.require_plans(model, choices.ranks)
+    sharding.reshard(sharding.sharded_modules(model))
+    sharding.require_model(model, choices.ranks)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
     if not registration.blocks and not choices.staged:
@@ -195,7 +199,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
         )
     for block in registration.blocks:
         named = block.parameters.items()
-        stacks.require_materialised((f"{block.name}.{name}", p) for name, p in named)
+        require_materialised((f"{block.name}.{name}", p) for name, p in named)
     return registration
 
 
@@ -243,7 +247,7 @@ def build(
     *,
     capture: Capture,
     gradients: str,
-    pipeline: Pipeline,
+    stages: Stages,
     beside: bool = False,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -261,14 +265,14 @@ def build(
         settings: The others that all ranks must have in common.
         capture: Hooks the modules; see `take_over`.
         gradients: What a step is given, one of the settings.
-        pipeline: The pipeline of which this model is some stages.
+        stages: The pipeline of which this model is some stages.
         beside: Whether another preconditioner keeps its hooks on the same modules.
 
     Returns:
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_averaged`, `require_together`,
+        ValueError: See `register`, `place`, `require_averaged`, `soframe.blocks.sharding.require_together`,
             `compare_ranks` and `soframe.combinations`.
     """
     try:
@@ -282,8 +286,8 @@ def build(
             background=background.on,
             solve_every=refresh.solve_every.value,
         )
-        require_together(model, registration.blocks, placement, draws=choices.draws)
-        pipeline.require_served(model, registration.blocks)
+        sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
+        stages.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error)
         raise
@@ -446,42 +450,17 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
         if block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
-                f"each rank's own: the stack averages them (and those of a tensor-parallel plan "
-                f"are of the same batch), so pass gradients='averaged'"
+                f"each rank's own: the framework averages them (and those of a tensor-parallel "
+                f"plan are of the same batch), so pass gradients='averaged'"
             )
 
 
-def require_together(
-    model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
-) -> None:
-    """Check that all ranks of a tensor-parallel plan make the same statistics of the same calls.
-
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        placement: Their placement.
-        draws: Whether the Fisher draws targets.
-
-    Raises:
-        ValueError: If some ranks would not take part where the rows of a call are brought together,
-            or if each would draw targets of its own.
-    """
-    planned = {id(one.parameter): one.name for one in dtensors.planned(model)}
-    if planned and draws:
-        raise ValueError(
-            f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
-            f"tensor-parallel plan of {next(iter(planned.values()))} have one batch together: pass "
-            f"fisher='type-2', or 'empirical'"
-        )
-    for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(id(p) in planned for p in block.parameters.values()):
-            continue
-        captured = [index for index, factor in enumerate(block.factors) if factor.captured]
-        ranks = range(placement.world_size)
-        if not all(place.contributes(rank, index) for rank in ranks for index in captured):
+def require_materialised(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise a ValueError if a named parameter is on the meta device."""
+    for name, parameter in parameters:
+        if parameter.is_meta:
             raise ValueError(
-                f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
-                f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
-                f"take no statistics of it: pass strategy='comm-opt', "
-                f"'mem-opt' or Sharded(group=None)"
+                f"the parameter {name} is on the meta device, where it has no values: call "
+                f"model.to_empty(device=...) and load or initialise the weights, then build the "
+                f"Preconditioner"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from soframe.blocks import dtensors, zero
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import unpack
@@ -33,7 +33,7 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._slots = [module._parameters for module in model.modules()]
         self._children = [module._modules for module in model.modules()]
-        self._sharded = dtensors.units(model)
+        self._sharded = sharding.sharded_modules(model)
         self._seen = self._look()
 
     def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
@@ -46,11 +46,11 @@ class Watch:
             if p is not None
         ]
         children = [id(child) for slots in self._children for child in slots.values()]
-        return trained, children, zero.count(parameters)
+        return trained, children, sharding.zero_count(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the known places hold now: a walk through the modules takes longer."""
-        dtensors.reshard(self._sharded)  # what was gathered for a pass has nothing to say
+        sharding.reshard(self._sharded)  # what was gathered for a pass has nothing to say
         return [p for slots in self._slots for p in slots.values() if p is not None]
 
     def changed(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks import stacks
+from soframe.blocks import sharding
 from soframe.blocks.home import GradientHome
 from soframe.checks.numbers import is_number
 from soframe.derivatives.twice import Direction
@@ -83,7 +83,7 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
             in a group is not the model's, which may have exchanged a layer; or one is sharded.
     """
     named = list(model.named_parameters())
-    stacks.require_whole(named, "TrustRegion")
+    sharding.require_whole(named, "TrustRegion")
     grouped = {p for group in groups for p in group["params"]}
     _require_own([parameter for _, parameter in named], grouped)
     for name, parameter in named:

@@ -54,8 +54,8 @@ def there_and_back(
     wholes = [split.whole for split in there]
     back = splits(sources=sources)
     for index, split in enumerate(back):
-        # Made on workers alone, and other than what was gathered.
-        split.make = lambda index=index: -tensor(index)  # type: ignore[misc]
+        # On workers alone, and other than what was gathered.
+        split.whole = -tensor(index) if rank in workers else None
     scatter(backend, back, "back")
     parts = [split.part for split in back if split.part is not None]
     return wholes, parts, backend.traffic(), backend.events

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import soframe
+from tests.compatibility.kit import assert_rounded
 from tests.methods.stages import damping_for
-from tests.stacks.kit import assert_rounded
 
 STEPS, MICRO, BATCH = 6, 2, 4  # steps, micro-batches of each, samples of these
 SAVED = 3  # the step of the checkpoint, between two steps of statistics and solves

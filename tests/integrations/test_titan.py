@@ -27,10 +27,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import soframe
 from soframe import checkpoint
+from tests.compatibility.kit import assert_rounded
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import TIGHT, assert_equal, sgd, weights
 from tests.integrations.test_guide import code
-from tests.stacks.kit import assert_rounded
 
 STEPS, SAVED, MICRO, BATCH, TOKENS, WIDTH = 12, 8, 2, 8, 11, 6
 

@@ -130,8 +130,8 @@ def test_a_part_on_the_meta_device() -> None:
 
 
 @pytest.mark.parametrize("mark", ["_fsdp_flattened", "ds_id", "_hp_mapping"])
-def test_marks_of_stacks(mark: str) -> None:
-    """What stacks leave on parameters they share out, without the stacks: before, and after."""
+def test_marks_of_frameworks(mark: str) -> None:
+    """What frameworks leave on parameters they shard, without the frameworks: before, and after."""
     model = Network()
     own = build(model)
     for parameter in model.parameters():
@@ -168,7 +168,7 @@ def sharded(rank: int, world_size: int, kind: str, before: bool) -> None:
 def test_sharded_models(kind: str, before: bool) -> None:
     """Refused at construction; by the step, where the model was sharded after it.
 
-    Models that fully_shard or a tensor-parallel plan has cut up are served: see tests/stacks.
+    Models that fully_shard or a tensor-parallel plan has cut up are served (tests/compatibility).
     """
     for failure in run_ranks(sharded, 2, kind, before, check=False):
         assert isinstance(failure, RankFailure)

@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.comm import TorchDistributed
+from tests.compatibility.fully_sharded import load, weights
 from tests.methods.stages import damping_for
-from tests.stacks.fully_sharded import load, weights
 
 SAMPLES, BATCHES, WIDTH, LAYERS = 8, 4, 4, 4
 SCHEDULES: dict[str, Any] = {

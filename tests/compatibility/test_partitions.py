@@ -1,7 +1,7 @@
 """Partitions of gradients, by stand-ins for DeepSpeed's optimizers that are written down here.
 
 They have the attributes that soframe reads, filled in from where each element is.
-`tests.stacks.test_deepspeed_zero` is the same with DeepSpeed itself.
+`tests.compatibility.test_deepspeed_zero` is the same with DeepSpeed itself.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from torch import Tensor, nn
 
 import soframe
 from soframe import PlainGrad
-from soframe.blocks import zero
 from soframe.comm import shards
+from soframe.parallel import deepspeed
+from tests.compatibility.fully_sharded import weights
+from tests.compatibility.partitioned import (
+    STEPS,
+    Case,
+    alone,
+    assert_same,
+    base,
+    losses,
+    net,
+    settings_of,
+)
 from tests.distributed.harness import run_ranks
-from tests.stacks.fully_sharded import weights
-from tests.stacks.partitioned import STEPS, Case, alone, assert_same, base, losses, net, settings_of
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +99,7 @@ class DeepSpeedZeroOptimizer:
             self.grad_partition_insertion_offset[number] = places
             for p in own:
                 mark = Mark(self.averaged_gradients) if id(p) in starts[rank] else None
-                setattr(p, zero.MARK, mark)
+                setattr(p, deepspeed.MARK, mark)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -221,9 +230,6 @@ class Stage3:
 def install() -> None:
     """Let soframe find them, in this process."""
     sys.modules["deepspeed"] = ModuleType("deepspeed")
-    module = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
-    module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
 
 
 def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -238,7 +244,9 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
     else:
         engine = DeepSpeedZeroOptimizer(optimizer, **case.zero)
     if case.when == "after":
-        given = optimizer if case.stage == 1 else engine
+        given = engine
+        if case.stage == 1:  # as an engine has it, which is a model
+            given, model.optimizer = optimizer, engine
         own = soframe.Preconditioner(model, case.method, optimizer=given, **settings)
     for step in range(STEPS):
         for loss in losses(step, case, model, rank, ranks):
@@ -261,11 +269,8 @@ MEM = {"strategy": "mem-opt"}
 CLIPS = {**MEM, "kl_clip": 2e-4, "norm_clip": 0.03}
 CASES = {
     "after": Case(options=CLIPS),
-    "before": Case(when="before", options=CLIPS),
     "rates": Case(options=CLIPS, groups=True),
-    "rates, before, comm": Case(
-        when="before", options={**CLIPS, "strategy": "comm-opt"}, groups=True
-    ),
+    "rates, comm": Case(options={**CLIPS, "strategy": "comm-opt"}, groups=True),
     "its own optimizer, sharded": Case(1, options={**CLIPS, "strategy": "sharded"}),
     "passes": Case(options=MEM, passes=2),
     "spoilt": Case(options=MEM, spoilt=2),
@@ -357,7 +362,8 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
 
     def made(model: nn.Module | None = None) -> tuple[nn.Module, DeepSpeedZeroOptimizer]:
         model = net() if model is None else model
-        return model, DeepSpeedZeroOptimizer(base(model, Case()))
+        model.optimizer = DeepSpeedZeroOptimizer(base(model, Case()))  # as an engine has it
+        return model, model.optimizer
 
     for name, (attribute, value, _) in UNSERVED.items():
         model, engine = made()
@@ -405,10 +411,16 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     found["local"] = said(lambda: soframe.Preconditioner(model, kl_clip=None, gradients="local"))
 
     model = net()
-    kept = DeepSpeedZeroOptimizer(torch.optim.SGD(model.layers.parameters(), lr=0.1))
+    engine = DeepSpeedZeroOptimizer(torch.optim.SGD(model.layers.parameters(), lr=0.1))
+    model.optimizer = engine
     found["left out"] = said(lambda: soframe.Preconditioner(model, kl_clip=None))
-    del kept
-    found["gone"] = said(lambda: soframe.Preconditioner(model, kl_clip=None))
+    del model.optimizer
+    found["no engine"] = said(lambda: soframe.Preconditioner(model, kl_clip=None))
+    model = net()
+    own = soframe.Preconditioner(model, lr=0.1)
+    engine = DeepSpeedZeroOptimizer(base(model, Case()))
+    found["no engine, before"] = said(own.step)
+    own.close()
 
     model, engine = made()
     own = soframe.Preconditioner(model, lr=0.1)
@@ -442,7 +454,8 @@ EXPECTED = {
     "torch.float16": "ValueError: the parameter .*train in float32",
     "muon": "ValueError: the parameter .*Muon",
     "home": "ValueError: the parameter .*no other home= is given",
-    "gone": "ValueError: the parameter .*an engine that is gone",
+    "no engine": r"ValueError: the parameter .*optimizer=engine\.optimizer",
+    "no engine, before": r"ValueError: the parameter .*optimizer=engine\.optimizer",
     "own step": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
     "own step, before": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
     "trust region": "ValueError: TrustRegion needs whole .* DeepSpeed's ZeRO",
@@ -469,7 +482,7 @@ def verbs(rank: int, ranks: int) -> tuple[Any, ...]:
     install()
     model = nn.Linear(2, 1)
     engine = DeepSpeedZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    home = PlainGrad()
+    home = PlainGrad(engine)
     home.check(model.named_parameters())
     group = range(ranks)
     held = {name: home.shards(p, group) for name, p in model.named_parameters()}

@@ -22,10 +22,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import soframe
 from soframe import checkpoint
 from soframe.comm import TorchDistributed
-from soframe.setup import pipelines
-from tests.distributed.harness import run_ranks
-from tests.stacks.kit import assert_rounded
-from tests.stacks.pipelined import (
+from soframe.parallel import pipeline
+from tests.compatibility.kit import assert_rounded
+from tests.compatibility.pipelined import (
     BATCHES,
     PLAN,
     WIDTH,
@@ -41,6 +40,7 @@ from tests.stacks.pipelined import (
     train,
     weights,
 )
+from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -340,29 +340,6 @@ def run_once(rank: int, schedule: Any, step: int = 0) -> None:
     schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank else {}))
 
 
-def plain(rank: int, ranks: int) -> None:
-    model, schedule = stage_of(rank, ranks)
-    try:
-        soframe.Preconditioner(model, kl_clip=None, backend="single")
-    finally:
-        del schedule
-
-
-def schedule_later(rank: int, ranks: int) -> None:
-    model = nn.Linear(WIDTH, WIDTH).double()
-    own = soframe.Preconditioner(model, kl_clip=None, backend="single")
-    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
-    run_once(rank, schedule)
-    own.step()
-
-
-def group_alone(rank: int, ranks: int) -> None:
-    model, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=dist.group.WORLD)
-    run_once(rank, schedule)
-
-
 def stages_without(rank: int, ranks: int) -> None:
     """No schedule to be seen, and every rank another model."""
     soframe.Preconditioner(nn.Linear(4 + rank, 4), kl_clip=None)
@@ -376,18 +353,6 @@ def copies_of_all(rank: int, ranks: int) -> None:
 def copies_unknown(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
     soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=mesh["pp"])
-
-
-def copies_later(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
-    model = nn.Linear(WIDTH, WIDTH).double()
-    copies = TorchDistributed(mesh.get_group("dp"))
-    own = soframe.Preconditioner(model, kl_clip=None, backend=copies)
-    group, index = mesh.get_group("pp"), mesh.get_local_rank("pp")
-    stage = PipelineStage(model, index, ranks // 2, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
-    run_once(index, schedule)
-    own.step()
 
 
 def plan_alone(rank: int, ranks: int) -> None:
@@ -574,9 +539,6 @@ def same_names(rank: int, ranks: int) -> None:
 
 
 REFUSED: list[tuple[Callable[[int, int], None], str]] = [
-    (plain, r"Schedule1F1B of torch.distributed.pipelining runs .* pass pipeline=schedule"),
-    (schedule_later, "build the schedule first, and pass pipeline=schedule"),
-    (group_alone, "pass pipeline=schedule"),
     (stages_without, "where ranks have the stages of a pipeline, pass pipeline="),
     (copies_of_all, r"ranks \[0, 1\] are copies of one stage, .* pass backend="),
     (mesh_of_two, r"such as mesh\['pp'\], not a mesh of 2 dimensions"),
@@ -641,7 +603,7 @@ def which_split(rank: int, ranks: int) -> dict[str, bool]:
             for index in mine[: 1 if one else 2]
         ]
         schedule = get_schedule_class(name)(stages[0] if one else stages, BATCHES, loss_fn=loss_of)
-        found[name] = pipelines._splits(schedule)
+        found[name] = pipeline._splits(schedule)
     return found
 
 
@@ -667,23 +629,9 @@ def copies_apart(rank: int, ranks: int) -> None:
 def test_what_copies_are_refused() -> None:
     unknown = "others may have copies of them: pass backend="
     apart = "frozen, thawed or replaced on 1 of 2 ranks"
-    later = "build the schedule first, and pass pipeline=schedule"
     table = [
         (copies_unknown, unknown),
         (copies_apart, apart),
-        (copies_later, later),
         (plan_alone, "it is sharded over the ranks .* be dimensions of one mesh"),
     ]
     require_refused(table, 4)
-
-
-def gone(rank: int, ranks: int) -> None:
-    model, schedule = stage_of(rank, ranks)
-    cycle = [schedule]
-    cycle.append(cycle)
-    del schedule, cycle
-    soframe.Preconditioner(model, kl_clip=None, backend="single")
-
-
-def test_a_schedule_that_is_gone_is_none() -> None:
-    run_ranks(gone, 2)

@@ -17,13 +17,11 @@ from torch.distributed.tensor import distribute_tensor
 
 import soframe
 from soframe import available
-from soframe.blocks import dtensors
 from soframe.methods.base import Direction, Given
 from soframe.methods.kfac import KFAC
+from soframe.parallel import dtensors
 from soframe.strategies import HybridOpt, Sharded
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_plans import planned
-from tests.stacks.fully_sharded import (
+from tests.compatibility.fully_sharded import (
     SAMPLES,
     Case,
     Net,
@@ -36,7 +34,9 @@ from tests.stacks.fully_sharded import (
     weights,
     whole,
 )
-from tests.stacks.kit import Result, assert_refused, assert_same, result_of, state_of
+from tests.compatibility.kit import Result, assert_refused, assert_same, result_of, state_of
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
 
 pytestmark = pytest.mark.distributed
 

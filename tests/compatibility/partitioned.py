@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
+from tests.compatibility.fully_sharded import SAMPLES, Net, batch, make_net, weights
 from tests.methods.stages import damping_for
-from tests.stacks.fully_sharded import SAMPLES, Net, batch, make_net, weights
 
 STEPS = 5
 FIRST = -2  # before there is an engine

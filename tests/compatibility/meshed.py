@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.stacks import tensor_parallel
-from tests.stacks.tensor_parallel import POSITIONS, TOKENS, plan
+from tests.compatibility import tensor_parallel
+from tests.compatibility.tensor_parallel import POSITIONS, TOKENS, plan
 
 SAMPLES = 8
 
@@ -28,14 +28,14 @@ class Case(tensor_parallel.Case):
     """A way to train.
 
     Attributes:
-        stack: Who averages gradients over the ranks with other data: ``"fully_shard"``, which cuts
-            up parameters besides; ``"hybrid"``, in copies of which it does that; ``"replicate"``;
-            ``"hand"``, a collective for each gradient.
+        framework: Who averages gradients over the ranks with other data: ``"fully_shard"``, which
+            shards parameters besides; ``"hybrid"``, in copies of which it does that;
+            ``"replicate"``; ``"hand"``, a collective for each gradient.
         tensor: How many ranks a plan has.
         syncs: Whether gradients are reduced in each backward pass, rather than in the last alone.
     """
 
-    stack: str = "fully_shard"
+    framework: str = "fully_shard"
     tensor: int = 2
     syncs: bool = True
     end: int = 3
@@ -58,7 +58,7 @@ class Run(tensor_parallel.Run):
     def cut(self, ranks: int) -> None:
         """Put the plan, and what averages gradients, to use."""
         case, data = self.case, ranks // self.case.tensor
-        if case.stack == "hybrid":
+        if case.framework == "hybrid":
             names = ("copies", "data", "tensor")
             whole = init_device_mesh("cpu", (2, data // 2, case.tensor), mesh_dim_names=names)
             self.mesh = whole["copies", "data"]
@@ -68,8 +68,8 @@ class Run(tensor_parallel.Run):
             self.mesh = whole["data"]
         if case.kind != "none":
             parallelize_module(self.model, whole["tensor"], plan(case.kind))
-        if case.stack in ("fully_shard", "hybrid", "replicate"):
-            share: Any = replicate if case.stack == "replicate" else fully_shard
+        if case.framework in ("fully_shard", "hybrid", "replicate"):
+            share: Any = replicate if case.framework == "replicate" else fully_shard
             share(self.model.attention, mesh=self.mesh)
             share(self.model, mesh=self.mesh)
 
@@ -96,7 +96,7 @@ class Run(tensor_parallel.Run):
             loss = 0.5 * (outputs - y).square().sum((1, 2)).mean() / case.passes
             spoilt = step == case.spoilt and number == 0 and case.place == "loss"
             (loss * float("nan") if spoilt else loss).backward()
-        if case.stack == "hand" and self.mesh is not None:
+        if case.framework == "hand" and self.mesh is not None:
             self.average()
         if step == case.spoilt and case.place == "part":
             gradient = self.model.down.weight.grad

@@ -17,10 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import soframe
 from soframe.strategies import Sharded
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_plans import planned
-from tests.stacks.kit import assert_refused, result_of
-from tests.stacks.tensor_parallel import (
+from tests.compatibility.kit import assert_refused, result_of
+from tests.compatibility.tensor_parallel import (
     Case,
     Run,
     alone,
@@ -29,6 +27,8 @@ from tests.stacks.tensor_parallel import (
     train,
     train_all,
 )
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_plans import planned
 
 pytestmark = pytest.mark.distributed
 

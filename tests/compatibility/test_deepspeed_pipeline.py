@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from tests.compatibility.kit import assert_refused, assert_rounded
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
 from tests.methods.stages import damping_for
-from tests.stacks.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 
@@ -229,10 +229,6 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
                 assert torch.equal(resumed[name], weight), name
 
 
-def without(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(module_of(rank, ranks), kl_clip=None, backend="single")
-
-
 def tied(rank: int, ranks: int) -> None:
     from deepspeed.pipe import TiedLayerSpec
 
@@ -253,7 +249,6 @@ def under_zero(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (without, "PipelineModule of DeepSpeed, of which each rank has a stage"),
         (tied, "belongs to a layer that DeepSpeed ties over stages"),
         (under_zero, "a pipeline of DeepSpeed under ZeRO is not served"),
     ],
@@ -273,19 +268,6 @@ class PipelineModule(nn.Sequential):
         super().__init__(*modules)
         self.tied_comms = {"ends": {}} if ties else {}
         self.tied_modules = nn.ModuleDict({"ends": modules[0]} if ties else {})
-
-
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("deepspeed.runtime.pipe.module")
-    module.PipelineModule = PipelineModule  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-@pytest.mark.usefixtures("deepspeed")
-def test_a_stage_by_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="of which each rank has a stage"):
-        soframe.Preconditioner(PipelineModule(nn.Linear(2, 2)), kl_clip=None)
 
 
 def tied_stand_in(rank: int, ranks: int) -> None:

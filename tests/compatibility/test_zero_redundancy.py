@@ -15,9 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from tests.compatibility.fully_sharded import SAMPLES, batch, make_net, weights
+from tests.compatibility.kit import assert_rounded
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.stacks.fully_sharded import SAMPLES, batch, make_net, weights
-from tests.stacks.kit import assert_rounded
 
 SETTINGS = {"strategy": "mem-opt", "layers": "all"}
 LENGTH = {"kfac": {"damping": 0.1, "kl_clip": 1e-3}, "shampoo": {"kl_clip": None}}

@@ -18,16 +18,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.blocks import dtensors
+from soframe.blocks import sharding
 from soframe.comm import TorchDistributed
+from soframe.parallel import dtensors
 from soframe.strategies import Sharded
+from tests.compatibility import tensor_parallel
+from tests.compatibility.fully_sharded import weights
+from tests.compatibility.kit import assert_refused, result_of
+from tests.compatibility.meshed import Case, Run, check, save_all, train, train_all
+from tests.compatibility.tensor_parallel import make_net, plan
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
-from tests.stacks import tensor_parallel
-from tests.stacks.fully_sharded import weights
-from tests.stacks.kit import assert_refused, result_of
-from tests.stacks.meshed import Case, Run, check, save_all, train, train_all
-from tests.stacks.tensor_parallel import make_net, plan
 
 pytestmark = pytest.mark.distributed
 
@@ -56,21 +57,21 @@ CASES: dict[str, Case] = {
     "own": Case(owner="own", method="shampoo", kind="sequence", options=MEM),
     "own after": Case(owner="own", method="muon", kind="embedding", when="after", options=MEM),
     # In copies.
-    "hybrid": Case(stack="hybrid", options=KL),
-    "replicate": Case(stack="replicate", kind="sequence", passes=2, options=KL),
-    "own replicate": Case(stack="replicate", owner="own", method="adamw", kind="sequence"),
-    "hybrid alone": Case(stack="hybrid", spoilt=1, place="part", options=KL, **ALONE),
-    "replicate alone": Case(stack="replicate", options=KL, **ALONE),
+    "hybrid": Case(framework="hybrid", options=KL),
+    "replicate": Case(framework="replicate", kind="sequence", passes=2, options=KL),
+    "own replicate": Case(framework="replicate", owner="own", method="adamw", kind="sequence"),
+    "hybrid alone": Case(framework="hybrid", spoilt=1, place="part", options=KL, **ALONE),
+    "replicate alone": Case(framework="replicate", options=KL, **ALONE),
     "own replicate alone": Case(
-        stack="replicate", owner="own", method="shampoo", spoilt=1, place="part", **ALONE
+        framework="replicate", owner="own", method="shampoo", spoilt=1, place="part", **ALONE
     ),
     "replicate alone later": Case(
-        stack="replicate", when="after", options={"kl_clip": 1e-4}, **ALONE
+        framework="replicate", when="after", options={"kl_clip": 1e-4}, **ALONE
     ),
     # By hand.
-    "hand": Case(stack="hand", options=KL),
+    "hand": Case(framework="hand", options=KL),
     "hand sequence": Case(
-        stack="hand",
+        framework="hand",
         kind="sequence",
         passes=2,
         checkpoints=True,
@@ -78,8 +79,8 @@ CASES: dict[str, Case] = {
         place="part",
         options=SHARDED,
     ),
-    "hand later": Case(stack="hand", when="after", options={"kl_clip": 1e-4}),
-    "own hand": Case(stack="hand", owner="own", method="muon", kind="sequence", options=MEM),
+    "hand later": Case(framework="hand", when="after", options={"kl_clip": 1e-4}),
+    "own hand": Case(framework="hand", owner="own", method="muon", kind="sequence", options=MEM),
 }
 
 
@@ -107,8 +108,8 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
     """On 8 ranks no dimension of the mesh is of one rank."""
     cases = {
         "hybrid": CASES["hybrid"],
-        "own hybrid": Case(stack="hybrid", owner="own", method="muon", options=MEM),
-        "spoilt": Case(stack="hybrid", spoilt=1, place="part", options=SHARDED),
+        "own hybrid": Case(framework="hybrid", owner="own", method="muon", options=MEM),
+        "spoilt": Case(framework="hybrid", spoilt=1, place="part", options=SHARDED),
     }
     results = run_ranks(train_all, 8, list(cases.values()), timeout=240)
     for index, (name, case) in enumerate(cases.items()):
@@ -119,21 +120,23 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
 
 
 def test_a_run_goes_on() -> None:
-    """In the middle of an interval, from one stack to the next one and to one process."""
-    cases = [CASES["mem kl"], replace(CASES["own hand"], stack="fully_shard")]
+    """In the middle of an interval, from one framework to the next one and to one process."""
+    cases = [CASES["mem kl"], replace(CASES["own hand"], framework="fully_shard")]
     early = [replace(case, end=2) for case in cases]
     saved, *_ = run_ranks(save_all, 4, early)
     rest = [replace(c, begin=2, state=s) for c, s in zip(cases, saved, strict=True)]
-    stacks: dict[str, dict[str, Any]] = {
+    frameworks: dict[str, dict[str, Any]] = {
         "fully_shard": {},
         "hand": {},
         "hybrid": {"tensor": 1, "kind": "none"},
         "replicate": {"tensor": 1, "kind": "none"},
     }
-    for stack, of in stacks.items():
-        results = run_ranks(train_all, 4, [replace(case, stack=stack, **of) for case in rest])
+    for framework, of in frameworks.items():
+        results = run_ranks(
+            train_all, 4, [replace(case, framework=framework, **of) for case in rest]
+        )
         for index, case in enumerate(cases):
-            check([own[index] for own in results], case, stack)
+            check([own[index] for own in results], case, framework)
     for case, state in zip(cases, saved, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=2, state=state, options=options))
@@ -225,21 +228,21 @@ def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part() -> None:
 # -- which part a rank has -------------------------------------------------------------------------
 
 
-def where_parts_are(rank: int, ranks: int, stack: str, along: int) -> int:
+def where_parts_are(rank: int, ranks: int, framework: str, along: int) -> int:
     """For rows and columns that fully_shard cuts unevenly, and more ranks than rows."""
     widths = (4, 8, 12) if along else (2, 6, 10)  # torch cuts no columns unevenly
     model = nn.Sequential(*(nn.Linear(n, 8) for n in widths), *(nn.Linear(8, n) for n in widths))
     plan = {str(i): RowwiseParallel() if i < 3 else ColwiseParallel() for i in range(6)}
     plan["2"], plan["3"] = ColwiseParallel(), RowwiseParallel()
-    shape = (2, ranks // 4, 2) if stack == "hybrid" else (ranks // 2, 2)
+    shape = (2, ranks // 4, 2) if framework == "hybrid" else (ranks // 2, 2)
     mesh = init_device_mesh(
         "cpu", shape, mesh_dim_names=("copies", "data", "tensor")[-len(shape) :]
     )
     parallelize_module(model, mesh["tensor"], plan)
-    data = mesh["copies", "data"] if stack == "hybrid" else mesh["data"]
-    if stack == "replicate":
+    data = mesh["copies", "data"] if framework == "hybrid" else mesh["data"]
+    if framework == "replicate":
         replicate(model, mesh=data)
-    elif stack != "hand":
+    elif framework != "hand":
         dim = Shard(along)
         fully_shard(model, mesh=data, shard_placement_fn=lambda p: dim if p.dim() > along else None)
     seen = 0
@@ -260,7 +263,7 @@ def where_parts_are(rank: int, ranks: int, stack: str, along: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stack", "along", "both"),
+    ("framework", "along", "both"),
     [
         ("fully_shard", 0, 3),
         ("fully_shard", 1, 3),
@@ -269,8 +272,8 @@ def where_parts_are(rank: int, ranks: int, stack: str, along: int) -> int:
         ("hand", 0, 0),
     ],
 )
-def test_parts_are_torchs(stack: str, along: int, both: int) -> None:
-    for seen in run_ranks(where_parts_are, 4, stack, along):
+def test_parts_are_torchs(framework: str, along: int, both: int) -> None:
+    for seen in run_ranks(where_parts_are, 4, framework, along):
         assert seen == both  # matrices that are cut along both dimensions
 
 
@@ -280,13 +283,13 @@ def test_parts_are_torchs(stack: str, along: int, both: int) -> None:
 def forward_only_first(rank: int, ranks: int) -> None:
     """A validation pass leaves whole parameters in the outermost module."""
     names = [type(module).__name__ for module in make_net().modules()]
-    for stack in ("fully_shard", "replicate"):
-        model = Run(Case(stack=stack), ranks).model
+    for framework in ("fully_shard", "replicate"):
+        model = Run(Case(framework=framework), ranks).model
         model(torch.zeros(2, 4, dtype=torch.long))
         own = soframe.Preconditioner(model, kl_clip=None, layers="all")
         assert {type(p).__name__ for p in own.covered()} == {"DTensor"}
         assert len(list(own.covered())) == len(list(model.parameters()))
-        assert [dtensors.class_name(module) for module in model.modules()] == names
+        assert [sharding.class_name(module) for module in model.modules()] == names
         own.close()
 
 
@@ -345,7 +348,7 @@ def uneven(rank: int, ranks: int) -> None:
 
 
 def drawn(rank: int, ranks: int) -> None:
-    model = Run(Case(stack="replicate"), ranks).model
+    model = Run(Case(framework="replicate"), ranks).model
     settings = {"fisher": "monte-carlo", "loss": "squared-error"}
     soframe.Preconditioner(model, kl_clip=None, **settings)  # type: ignore[arg-type]
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from tests.compatibility.fully_sharded import load, weights
+from tests.compatibility.kit import assert_refused, assert_rounded
 from tests.distributed.harness import run_ranks
 from tests.methods.stages import damping_for
-from tests.stacks.fully_sharded import load, weights
-from tests.stacks.kit import assert_refused, assert_rounded
 
 pytestmark = pytest.mark.distributed
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from tests.compatibility.fully_sharded import load, weights
+from tests.compatibility.kit import Result, assert_same, result_of, state_of
 from tests.methods.stages import damping_for
-from tests.stacks.fully_sharded import load, weights
-from tests.stacks.kit import Result, assert_same, result_of, state_of
 
 SAMPLES, POSITIONS, WIDTH, TOKENS = 5, 4, 8, 8
 

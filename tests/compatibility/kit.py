@@ -1,4 +1,4 @@
-"""What tests of all stacks say of runs on ranks."""
+"""What tests of all frameworks say of runs on ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compatibility.fully_sharded import weights
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.stacks.fully_sharded import weights
 
 Result = tuple[dict[str, Tensor], dict[str, int]]
 """The weights that a rank ends with, and what its preconditioner counted."""

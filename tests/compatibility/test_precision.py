@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import soframe
+from tests.compatibility.fully_sharded import weights
+from tests.compatibility.kit import assert_rounded
+from tests.compatibility.tensor_parallel import batch, make_net, plan
 from tests.distributed.harness import run_ranks
-from tests.stacks.fully_sharded import weights
-from tests.stacks.kit import assert_rounded
-from tests.stacks.tensor_parallel import batch, make_net, plan
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""The tests that the table of stacks names are there."""
+"""The tests that the table of frameworks names are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "stacks.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)))
 
 

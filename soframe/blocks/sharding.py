@@ -1,0 +1,194 @@
+"""The seam to `soframe.parallel`: parameters of which a rank has a part, met by whoever reads one.
+
+No other file of the core knows DTensor or DeepSpeed. A file of `soframe.parallel` is imported once
+the package that it serves has been imported by others; until then each function here answers as for
+plain PyTorch, after a look into `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from soframe.blocks.home import GradientHome
+
+_SERVED = {
+    "torch.distributed.tensor": "dtensors",
+    "torch.distributed.fsdp": "fully_shard",
+    "deepspeed": "deepspeed",
+}
+"""Package -> the file of `soframe.parallel` that serves it."""
+
+MARKS = ("_fsdp_flattened", "ds_id", "_hp_mapping")
+"""Attributes of parameters in flat buffers of FSDP1, of ZeRO stage 3, and of ZeRO 1 and 2."""
+
+_import = cache(import_module)
+
+
+def _met(package: str) -> Any:
+    """Return the file of `soframe.parallel` for a package, or None if nobody has imported it."""
+    return _import(f"soframe.parallel.{_SERVED[package]}") if package in sys.modules else None
+
+
+# -- tensors of calls ------------------------------------------------------------------------------
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return False
+    dtensors = _met("torch.distributed.tensor")
+    return dtensors is not None and isinstance(tensor, dtensors.DTensor)
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Return whether this rank has a part of a tensor only."""
+    return is_distributed(tensor) and bool(_met("torch.distributed.tensor").is_cut(tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, which shares its memory; any other as it is."""
+    if not is_distributed(tensor):
+        return tensor
+    found: Tensor = _met("torch.distributed.tensor").local(tensor)
+    return found
+
+
+def whole(tensor: Tensor, *, read: bool = True) -> Tensor:
+    """Return the full tensor of a DTensor, by a collective unless its values are not to be read."""
+    if type(tensor) is Tensor or (dtensors := _met("torch.distributed.tensor")) is None:
+        return tensor
+    found: Tensor = dtensors.whole(tensor, read=read)
+    return found
+
+
+def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
+    """Return whether ``now`` was gathered, or cut, from the parameter that was registered."""
+    dtensors = _met("torch.distributed.tensor")
+    return dtensors is not None and bool(dtensors.stands_for(now, registered, model))
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def home_of(parameter: nn.Parameter) -> GradientHome | None:
+    """Return the home of a DTensor's gradient; None for other parameters."""
+    if not is_distributed(parameter):
+        return None
+    found: GradientHome = _met("torch.distributed.tensor").HOME
+    return found
+
+
+def zero_homes(
+    named: Sequence[tuple[str, nn.Parameter]],
+    known: Mapping[nn.Parameter, GradientHome],
+    sources: Sequence[object],
+) -> dict[nn.Parameter, GradientHome]:
+    """Return the homes of gradients that DeepSpeed's ZeRO keeps (`soframe.parallel.deepspeed`)."""
+    deepspeed = _met("deepspeed")
+    return {} if deepspeed is None else deepspeed.homes(named, known, sources)
+
+
+def zero_count(parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many gradients DeepSpeed's ZeRO keeps."""
+    if "deepspeed" not in sys.modules:
+        return 0
+    return sum(any(mark in p.__dict__ for mark in MARKS[1:]) for p in parameters)
+
+
+def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
+    """Return a context in which parameters without elements (ZeRO stage 3) have their shapes."""
+    deepspeed = _met("deepspeed")
+    return nullcontext() if deepspeed is None else deepspeed.shaped(parameters)
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter's elements are not all in a plain tensor on this rank."""
+    return is_distributed(parameter) or "ds_id" in parameter.__dict__
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that fully_shard was called on."""
+    fully_shard = _met("torch.distributed.fsdp")
+    return [] if fully_shard is None else fully_shard.units(model)
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Free the gathered parameters of `sharded_modules`: a forward pass alone leaves them."""
+    for module in modules:
+        module.reshard()
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, as it was before fully_shard changed it."""
+    fully_shard = _met("torch.distributed.fsdp")
+    name: str = type(module).__name__ if fully_shard is None else fully_shard.class_name(module)
+    return name
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def _refusals() -> Any:
+    return _import("soframe.parallel.refusals")
+
+
+def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Check that fully_shard and tensor-parallel plans are laid out in a way that is served.
+
+    Args:
+        model: The model.
+        ranks: The global ranks of the preconditioner's group.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        _refusals().require_model(model, ranks)
+
+
+def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise a ValueError if the gradient of a named parameter can neither be read nor written."""
+    for name, parameter in parameters:
+        own = parameter.__dict__
+        if any(mark in own for mark in MARKS) or is_distributed(parameter):
+            _refusals().require_served(name, parameter)
+
+
+def require_whole(parameters: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
+    """Raise a ValueError if a named parameter is sharded, and ``what`` needs all of it."""
+    for name, parameter in parameters:
+        if is_distributed(parameter) or zero_count([parameter]):
+            _refusals().refuse_sharded(name, parameter, what)
+
+
+def require_own_step(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise a ValueError if DeepSpeed moves parameters that a ``soframe.Optimizer`` moves."""
+    if zero_count(parameters):
+        _refusals().refuse_own_step()
+
+
+def require_together(model: nn.Module, blocks: Any, placement: Any, *, draws: bool) -> None:
+    """Check that all ranks of a tensor-parallel plan make the same statistics of the same calls.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+        placement: Their placement.
+        draws: Whether the Fisher draws targets.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        _refusals().require_together(model, blocks, placement, draws=draws)

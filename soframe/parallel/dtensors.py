@@ -1,0 +1,255 @@
+"""DTensors: what fully_shard and tensor-parallel plans leave in a model as parameters.
+
+``fully_shard`` (FSDP2) leaves a DTensor of which every rank has some rows. For a pass it gathers
+whole parameters into plain tensors in their place; afterwards the DTensors are back, with averaged
+gradients, which are DTensors too. ``parallelize_module`` leaves DTensors and computes with them:
+inputs and outputs of layers are DTensors, cut along features or a sequence, of a batch that all
+ranks of the plan share. So a layer's rows are those of the `whole` tensors. Under both,
+fully_shard cuts what the plan has cut, along another dimension of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from soframe.blocks import sharding
+from soframe.blocks.home import GradientHome
+from soframe.specs import Cut, Shards
+
+
+def is_cut(tensor: DTensor) -> bool:
+    """Return whether this rank has a part only."""
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def local(tensor: DTensor) -> Tensor:
+    """Return the local tensor; for the same DTensor, unless a parameter, the same object."""
+    with torch.no_grad():
+        return _waited(tensor.to_local())
+
+
+def whole(tensor: Tensor, *, read: bool) -> Tensor:
+    """Return the full tensor, by a collective over its mesh; or zeros without memory for none."""
+    if isinstance(tensor, DTensor):
+        if not read:
+            return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        with torch.no_grad():
+            tensor = tensor.full_tensor()
+    return _waited(tensor)
+
+
+def _waited(tensor: Any) -> Tensor:
+    """Return the plain tensor of one that a collective may still be writing."""
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:
+        wait()
+        tensor = tensor.elem
+    found: Tensor = tensor
+    return found
+
+
+class DTensorGrad(GradientHome):
+    """The local tensors of gradients in ``.grad``."""
+
+    filled_by_autograd = True
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `GradientHome.read`."""
+        gradient: Any = parameter.grad
+        return local(gradient) if isinstance(gradient, DTensor) else gradient
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """See `GradientHome.put`."""
+        of: Any = parameter
+        if gradient is not None and not isinstance(gradient, DTensor):
+            with torch.no_grad():
+                gradient = DTensor.from_local(
+                    gradient,
+                    of.device_mesh,
+                    of.placements,
+                    run_check=False,
+                    shape=of.shape,
+                    stride=of.stride(),
+                )
+        parameter.grad = gradient
+
+    def local(self, parameter: nn.Parameter) -> Tensor:
+        """See `GradientHome.local`."""
+        of: Any = parameter
+        return local(of)
+
+    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
+        """See `GradientHome.shards`."""
+        of: Any = parameter
+        return shards(of, ranks)
+
+    def is_partial(self, parameter: nn.Parameter) -> bool:
+        """See `GradientHome.is_partial`."""
+        of: Any = parameter
+        gradient: Any = parameter.grad
+        return isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(of.placements)
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """See `GradientHome.settle`."""
+        of: Any = parameter
+        gradient: Any = parameter.grad
+        with torch.no_grad():
+            parameter.grad = gradient.redistribute(of.device_mesh, of.placements)
+
+
+HOME = DTensorGrad()
+
+
+def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
+    """Return how a parameter is cut up over the global ranks of a preconditioner's group.
+
+    Raises:
+        ValueError: If it is sharded over other ranks, or in a way that is not known.
+    """
+    assert (why := unserved(parameter)) is None, why
+    where = {}
+    for number, one in enumerate(meshes(parameter, ranks)):
+        for place in product(*map(range, one.shape)):
+            where[int(one[place])] = (number, place)
+    if sorted(where) != sorted(ranks):
+        raise ValueError(
+            f"it is sharded over the ranks {parameter.device_mesh.mesh.flatten().tolist()}, and "
+            f"the preconditioner works on the ranks {list(ranks)}: let fully_shard's mesh have all "
+            f"ranks of the backend's process group, and so a tensor-parallel plan's; or let both, "
+            f"or the plan's and data parallelism, be dimensions of one mesh that has: "
+            f"mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), mesh['tp']"
+        )
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    dims = list(map(_dim, parameter.placements))
+    if all(dim is None for dim in dims):
+        return Shards.none(tuple(parameter.shape), len(ranks), dtype)
+    uncut = [index for index, dim in enumerate(dims) if dim is None]
+    numbers: dict[tuple[int, ...], int] = {}
+    copies = []
+    for number, place in map(where.__getitem__, ranks):
+        copy = (number, *(place[index] for index in uncut))
+        copies.append(numbers.setdefault(copy, len(numbers)))
+    bounds = [_bounds(parameter, where[rank][1]) for rank in ranks]
+    first, *others = sorted({dim for dim in dims if dim is not None})
+    found = Shards(
+        shape=tuple(parameter.shape),
+        dim=first,
+        ranges=tuple(bound[first] for bound in bounds),
+        copies=tuple(copies),
+        dtype=dtype,
+        also=tuple(Cut(dim, tuple(bound[dim] for bound in bounds)) for dim in others),
+    )
+    expected = found.part_shape(list(ranks).index(torch.distributed.get_rank()))
+    held = local(parameter)
+    if held.numel() != prod(expected) or (held.numel() and tuple(held.shape) != expected):
+        raise ValueError(
+            f"this rank has a part of shape {tuple(held.shape)} of it, where one of shape "
+            f"{expected} was expected of {tuple(parameter.shape)}: it is sharded in a way that is "
+            f"not known"
+        )
+    return found
+
+
+def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
+    """Return the global ranks of a parameter's mesh, and of its other slices within the group.
+
+    A mesh that is a slice of another, such as ``mesh["tp"]``, is one of several.
+    """
+    mesh: Any = parameter.device_mesh
+    # NOTE: no public attribute says which other slices there are; torch's own checkpoints and
+    # fully_shard read these, too.
+    every = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return [one for one in every if set(one.flatten().tolist()) <= set(ranks)]
+
+
+def _dim(placement: Any) -> int | None:
+    """Return along which dimension a placement cuts, or None if it does not."""
+    return None if placement.is_replicate() else placement.dim
+
+
+def _is_strided(placement: Any) -> bool:
+    """Return whether a placement cuts what those after it have cut already."""
+    return hasattr(placement, "split_factor")
+
+
+def _bounds(parameter: DTensor, place: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return dimension -> range of indices of the rank at these coordinates of the mesh."""
+    bounds: dict[int, tuple[int, int]] = {}
+    cuts = list(zip(parameter.placements, parameter.device_mesh.shape, place, strict=True))
+    # What fully_shard cuts along a plan's dimension are the plan's parts, though it comes first.
+    for placement, count, index in sorted(cuts, key=lambda cut: _is_strided(cut[0])):
+        dim = _dim(placement)
+        if dim is None:
+            continue
+        start, stop = bounds.get(dim, (0, parameter.shape[dim]))
+        chunk = -(-(stop - start) // count)
+        start = min(start + index * chunk, stop)
+        bounds[dim] = start, min(start + chunk, stop)
+    return bounds
+
+
+def unserved(parameter: DTensor) -> str | None:
+    """Return why a gradient cannot be read and written in parts, or None if it can."""
+    placements, shape = tuple(parameter.placements), parameter.device_mesh.shape
+    for index, one in enumerate(placements):
+        inner = zip(placements[index + 1 :], shape[index + 1 :], strict=True)
+        parts = prod(count for other, count in inner if _dim(other) == getattr(one, "dim", None))
+        strided: Any = one
+        if type(one) not in (Shard, Replicate) and not (
+            _is_strided(one) and strided.split_factor == parts
+        ):
+            return f"it is a DTensor with placements {placements}"
+    return None
+
+
+def uncomputed(parameter: DTensor, dims: int | None = None) -> str | None:
+    """Return why rows cannot be those of whole tensors in a layer that computes with a DTensor.
+
+    Args:
+        parameter: The DTensor, of a tensor-parallel plan.
+        dims: How many dimensions of its mesh, the last ones, are the plan's; None for all.
+    """
+    shape = parameter.device_mesh.shape
+    dims = len(shape) if dims is None else dims
+    if dims > 1:
+        return (
+            f"has a mesh of {dims} dimensions: served are those of one, as parallelize_module "
+            f"takes it, with the same data on all of its ranks"
+        )
+    dim, count = _dim(parameter.placements[-1]), shape[-1]
+    if dim is not None and parameter.shape[dim] % count:
+        return (
+            f"cuts {parameter.shape[dim]} features into {count} parts that are not equal, and "
+            f"torch then takes wrong shapes for those of what its layer is called with: let the "
+            f"ranks divide them"
+        )
+    return None
+
+
+def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
+    """Return whether ``now`` stands in a module in the place of the registered parameter.
+
+    fully_shard has gathered it, or a tensor-parallel plan has cut it up since; or, under both, it
+    is gathered over the ranks of the one and stays cut over those of the other.
+    """
+
+    def is_fully_sharded() -> bool:
+        return model is not None and bool(sharding.sharded_modules(model))
+
+    if not isinstance(now, nn.Parameter) or now.shape != registered.shape:
+        return False
+    if not isinstance(now, DTensor):
+        return isinstance(registered, DTensor) or is_fully_sharded()
+    if uncomputed(now) is not None:
+        return False
+    if not isinstance(registered, DTensor):
+        return True
+    of, own = registered.placements, now.placements
+    return of[-1] == own[-1] and (len(of) > len(own) or is_fully_sharded())

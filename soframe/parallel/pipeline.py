@@ -1,0 +1,395 @@
+"""Pipelines: which stages of a model this rank has, which ranks have the others, and how they run.
+
+A schedule of ``torch.distributed.pipelining`` has the process group over which its stages are
+spread, their modules on this rank, the number of micro-batches, and whether it divides gradients by
+that number after the backward passes. Of other pipelines the process group alone is known.
+
+Numbers are gathered and reduced in the order of the ranks, so that all stages have the same bits.
+Each rank is in one pipe and among the copies of one stage: what is agreed over one of these groups
+and then over the other is agreed by all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from soframe.blocks.block import Block
+from soframe.blocks.registration import Registration, head_of, warn_unused
+from soframe.comm.agreement import (
+    add_over_ranks,
+    compare_settings,
+    describe_error,
+    fingerprint,
+    gather_texts,
+    require_common,
+    say_failed,
+)
+from soframe.comm.base import Backend
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.stages import PHASE, STAGES, Seen, Stages
+
+_DEEPSPEED = "deepspeed.runtime.pipe.module"
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_TIED = 1e9  # above the number of any stage
+_NOTHING = hashlib.sha256().digest()
+_COPIES = (
+    "pass backend=soframe.comm.TorchDistributed(group) with the process group of the copies of a "
+    "stage, such as mesh.get_group('dp'), or backend='single' where each stage is there once"
+)
+
+
+class Pipeline(Stages):
+    """The pipeline that a model's modules are a part of.
+
+    Args:
+        choice: A schedule of ``torch.distributed.pipelining``; a process group, or a `DeviceMesh`
+            of one dimension, over which the stages of a pipeline of another kind are spread.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If it is a mesh of several dimensions.
+        RuntimeError: If torch.distributed is not initialised.
+    """
+
+    backend: Backend
+
+    def __init__(self, choice: object) -> None:
+        self._schedule: Any = None
+        if _is_schedule(choice):
+            self._schedule = choice
+            group = _stages(choice)[0].group
+        elif isinstance(choice, DeviceMesh):
+            if choice.ndim != 1:
+                raise ValueError(
+                    f"pipeline= takes the one dimension of a DeviceMesh over which stages are "
+                    f"spread, such as mesh['pp'], not a mesh of {choice.ndim} dimensions"
+                )
+            group = choice.get_group()
+        elif isinstance(choice, dist.ProcessGroup):
+            group = choice
+        else:
+            raise TypeError(
+                f"pipeline must be a schedule of torch.distributed.pipelining, or the process "
+                f"group or the dimension of a DeviceMesh over which stages are spread, not "
+                f"{choice!r}"
+            )
+        self.backend = TorchDistributed(group)
+        self._parts = self._find_parts()
+        self._names: list[list[str]] = []
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # a constant there
+        """Which stages this rank has, as text."""
+        if self._schedule is None:
+            return f"rank {self.backend.rank} of {self.backend.world_size}"
+        stages = _stages(self._schedule)
+        numbers = ", ".join(str(stage.stage_index) for stage in stages)
+        return f"{numbers} of {stages[0].num_stages}"
+
+    def _find_parts(self) -> dict[nn.Parameter, int]:
+        stages = [] if self._schedule is None else _stages(self._schedule)
+        return {p: part for part, stage in enumerate(stages) for p in stage.submod.parameters()}
+
+    # -- at the start -------------------------------------------------------------------------
+
+    def require_backend(self, backend: Backend | None) -> None:
+        """See `Stages.require_backend`."""
+        if backend is None:
+            if self.backend.world_size < dist.get_world_size():
+                raise ValueError(
+                    f"the stages of pipeline= are on {self.backend.world_size} of "
+                    f"{dist.get_world_size()} ranks, and others may have copies of them: {_COPIES}"
+                )
+        elif backend.process_group is not None:
+            both = sorted(set(backend.global_ranks) & set(self.backend.global_ranks))
+            if len(both) > 1:
+                raise ValueError(
+                    f"ranks {both} are copies of one stage, by backend=, and hold different "
+                    f"stages, by pipeline=: {_COPIES}"
+                )
+
+    def require_settings(self, *, probed: bool, scaled: bool) -> None:
+        """See `Stages.require_settings`."""
+        if probed:
+            raise ValueError(
+                "fisher='monte-carlo' and 'type-2' send vectors backward from the model's outputs "
+                "to all layers, which end at the first module of a stage: with pipeline= pass "
+                "fisher='empirical' or 'forward-only'"
+            )
+        if scaled:
+            raise ValueError(
+                "grad_scaler= does not go together with pipeline=: a GradScaler sees what is not "
+                "finite on its own stage alone, so that the scales of stages part, and other "
+                "stages step where it skips. Use bfloat16, which needs none, or float32"
+            )
+
+    def require_uncounted(self) -> None:
+        """See `Stages.require_uncounted`."""
+        if self._schedule is not None:
+            raise ValueError(
+                "count() says something of the next forward pass, and a schedule runs those of all "
+                "micro-batches by itself: pass a callable samples= that returns how many terms the "
+                "loss of one micro-batch is a mean over"
+            )
+
+    def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        """See `Stages.require_served`."""
+        _require_untied(model, blocks)
+        if self._schedule is None:
+            return
+        self._parts = self._find_parts()  # modules may have been replaced
+        for block in blocks:
+            for name, parameter in block.parameters.items():
+                if parameter not in self._parts:
+                    raise ValueError(
+                        f"{block.name}.{name} is in no stage that the schedule given as pipeline= "
+                        f"runs on this rank: build the Preconditioner of the modules of this "
+                        f"rank's stages alone (nn.ModuleList of several), or skip the module "
+                        f"(skip=[{block.name!r}])"
+                    )
+        own = set(model.parameters())
+        for parameter, part in self._parts.items():
+            if parameter not in own:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} of this rank's stage "
+                    f"{_stages(self._schedule)[part].stage_index} is not in the given model: build "
+                    f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
+                    f"of several)"
+                )
+        captured = next((block for block in blocks if block.captured), None)
+        if captured is not None and _splits(self._schedule):
+            raise ValueError(
+                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
+                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
+                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
+                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
+                f"'soap'"
+            )
+
+    def say_failed(self, error: BaseException) -> None:
+        """See `Stages.say_failed`."""
+        say_failed(self.backend, error)
+
+    def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
+        """See `Stages.meet`; raise a ValueError if settings differ, or a stage cannot start."""
+        compare_settings(self.backend, _NOTHING, settings)
+        # The head is a weight that is tied to an embedding, or else the last linear layer.
+        if self._schedule is None:
+            own = {self.backend.rank: model}
+        else:
+            own = {stage.stage_index: stage.submod for stage in _stages(self._schedule)}
+        ranks: dict[float, nn.Module] = {}
+        for index, module in own.items():
+            weight, tied = head_of(model, module)
+            if weight is not None:
+                ranks[1 + index + _TIED * tied] = module
+        return ranks.get(self.largest(max(ranks, default=0)))
+
+    def look_over(self, registration: Registration) -> None:
+        """See `Stages.look_over`."""
+        mine = json.dumps([[block.name for block in registration.blocks], registration.unused])
+        every = [json.loads(text) for text in gather_texts(self.backend, mine, PHASE)]
+        self._names = [names for names, _ in every]
+        if not any(self._names):
+            raise ValueError(
+                f"there is nothing to precondition in any stage; in those of this rank:\n"
+                f"{registration.report}"
+            )
+        unused = set(registration.unused).intersection(*(patterns for _, patterns in every))
+        if unused:
+            warn_unused(sorted(unused), stacklevel=6)
+
+    def own_part(self, saved: Any) -> Any:
+        """Return this rank's part of a whole model's state; anything else as it is.
+
+        Raises:
+            ValueError: If it is that of other stages.
+        """
+        if not isinstance(saved, Mapping):
+            return saved
+        blocks, own = saved.get("blocks"), self._names[self.backend.rank]
+        if saved.get(STAGES, self.name) != self.name:
+            raise ValueError(
+                f"the state is that of stages {saved[STAGES]}, and this rank has {self.name}: load "
+                f"what this rank has saved, or what soframe.checkpoint.merge makes of all"
+            )
+        if STAGES in saved or not isinstance(blocks, Mapping) or set(blocks) == set(own):
+            return saved
+        every = [name for names in self._names for name in names]
+        if len(every) > len(set(every)):
+            raise ValueError(
+                "the state is that of a whole model, and the stages of this pipeline have blocks "
+                "of the same names: let modules have the names that they have in the whole model"
+            )
+        if set(blocks) != set(every):
+            return saved  # the difference is named where it is checked
+        return {**saved, "blocks": {name: blocks[name] for name in own}}
+
+    # -- micro-batches ------------------------------------------------------------------------
+
+    def part_of(self, block: Block) -> int:
+        """See `Stages.part_of`."""
+        return self._parts.get(next(iter(block.parameters.values())), 0)
+
+    @property
+    def _divisor(self) -> float:
+        """What the schedule divides gradients by after the backward passes."""
+        scales = self._schedule is not None and self._schedule.scale_grads
+        return float(self._schedule._n_microbatches) if scales else 1.0
+
+    def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
+        """See `Stages.scaled`."""
+        return lambda: loss_scale() * self._divisor
+
+    def miscounted(self, passes: float) -> Exception | None:
+        """See `Stages.miscounted`."""
+        divisor = self._divisor
+        if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
+            return None
+        return RuntimeError(
+            f"{passes:.0f} backward passes of each stage have given statistics since the last "
+            f"step, and the schedule that was given as pipeline= runs {divisor:.0f} "
+            f"micro-batches and divides gradients by {divisor:.0f}: gradients and statistics "
+            f"would be of different scales. Give the schedule that runs, and call its step() "
+            f"once for each step; to accumulate over several, pass it scale_grads=False and a "
+            f"loss that is divided by all micro-batches"
+        )
+
+    # -- in a step ----------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Stages.together`."""
+        try:
+            yield
+        except Exception as error:  # whatever it is: the other stages wait for it
+            self.require_none(error)
+        else:
+            self.require_none(None)
+
+    def put_together(
+        self, seen: Seen, common: Mapping[str, object], error: Exception | None
+    ) -> tuple[Seen, Exception | None]:
+        """See `Stages.put_together`; a ValueError is returned if stages differ."""
+        names = [field.name for field in fields(seen)]
+        mine = [*(getattr(seen, name) for name in names), *fingerprint(common)]
+        rows = self._gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
+        every = [Seen(*row[: len(names)]) for row in rows]
+        most = Seen(*(max(getattr(one, name) for one in every) for name in names))
+        if most.failed:
+            return most, error
+        counted = {one.samples for one in every if one.passes == most.passes}
+        if len(counted) > 1:
+            text = ", ".join(f"{number:.0f}" for number in sorted(counted))
+            return most, ValueError(
+                f"in the backward passes since the last step the layers of different stages were "
+                f"called with different numbers of samples ({text}), so how many the loss is a "
+                f"mean over cannot be told: pass a callable samples= that returns it for one "
+                f"micro-batch"
+            )
+        sums = [sum(column) for column in zip(*(row[len(names) :] for row in rows), strict=True)]
+        try:
+            require_common(self.backend, common, sums)
+        except ValueError as differ:
+            text = f"the stages of the pipeline differ (ranks are those of a pipe): {differ}"
+            return most, ValueError(text)
+        return most, None
+
+    def spread(self, error: Exception | None) -> Exception | None:
+        """See `Stages.spread`."""
+        texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
+        if error is not None or not any(texts):
+            return error
+        errors = [f"rank {rank} of the pipe: {text}" for rank, text in enumerate(texts) if text]
+        return RuntimeError(
+            f"another stage of the pipeline cannot go on, so none does. {'; '.join(errors)}"
+        )
+
+    def require_none(self, problem: Exception | None) -> None:
+        """See `Stages.require_none`."""
+        if self.any(problem is not None):
+            problem = self.spread(problem)
+        super().require_none(problem)
+
+    def any(self, flag: bool) -> bool:
+        """See `Stages.any`."""
+        return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())
+
+    def largest(self, number: float) -> float:
+        """See `Stages.largest`."""
+        return float(self._gather(torch.tensor([number], dtype=torch.float64, device="cpu")).max())
+
+    def total(self, number: Tensor) -> Tensor:
+        """See `Stages.total`; added up in float64."""
+        return self._gather(number.detach().double().reshape(1)).sum().to(number)
+
+    def totals(self, numbers: Sequence[float]) -> Sequence[float]:
+        """See `Stages.totals`."""
+        return add_over_ranks(self.backend, numbers)
+
+    def _gather(self, numbers: Tensor) -> Tensor:
+        """Return every stage's numbers, ``[ranks, numbers]``."""
+        backend = self.backend
+        # Rows of zeros but for this rank's own: their sum has the bits of all.
+        rows = numbers.new_zeros(backend.world_size, len(numbers))
+        rows[backend.rank] = numbers
+        rows = rows.to(backend.wire_device(rows.device))
+        backend.all_reduce(rows, PHASE).wait()
+        return rows
+
+
+def _require_untied(model: Any, blocks: Sequence[Block]) -> None:
+    """Raise a ValueError if several stages of a ``PipelineModule`` of DeepSpeed have a weight."""
+    module = sys.modules.get(_DEEPSPEED)
+    if module is None or not isinstance(model, module.PipelineModule):
+        return
+    tied = {
+        id(parameter)
+        for key in model.tied_comms
+        for parameter in model.tied_modules[key].parameters()
+    }
+    for block in blocks:
+        if any(id(parameter) in tied for parameter in block.parameters.values()):
+            raise ValueError(
+                f"{block.name} belongs to a layer that DeepSpeed ties over stages, and each stage "
+                f"would make another direction of its gradient, so that its copies would part: "
+                f"leave it out (skip=[{block.name!r}])"
+            )
+
+
+def _is_schedule(choice: object) -> bool:
+    module = sys.modules.get(_SCHEDULES)
+    return module is not None and isinstance(choice, module._PipelineSchedule)
+
+
+def _stages(schedule: Any) -> list[Any]:
+    """Return the stages that a schedule runs on this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def _splits(schedule: Any) -> bool:
+    """Return whether gradients of inputs and of weights come in passes apart."""
+    halves = {"BACKWARD_INPUT", "BACKWARD_WEIGHT"}
+    builders = any(stage.dw_builder is not None for stage in _stages(schedule))
+    return builders or any(kind in halves for kind in _kinds(schedule))
+
+
+def _kinds(schedule: Any) -> Iterator[str]:
+    """Yield the names of a schedule's actions."""
+    # In what is run, halves that follow each other may have been put together.
+    order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order or {}
+    for action in (one for row in order.values() for one in row if one is not None):
+        yield action.computation_type.name
+        for inner in getattr(action, "sub_actions", None) or ():
+            yield inner.computation_type.name

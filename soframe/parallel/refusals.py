@@ -1,0 +1,172 @@
+"""Sharded models that a preconditioner cannot serve: the reason and the remedy, as errors.
+
+Where parameters are parts of other buffers, what is written into ``.grad`` has no effect. So a
+preconditioner refuses to be built, or to step where such a framework came later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from soframe.blocks import sharding
+from soframe.blocks.block import Block
+from soframe.parallel.dtensors import meshes, uncomputed, unserved
+from soframe.parallel.tensor_parallel import is_hidden, planned
+from soframe.strategies.placement import Placement
+
+_INSTEAD = (
+    "shard the model by torch.distributed.fsdp.fully_shard; or use DistributedDataParallel, with "
+    "strategy='sharded' to spread the curvature over ranks and "
+    "torch.distributed.optim.ZeroRedundancyOptimizer to spread the optimizer's state; or train "
+    "without the preconditioner"
+)
+_OWNERS = (
+    "FullyShardedDataParallel, in whose flat buffers it lies",
+    (
+        "DeepSpeed's ZeRO stage 3, and to no engine (build the Preconditioner after "
+        "deepspeed.initialize where deepspeed.zero.Init has made the model), or another home= is "
+        "given"
+    ),
+    (
+        "DeepSpeed, which keeps its gradient in a buffer of its own: ZeRO's is found where the "
+        "Preconditioner is built after deepspeed.initialize, of the engine or with "
+        "optimizer=engine.optimizer, and no other home= is given; its bf16 optimizer's is not"
+    ),
+)
+
+
+def require_served(name: str, parameter: nn.Parameter) -> None:
+    """Raise a ValueError if the gradient of a parameter lives where it cannot be reached."""
+    own = parameter.__dict__
+    owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in own), None)
+    if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
+        owner = f"several plans at once, or one of a kind that is not known ({why})"
+    if owner is not None:
+        raise ValueError(
+            f"the parameter {name} belongs to {owner}: a Preconditioner reads and writes "
+            f"gradients in .grad, so here it would have no effect. Instead {_INSTEAD}"
+        )
+
+
+def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Raise a ValueError if what fully_shard and plans make of a model is not served."""
+    if is_hidden(model):
+        raise ValueError(
+            "DistributedDataParallel with device_mesh= (or what is built on it) hides a "
+            "tensor-parallel plan: the layers have no parameters but this rank's parts, and after "
+            "a pass none at all. Average gradients by replicate(model, mesh=mesh['dp']) of "
+            "torch.distributed._composable.replicate_with_fsdp, by fully_shard, or yourself over "
+            "mesh['dp'].get_group(), which all go with a plan"
+        )
+    for one in planned(model):
+        if one.alone and sharding.sharded_modules(model):
+            raise ValueError(
+                f"the parameter {one.name} belongs to a tensor-parallel plan, whose ranks have the "
+                f"same data, and other modules of the model to fully_shard, whose ranks have their "
+                f"own: put the plan on one dimension of a mesh, and call fully_shard on the whole "
+                f"model with another one (mesh=mesh['dp']); or leave out one of the two"
+            )
+        if (why := uncomputed(one.parameter, one.dims)) is not None:
+            raise ValueError(
+                f"the parameter {one.name} belongs to a tensor-parallel plan that {why}; or "
+                f"instead {_INSTEAD}"
+            )
+    if (why := _apart(model, ranks)) is not None:
+        raise ValueError(
+            f"{why}, and the preconditioner works on the ranks {list(ranks)}: no gradient but "
+            f"those of all data is a step's. Either let fully_shard's mesh have all ranks of the "
+            f"backend's process group (those of a tensor-parallel plan aside), or let the backend "
+            f"have the ranks of the mesh: backend=soframe.comm.TorchDistributed(mesh). Experts "
+            f"that ranks have for themselves are DTensors on a dimension of the mesh, or skipped"
+        )
+
+
+def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
+    """Return which gradients fully_shard does not average over all ranks; None if there are none.
+
+    Ranks belong together where the mesh of some parameter has both: there they share what they have
+    averaged, or have the same data.
+    """
+    if not sharding.sharded_modules(model):
+        return None
+    plans = {id(one.parameter): one.dims for one in planned(model)}
+    together = {rank: {rank} for rank in ranks}
+    averaged: dict[frozenset[int], str] = {}
+    spans: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        for one in meshes(parameter, ranks):
+            joined = set().union(*(together[rank] for rank in one.flatten().tolist()))
+            together.update(dict.fromkeys(joined, joined))
+        mesh = parameter.device_mesh
+        dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
+        assert place is not None
+        here: Any = (..., *place[mesh.ndim - dims :])
+        own = mesh.mesh[here]
+        among, span = (frozenset(of.flatten().tolist()) for of in (own, mesh.mesh))
+        spans[name] = among, span
+        if not dims:
+            averaged.setdefault(among, name)
+    found = together[ranks[0]]
+    if found != set(ranks):
+        return f"the model is sharded over the ranks {sorted(found)}"
+    data = next(iter(averaged), next(iter(spans.values()))[0])
+    for name, (among, span) in spans.items():
+        # Experts over ranks: with the ranks of their plan they have everybody's data.
+        if among != data and span != data:
+            return (
+                f"the gradient of {name} is averaged over the ranks {sorted(among)}, and that of "
+                f"others over the ranks {sorted(data)}"
+            )
+    return None
+
+
+def require_together(
+    model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
+) -> None:
+    """Raise a ValueError if ranks of a plan draw their own targets, or take no statistics."""
+    of_plans = {id(one.parameter): one.name for one in planned(model)}
+    if of_plans and draws:
+        raise ValueError(
+            f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
+            f"tensor-parallel plan of {next(iter(of_plans.values()))} have one batch together: "
+            f"pass fisher='type-2', or 'empirical'"
+        )
+    for block, place in zip(blocks, placement.blocks, strict=True):
+        if not any(id(p) in of_plans for p in block.parameters.values()):
+            continue
+        captured = [index for index, factor in enumerate(block.factors) if factor.captured]
+        ranks = range(placement.world_size)
+        if not all(place.contributes(rank, index) for rank in ranks for index in captured):
+            raise ValueError(
+                f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
+                f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
+                f"take no statistics of it: pass strategy='comm-opt', "
+                f"'mem-opt' or Sharded(group=None)"
+            )
+
+
+def refuse_sharded(name: str, parameter: nn.Parameter, what: str) -> NoReturn:
+    """Raise for a sharded parameter where whole ones are needed."""
+    plan = "fully_shard or a tensor-parallel plan"
+    owner = plan if isinstance(parameter, DTensor) else "DeepSpeed's ZeRO"
+    raise ValueError(
+        f"{what} needs whole parameters and gradients on every rank, and {name} is sharded "
+        f"by {owner}: use DistributedDataParallel"
+    )
+
+
+def refuse_own_step() -> NoReturn:
+    """Raise where ZeRO moves the parameters of a ``soframe.Optimizer``."""
+    raise ValueError(
+        "a soframe.Optimizer moves the parameters of a model itself, and DeepSpeed's ZeRO has "
+        "copies of them that only its own optimizer moves: give deepspeed.initialize an "
+        "optimizer of torch, and its engine to "
+        "soframe.integrations.deepspeed.DeepSpeedPreconditioner, with the same method=; or "
+        "shard the model by torch.distributed.fsdp.fully_shard"
+    )

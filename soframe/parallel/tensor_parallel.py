@@ -1,0 +1,61 @@
+"""Parameters that ``torch.distributed.tensor.parallel.parallelize_module`` has made DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from soframe.blocks import sharding
+
+
+class Planned(NamedTuple):
+    """A parameter of a plan, cut or whole.
+
+    Attributes:
+        name: Its name.
+        parameter: The parameter.
+        dims: How many dimensions of its mesh, the last ones, are the plan's.
+        alone: Whether it is in no module that fully_shard was called on.
+    """
+
+    name: str
+    parameter: DTensor
+    dims: int
+    alone: bool
+
+
+def planned(model: nn.Module) -> Iterator[Planned]:
+    """Yield the parameters of a resharded model that belong to a tensor-parallel plan.
+
+    fully_shard puts its own dimensions of a mesh before those of the plan: one that it cuts along,
+    and before that another for copies, which alone it has where it is called ``replicate``.
+    """
+    replicate = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
+    copied: dict[int, bool] = {}
+    for unit in sharding.sharded_modules(model):
+        only = replicate is not None and isinstance(unit, replicate.ReplicateModule)
+        for parameter in unit.parameters():
+            copied[id(parameter)] = only or copied.get(id(parameter), False)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        dims = len(parameter.placements)
+        if (only_copies := copied.get(id(parameter))) is None:
+            yield Planned(name, parameter, dims, alone=True)
+            continue
+        hybrid = parameter.placements[0].is_replicate() and not only_copies
+        if dims > 1 + hybrid:
+            yield Planned(name, parameter, dims - 1 - hybrid, alone=False)
+
+
+def is_hidden(model: nn.Module) -> bool:
+    """Return whether DistributedDataParallel (``device_mesh=``) keeps a model's DTensors itself."""
+    module: Any = sys.modules.get("torch.distributed.tensor.parallel.ddp")
+    if module is None:
+        return False
+    hook = module._reconstruct_dtensor
+    return any(hook in m._forward_pre_hooks.values() for m in model.modules())
