@@ -3,6 +3,10 @@
 From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are put into the
 descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep in the basis has to
 follow: which of the old columns each new one comes from is part of the data.
+
+A factor of few gradients lacks rank, and rounding would choose the basis of its null space. So F is
+the factor plus ``1e-6 tr(F)/n diag(1, ..., 2)``, which makes that basis unique in float64; in
+float32 it is below the rounding of the largest eigenvalues.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from soframe.kernels.products import times
 from soframe.registry import register
-from soframe.solvers.base import Solver, whole
+from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
 
@@ -51,7 +55,7 @@ class Basis(Solver):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         """See `Solver.solve`; there is no damping, and the order is that of the columns."""
         del damping
-        vectors = torch.linalg.eigh(matrix)[1].flip(-1)
+        vectors = torch.linalg.eigh(_graded(matrix))[1].flip(-1)
         if not self.ordered:
             return {"vectors": vectors}
         groups, size, _ = matrix.shape
@@ -64,7 +68,7 @@ class Basis(Solver):
         """See `Solver.solve_again`."""
         del damping
         vectors = last["vectors"]
-        product = times(whole(matrix), vectors)
+        product = times(whole(_graded(matrix)), vectors)
         if not self.ordered:
             return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -85,3 +89,10 @@ class Basis(Solver):
             NotImplementedError: Always: there are no eigenvalues, see `unsupported`.
         """
         raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")
+
+
+def _graded(matrix: Tensor) -> Tensor:
+    """Return ``F + 1e-6 tr(F)/n diag(1, ..., 2)``, whose eigenvalues differ."""
+    size = matrix.shape[-1]
+    grade = torch.linspace(1e-6, 2e-6, size, dtype=matrix.dtype, device=matrix.device)
+    return matrix + torch.diag_embed(mean_trace(matrix).unsqueeze(-1) * grade)
