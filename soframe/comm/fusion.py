@@ -14,7 +14,7 @@ from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.comm.tasks import Task, run
 from soframe.specs import TensorSpec
 from soframe.strategies.buckets import fill
-from soframe.strategies.placement import Reduction
+from soframe.strategies.work import Reduction
 
 
 @dataclass

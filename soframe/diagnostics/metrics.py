@@ -24,7 +24,7 @@ from soframe.gradients.clipping import Clipped
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
 from soframe.statistics.running import settled, unpack
-from soframe.strategies.placement import BlockPlacement
+from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Seconds, only
 
 FORMAT = "soframe.metrics"

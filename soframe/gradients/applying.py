@@ -22,7 +22,7 @@ from soframe.kernels import products
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
-from soframe.strategies.placement import BlockPlacement, exchange_group
+from soframe.strategies.work import BlockPlacement, exchange_group
 
 SMALL = 40_000
 """Elements of a gradient's matrix: on CPUs larger ones are applied one by one. With one thread six

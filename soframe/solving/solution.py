@@ -26,7 +26,7 @@ from soframe.solvers.base import SolveFailedError, Solver, solve_safely
 from soframe.solving.worker import Work, Worker
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.statistics.running import settle, unpack
-from soframe.strategies.placement import BlockPlacement
+from soframe.strategies.work import BlockPlacement
 
 log = logging.getLogger("soframe")
 

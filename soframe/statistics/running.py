@@ -32,7 +32,8 @@ from soframe.comm.fusion import Sum, add_up_sums, additions, own_memory
 from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.tasks import Task, start
 from soframe.specs import FactorSpec
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockPlacement
 
 Placed = tuple[Block, BlockPlacement]
 Rates = dict[tuple[Block, str], float | list[float]]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import prod
 
 from soframe.strategies.balance import assign, compute_cost
-from soframe.strategies.placement import BlockWork, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockWork
 
 
 def turns(placement: Placement, interval: int) -> tuple[int, ...]:
@@ -55,27 +56,15 @@ def all_turns(
     rows: Sequence[int],
     inputs: Sequence[str],
 ) -> Turns:
-    """Return turns of statistics and of solves.
-
-    Statistics take about ``rows n^2`` operations for each factor, solves ``n^3``. Where the
-    interval of solves is a multiple of the other, a block is solved at a step at which it takes
-    statistics, and turns of statistics are balanced under both, that is under
-    ``rows n^2 + n^3 statistics_every / solve_every``; the solves of one such turn are balanced over
-    the steps at which it comes. Each is by LPT, with the bound of `turns`. Otherwise statistics and
-    solves have turns that know nothing of each other.
-
-    Blocks with one input take statistics at one turn, where its moment is computed once.
-
-    Args:
-        placement: The placement.
-        statistics_every: The interval of statistics, in steps.
-        solve_every: The interval of solves, in steps.
-        rows: For each block the rows (samples times positions) that its statistics are made of.
-        inputs: For each block a name, the same for blocks that are called with the same input.
-
-    Returns:
-        For each block a number in ``[0, statistics_every)`` and one in ``[0, solve_every)``.
-    """
+    """Return turns of statistics and of solves."""
+    # Statistics take about ``rows n^2`` operations for each factor, solves ``n^3``. Where the
+    # interval of solves is a multiple of the other, a block is solved at a step at which it takes
+    # statistics, and turns of statistics are balanced under both, that is under ``rows n^2 + n^3
+    # statistics_every / solve_every``; the solves of one such turn are balanced over the steps at
+    # which it comes. Each is by LPT, with the bound of `turns`. Otherwise statistics and solves
+    # have turns that know nothing of each other.
+    #
+    # Blocks with one input take statistics at one turn, where its moment is computed once.
     together: dict[str, list[int]] = defaultdict(list)
     for index, name in enumerate(inputs):
         together[name].append(index)
@@ -104,16 +93,7 @@ def all_turns(
 
 
 def statistics_cost(work: Sequence[BlockWork], rows: Sequence[int]) -> float:
-    """Return the operations of the statistics of blocks with one input, up to a constant.
-
-    Args:
-        work: The blocks.
-        rows: The rows of each.
-
-    Returns:
-        ``rows groups n^2`` for each factor, ``rows groups`` for a diagonal, which is counted from
-        indices; that of the inputs counts once.
-    """
+    """Return the operations of the statistics of blocks with one input, up to a constant."""
     return float(
         sum(
             number * (factor.groups if factor.kind == "diagonal" else prod(factor.shape))

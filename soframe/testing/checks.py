@@ -28,7 +28,8 @@ from soframe.registry import KINDS
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
 from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import BlockWork, complete
+from soframe.strategies.placement import complete
+from soframe.strategies.work import BlockWork
 from soframe.testing.compare import compare, kron
 
 
