@@ -42,7 +42,6 @@ from soframe.gradients.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"
@@ -342,7 +341,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -378,7 +376,6 @@ class Optimizer(Uncopied, torch.optim.Optimizer):
             RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
         refuse_saver_of_parameters(self)
-        state_dict = unpacked(state_dict)
         balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
 
         def check() -> None:

@@ -106,23 +106,3 @@ class History:
             }
             for kind in _EVENTS
         }
-
-
-def check(state: object) -> None:
-    """Check what was saved.
-
-    Args:
-        state: What `History.state` returned, perhaps in another run.
-
-    Raises:
-        ValueError: If it is not that.
-    """
-    steps: list[object] = []
-    good = isinstance(state, Mapping) and set(state) <= set(_EVENTS)
-    for blocks in state.values() if isinstance(state, Mapping) else ():
-        good = good and isinstance(blocks, Mapping)
-        for factors in blocks.values() if isinstance(blocks, Mapping) else ():
-            good = good and isinstance(factors, Mapping)
-            steps += factors.values() if isinstance(factors, Mapping) else ()
-    if not good or not all(type(step) is int and step >= 0 for step in steps):
-        raise ValueError("the state is damaged: its history is none of steps")

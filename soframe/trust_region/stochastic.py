@@ -44,7 +44,6 @@ from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.trust_region import agreeing, averaged, groups, settings, trend
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
@@ -511,7 +510,6 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.
 
@@ -556,7 +554,6 @@ class StochasticTrustRegion(Uncopied, torch.optim.Optimizer):
             RuntimeError: If it is `torch.distributed.checkpoint.state_dict` that loads.
         """
         refuse_saver_of_parameters(self)
-        state_dict = unpacked(state_dict)
 
         def check() -> None:
             _check_state(state_dict, self)
