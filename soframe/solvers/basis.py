@@ -5,7 +5,7 @@ descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep
 follow: which of the old columns each new one comes from is part of the data.
 
 A factor of few gradients lacks rank, and rounding would choose the basis of its null space. So F is
-the factor plus ``1e-6 tr(F)/n diag(1, ..., 2)``, which makes that basis unique in float64; in
+the factor plus ``1e-5 tr(F)/n diag(1, ..., 2)``, which makes that basis unique in float64; in
 float32 it is below the rounding of the largest eigenvalues.
 """
 
@@ -92,7 +92,7 @@ class Basis(Solver):
 
 
 def _graded(matrix: Tensor) -> Tensor:
-    """Return ``F + 1e-6 tr(F)/n diag(1, ..., 2)``, whose eigenvalues differ."""
+    """Return ``F + 1e-5 tr(F)/n diag(1, ..., 2)``, whose eigenvalues differ."""
     size = matrix.shape[-1]
-    grade = torch.linspace(1e-6, 2e-6, size, dtype=matrix.dtype, device=matrix.device)
+    grade = torch.linspace(1e-5, 2e-5, size, dtype=matrix.dtype, device=matrix.device)
     return matrix + torch.diag_embed(mean_trace(matrix).unsqueeze(-1) * grade)

@@ -82,7 +82,7 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, KEY: {"plain": zlib.crc32(text(plain).encode()), "tensors": tensors}}
 
 
-def verify(state: Mapping[str, Any], what: str = "the state") -> None:
+def verify(state: Any, what: str = "the state") -> None:
     """Raise ValueError unless a state is as `seal` returned it, and name tensors that differ."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):

@@ -24,7 +24,7 @@ Matrix = NDArray[np.float64]
 def graded(factor: Matrix) -> Matrix:
     """A factor whose eigenvalues differ, see `Basis`."""
     size = len(factor)
-    return factor + np.trace(factor) / size * 1e-6 * np.diag(np.linspace(1, 2, size))
+    return factor + np.trace(factor) / size * 1e-5 * np.diag(np.linspace(1, 2, size))
 
 
 class Published:
