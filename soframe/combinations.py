@@ -13,7 +13,8 @@ from typing import Any
 
 from soframe.blocks.block import Block
 from soframe.schedules import Interval
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockPlacement
 
 # -- settings alone ----------------------------------------------------------------------------
 

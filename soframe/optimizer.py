@@ -38,7 +38,6 @@ from soframe.diagnostics.norms import changes
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.step import moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
@@ -333,7 +332,6 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -362,7 +360,6 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        state_dict = unpacked(state_dict)
         balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
 
         def check() -> None:

@@ -60,7 +60,6 @@ from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing
 from soframe.state import checksums
 from soframe.state import saving as state
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.state.transfer import Watch, hand_over
 from soframe.statistics.window import Statistics
 from soframe.step import gradients as averaging
@@ -979,7 +978,6 @@ class Preconditioner:
         """The loss that the Fisher is of; None for the empirical one."""
         return self._fisher.loss
 
-    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
@@ -1012,17 +1010,12 @@ class Preconditioner:
         history = state.history(self._blocks)
         return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
 
-    def check_beside_blocks(self, saved: Mapping[str, Any]) -> None:
-        """Check that a preconditioner can go on from what `beside_blocks` returned in another run.
-
-        Args:
-            saved: A state, which has been checked otherwise.
-
-        Raises:
-            ValueError: If its damping is another policy's, or damaged.
+    def check_header(self, saved: Any) -> None:
+        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
 
         :meta private:
         """
+        state.check_header(saved, self._blocks, self._scaling, self._lrs)
         if self._damping.state() and "damping" in saved:
             check_damping(saved["damping"], self._damping, saved["step"])
 
@@ -1046,23 +1039,22 @@ class Preconditioner:
             ValueError: If the state is foreign, truncated, damaged or of another model, or another
                 rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
-        own: dict[str, Any] = {}
-        saved = unpacked(saved)
 
-        def check() -> None:
+        def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
             part = self._stages.own_part(saved)
             if part is not saved:
-                state.verify(saved)
+                checksums.verify(saved)
                 part = checksums.seal(part)
-            self._check(part)
-            own.update(part)
+            return self._check(part)
 
-        self._load(own, check)
+        self._load(check)
 
-    def _check(self, saved: Any) -> None:
-        """Raise if a state cannot be loaded."""
-        state.check(saved, self._blocks, self._scaling, self._lrs)
-        self.check_beside_blocks(saved)
+    def _check(self, saved: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Return a state and its tensors by name; ValueError if it cannot be loaded."""
+        self.check_header(saved)
+        tensors = state.tensors_of(saved)
+        state.check(saved, tensors, self._placed, everywhere=True)
+        return saved, tensors
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context: what all copies of a stage raise in it, all stages of a model raise.
@@ -1082,13 +1074,13 @@ class Preconditioner:
         """
         state.agree(self.backend, check, common, self._stages)
 
-    def _load(self, saved: Mapping[str, Any], check: Callable[[], object]) -> None:
-        state.load(saved, self._placed, check, self._stages)
+    def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
+        saved = state.load(check, self._placed, self._stages)
         self._solves.drop()
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])
         self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
-        self._lrs.load(saved.get("initial_lrs", ()))
+        self._lrs.load(saved["initial_lrs"])
         if "damping" in saved and self._damping.state():
             self._damping.load(saved["damping"])
         elif self._damping.state():
@@ -1096,7 +1088,7 @@ class Preconditioner:
                 f"soframe: the state has nothing of {describe(self._damping)}: it begins anew",
                 stacklevel=3,
             )
-        state.load_history(saved.get("history", {}), self._blocks)
+        state.load_history(saved["history"], self._blocks)
         self._measuring.note(None)
         self._begin()
 

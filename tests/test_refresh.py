@@ -20,7 +20,7 @@ from soframe.schedules import GrowingInterval, WarmInterval
 from soframe.solvers import Eigen, Inverse
 from soframe.specs import FactorSpec
 from soframe.strategies import MemOpt, Placement, turns
-from soframe.strategies.placement import BlockWork
+from soframe.strategies.work import BlockWork
 from tests.curvature import closing, fill, preconditioner, randn
 from tests.distributed.training import Case, Run
 from tests.examples import examples

@@ -20,7 +20,7 @@ from soframe.layers.layout import Layout
 from soframe.methods.base import Method
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, Shards, TensorSpec
-from soframe.strategies.placement import BlockWork
+from soframe.strategies.work import BlockWork
 
 
 @dataclass(eq=False)

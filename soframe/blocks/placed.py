@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from soframe.blocks.block import Block
 from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
-from soframe.strategies.placement import BlockPlacement, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockPlacement
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from soframe.methods.base import Addend
 from soframe.methods.scaling import Counts
 from soframe.solvers.base import mean_of, mean_trace
 from soframe.specs import VALUE, FactorSpec
-from soframe.strategies.placement import BlockPlacement
+from soframe.strategies.work import BlockPlacement
 
 if TYPE_CHECKING:
     from soframe.blocks.block import Block
@@ -295,6 +295,15 @@ class Stack:
         old = self.data.get(factor, {})
         new = {n: self.with_values(old.get(n), members, t) for n, t in tensors.items()}
         self.data[factor] = {**old, **new}
+
+    def fill(self, tensors: dict[str, Tensor], name: str, member: int, values: Tensor) -> None:
+        """Store the part of one block of a tensor that has just been made, or is made here."""
+        if len(self.blocks) == 1:
+            tensors[name] = values
+            return
+        if name not in tensors:
+            tensors[name] = self.empty(tuple(values.shape))
+        self.put(tensors[name], (member,), values)
 
     def set_state(self, members: Members, tensors: Mapping[str, Tensor]) -> None:
         """Replace the states of some blocks."""

@@ -17,7 +17,7 @@ from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.specs import TensorSpec
 from soframe.strategies.buckets import fill
-from soframe.strategies.placement import Reduction
+from soframe.strategies.work import Reduction
 
 
 class Pending:

@@ -25,7 +25,7 @@ from soframe.registry import describe
 from soframe.solvers.relative import Relative
 from soframe.step.averages import settled
 from soframe.step.clip import Clipped
-from soframe.strategies.placement import BlockPlacement
+from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Seconds, only
 
 FORMAT = "soframe.metrics"

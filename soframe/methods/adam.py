@@ -55,16 +55,13 @@ class AdamW(Method):
         require_eps("AdamW", self.eps)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: m and v."""
         return {name: TensorSpec(tuple(shape)) for name in ("mean", "square")}
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         new, (first, second) = given.incoming, self.betas
         mean = given.state["mean"].lerp(new, 1 - first)
         square = second_moment(given.state["square"], new, second)
@@ -73,7 +70,6 @@ class AdamW(Method):
         return Direction((mean / (1 - first**count)).div_(root), {"mean": mean, "square": square})
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: an operation for each entry."""
         return entries(shape)
 
 
@@ -103,20 +99,16 @@ class SGD(Method):
             raise ValueError("SGD: nesterov=True needs a momentum: pass momentum=0.9, for example")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: the sum, if there is a momentum."""
         return self._momentum.state(shape) if self.momentum else {}
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         return self._momentum.direct(given) if self.momentum else Direction(given.incoming.clone())
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: an operation for each entry."""
         return entries(shape)
 
     @property
@@ -138,40 +130,25 @@ class Diagonal(Method):
     scalings = ("fisher",)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: one, elementwise."""
         groups, out, into = shape
         return (FactorSpec("diagonal", "both", groups, out, kind="elementwise", columns=into),)
 
     def statistics(self, call: Call) -> Mapping[str, Tensor]:
-        """See `Method.statistics`."""
         if call.inputs is None:
             return {}
         rows = call.helper.block_rows(call.inputs, call.output_rows)
         return {"diagonal": squared_gradients(rows, call.output_rows)}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: nobody."""
         del factor, default
         return None
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`; the input as it is while there are no statistics."""
         return Direction(divided(given.incoming, given.data, "diagonal", given.damping))
 
 
 def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> Tensor:
-    """Return a matrix over a factor of its shape and the damping.
-
-    Args:
-        matrix: ``[groups, out, in]``.
-        data: The data of the block.
-        factor: The name of the factor, whose value is ``[groups, out, in]``.
-        damping: The damping.
-
-    Returns:
-        ``[groups, out, in]``, in a new tensor; zero where there is neither curvature nor damping,
-        and a copy where there is no data.
-    """
+    """Return a matrix over the damped factor ``[groups, out, in]``; zero where that is zero."""
     if factor not in data:
         return matrix.clone()
     curvature = data[factor][VALUE] + damping
@@ -179,14 +156,6 @@ def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> T
 
 
 def require_eps(method: str, eps: float) -> None:
-    """Check what is added to a root.
-
-    Args:
-        method: Whose it is.
-        eps: Its value.
-
-    Raises:
-        ValueError: If it is not positive.
-    """
+    """Raise ValueError unless eps is positive."""
     if not 0 < eps < math.inf:
         raise ValueError(f"{method}: eps must be positive, not {eps!r}")

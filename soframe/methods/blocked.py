@@ -44,15 +44,7 @@ class Span(NamedTuple):
 
 
 def spans(size: int, limit: int) -> list[Span]:
-    """Return how a side is cut.
-
-    Args:
-        size: Its length.
-        limit: That of the longest piece.
-
-    Returns:
-        One span, or two, the longer pieces first.
-    """
+    """Return the spans of a side."""
     pieces = -(-size // limit)
     length, longer = divmod(size, pieces)
     first = Span(0, longer, length + 1)
@@ -67,32 +59,16 @@ class Region(NamedTuple):
     columns: Span
 
     def shape(self, groups: int) -> BlockShape:
-        """Return the shape of these parts side by side.
-
-        Args:
-            groups: The groups of the matrix.
-        """
+        """Return the shape of the parts of all groups, as groups."""
         number = self.rows.pieces * self.columns.pieces
         return BlockShape(groups * number, self.rows.length, self.columns.length)
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """Return the parts of a matrix.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-
-        Returns:
-            ``[groups * parts, rows, columns]``: all parts of a group one after another.
-        """
+        """Return the parts of ``[groups, out, in]`` as ``[groups * parts, rows, columns]``."""
         return self._view(matrix).reshape(self.shape(len(matrix)))
 
     def put(self, matrix: Tensor, parts: Tensor) -> None:
-        """Write parts into a matrix, in place.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-            parts: See `cut`.
-        """
+        """Write parts into a matrix ``[groups, out, in]``, in place."""
         view = self._view(matrix)
         view.copy_(parts.view(view.shape))
 
@@ -144,7 +120,6 @@ class Blocked(Method):
         self._declare_as(method)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: those of each shape of parts."""
         factors, known = [], self._method.factor_names()
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
@@ -154,7 +129,6 @@ class Blocked(Method):
         return tuple(factors)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         observed: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(gradient)):
             of_region = self._method.observe(region.cut(gradient), self._data(number, data))
@@ -162,7 +136,6 @@ class Blocked(Method):
         return observed
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: that of each shape of parts."""
         specs = {}
         for number, region in enumerate(self._regions(shape)):
             for name, spec in self._method.state(region.shape(shape.groups)).items():
@@ -171,12 +144,10 @@ class Blocked(Method):
         return specs
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: the method's choice."""
         needs = tuple(map(_inner, factor.needs))
         return self._method.solver(replace(factor, name=_inner(factor.name), needs=needs), default)
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         matrix = torch.empty_like(given.incoming, memory_format=torch.contiguous_format)
         state: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(given.incoming)):
@@ -195,7 +166,6 @@ class Blocked(Method):
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """See `Method.rebase`."""
         rebased: dict[str, Tensor] = {}
         for number in range(_SHAPES):
             of_region = _own(number, self._method.state_names(), state)
@@ -207,7 +177,6 @@ class Blocked(Method):
         return rebased
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """See `Method.unsuited`: the first reason for a part."""
         for region in self._regions(candidate.shape):
             part = replace(candidate, shape=region.shape(candidate.shape.groups))
             if (reason := self._method.unsuited(part)) is not None:
@@ -215,7 +184,6 @@ class Blocked(Method):
         return None
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: of all parts."""
         regions = self._regions(shape)
         return sum(self._method.effort(region.shape(shape.groups)) for region in regions)
 
@@ -225,12 +193,10 @@ class Blocked(Method):
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
-        """See `Method.factor_names`."""
         names = self._method.factor_names()
         return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
 
     def state_names(self) -> frozenset[str]:
-        """See `Method.state_names`."""
         names = self._method.state_names()
         return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
 

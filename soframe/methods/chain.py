@@ -37,26 +37,11 @@ class _Names:
         self._shared = frozenset(name for name in every if every.count(name) > 1)
 
     def outer(self, stage: int, name: str) -> str:
-        """Return a stage's name as the chain has it.
-
-        Args:
-            stage: The number of the stage.
-            name: Its name.
-        """
+        """Return the name in the chain of a name in a stage."""
         return f"{stage}.{name}" if name in self._shared else name
 
     def inner(self, outer: str) -> tuple[int, str]:
-        """Undo `outer`.
-
-        Args:
-            outer: The name in the chain.
-
-        Returns:
-            The number of the stage, and its own name.
-
-        Raises:
-            KeyError: If no stage has it.
-        """
+        """Return the stage and its own name of a name in the chain."""
         for stage, names in enumerate(self._by_stage):
             for name in names:
                 if self.outer(stage, name) == outer:
@@ -64,11 +49,7 @@ class _Names:
         raise KeyError(outer)
 
     def of(self, stage: int) -> dict[str, str]:
-        """Return every name of a stage, with that in the chain.
-
-        Args:
-            stage: The number of the stage.
-        """
+        """Return each name of a stage with its name in the chain."""
         return {name: self.outer(stage, name) for name in self._by_stage[stage]}
 
     def every(self) -> frozenset[str]:
@@ -141,7 +122,6 @@ class Chain(Method):
     # -- factors and statistics -------------------------------------------------------------------
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: those of the stages."""
         factors = []
         for number, stage in enumerate(self.stages):
             for factor in stage.factors(shape):
@@ -152,7 +132,6 @@ class Chain(Method):
         return tuple(factors)
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
-        """See `Method.statistics`."""
         statistics: dict[str, Tensor | Addend] = {}
         for number, stage in enumerate(self.stages):
             if stage.captures:
@@ -161,7 +140,6 @@ class Chain(Method):
         return statistics
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         observed: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.observe(gradient, self._data(number, data))
@@ -169,7 +147,6 @@ class Chain(Method):
         return observed
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: the stage's choice."""
         number, name = self._factor_names.inner(factor.name)
         needs = tuple(self._factor_names.inner(need)[1] for need in factor.needs)
         return self.stages[number].solver(replace(factor, name=name, needs=needs), default)
@@ -177,7 +154,6 @@ class Chain(Method):
     # -- state and direction ----------------------------------------------------------------------
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: those of the stages."""
         specs = {}
         for number, stage in enumerate(self.stages):
             for name, spec in stage.state(shape).items():
@@ -186,7 +162,6 @@ class Chain(Method):
         return specs
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         matrix = given.incoming
         state: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
@@ -206,7 +181,6 @@ class Chain(Method):
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """See `Method.rebase`."""
         rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.rebase(
@@ -220,14 +194,12 @@ class Chain(Method):
     # -- what it is for ---------------------------------------------------------------------------
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """See `Method.unsuited`: the first reason of a stage."""
         for stage in self.stages:
             if (reason := stage.unsuited(candidate)) is not None:
                 return reason
         return None
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: of all stages."""
         return sum(stage.effort(shape) for stage in self.stages)
 
     @property
@@ -236,19 +208,12 @@ class Chain(Method):
         return any(stage.rebases for stage in self.stages)
 
     def factor_names(self) -> frozenset[str]:
-        """See `Method.factor_names`."""
         return self._factor_names.every()
 
     def state_names(self) -> frozenset[str]:
-        """See `Method.state_names`."""
         return self._state_names.every()
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: of the stages that read calls.
-
-        Returns:
-            A chain of these.
-        """
         return Chain(tuple(s.forward_only() if s.captures else s for s in self.stages))
 
     def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
@@ -256,12 +221,12 @@ class Chain(Method):
 
 
 def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """Return a stage's part of what the chain has, under the stage's names."""
+    """Return the entries of one stage, under its own names."""
     return {name: every[outer] for name, outer in names.items() if outer in every}
 
 
 def _common(each: list[tuple[Method, bool]], which: str) -> bool:
-    """Return what stages have in common; false for no stages."""
+    """Return the value that all stages have; False for no stages."""
     values = {value for _, value in each}
     if len(values) > 1:
         one = next(stage for stage, value in each if value)
@@ -272,10 +237,7 @@ def _common(each: list[tuple[Method, bool]], which: str) -> bool:
 
 
 def _is_ready(stage: Method, given: Given) -> bool:
-    """Return whether a stage has the data that it makes directions with.
-
-    Factors whose statistics need the data of others come later, and are not waited for.
-    """
+    """Return whether a stage has its data; factors that need others' data come later."""
     if stage.starts_at_once:
         return True
     groups, out, into = given.incoming.shape

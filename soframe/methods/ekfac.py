@@ -42,7 +42,6 @@ class EKFAC(KFAC):
     scalings = ("fisher",)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: A and G as K-FAC has them, and S, elementwise."""
         groups, out, into = shape
         scale = FactorSpec(
             "S", "both", groups, out, kind="elementwise", columns=into, needs=("A", "G")
@@ -50,7 +49,6 @@ class EKFAC(KFAC):
         return (*super().factors(shape), scale)
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        """See `Method.statistics`."""
         moments = super().statistics(call)
         if call.inputs is None or not {"A", "G"} <= call.data.keys():
             return moments
@@ -71,18 +69,6 @@ class EKFAC(KFAC):
         return squared_gradients(_rotated(rows, call.data["A"]["vectors"]), gradients)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`.
-
-        Args:
-            factor: The factor.
-            default: The solver that the user chose.
-
-        Returns:
-            That solver for A and G; nobody for S.
-
-        Raises:
-            ValueError: If the solver makes no eigenvectors.
-        """
         if factor.kind == "elementwise":
             return None
         needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
@@ -94,7 +80,6 @@ class EKFAC(KFAC):
         return default
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`: of the product of eigenvalues, while there is no scale."""
         left, right = given.data["G"], given.data["A"]
         if "S" not in given.data:
             matrix = given.solver.apply(
@@ -108,7 +93,6 @@ class EKFAC(KFAC):
         return Direction(turned(rotated, left, right, back=True))
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: it has none."""
         return Method.forward_only(self)
 
 

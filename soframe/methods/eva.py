@@ -42,7 +42,6 @@ class Eva(Method):
     empirical_only = True
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: two vectors."""
         groups, out, into = shape
         return (
             FactorSpec("a", "right", groups, into, kind="vector"),
@@ -50,19 +49,16 @@ class Eva(Method):
         )
 
     def statistics(self, call: Call) -> Mapping[str, Tensor]:
-        """See `Method.statistics`."""
         sums = {"g": call.output_rows.sum((1, 2))}
         if call.inputs is not None:
             sums["a"] = call.helper.input_sum(call.inputs, call.output_rows)
         return sums
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: nobody."""
         del factor, default
         return None
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`; the input as it is while there are no statistics."""
         if not {"a", "g"} <= given.data.keys():
             return Direction(given.incoming.clone())
         row = given.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]

@@ -26,11 +26,9 @@ class FOOF(Method):
     """The inputs' factor of K-FAC, expand setting; the outputs' factor is the identity."""
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: A alone, as K-FAC has it."""
         return (FactorSpec("A", "right", shape.groups, shape.in_features),)
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        """See `Method.statistics`."""
         if call.inputs is None:
             return {}
         return {"A": call.input_moment}
@@ -38,9 +36,7 @@ class FOOF(Method):
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
-        """See `Method.precondition`: ``(A ⊗ I + damping I)^-1``, exact for every solver."""
         return solver.apply_right(gradient, right=data["A"], damping=damping)
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: it is that already."""
         return self

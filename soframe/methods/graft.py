@@ -45,42 +45,33 @@ class Graft(Method):
         self._declare_as(method)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: those of the other method."""
         return self._method.factors(shape)
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
-        """See `Method.statistics`."""
         return self._method.statistics(call)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         return self._method.observe(gradient, data)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: that of the other method."""
         return self._method.state(shape)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: the other method's choice."""
         return self._method.solver(factor, default)
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         made = self._method.direct(replace(given, incoming=given.gradient))
         return Direction(at_length(given.incoming, made.matrix), made.state)
 
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """See `Method.rebase`."""
         return self._method.rebase(state, old, new)
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """See `Method.unsuited`: what the other method does not take."""
         return self._method.unsuited(candidate)
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: that of the other method, and an operation for each entry."""
         return self._method.effort(shape) + entries(shape)
 
     @property
@@ -89,15 +80,12 @@ class Graft(Method):
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
-        """See `Method.factor_names`."""
         return self._method.factor_names()
 
     def state_names(self) -> frozenset[str]:
-        """See `Method.state_names`."""
         return self._method.state_names()
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: of the other method."""
         return Graft(self._method.forward_only())
 
     @property
@@ -107,15 +95,7 @@ class Graft(Method):
 
 
 def at_length(matrix: Tensor, like: Tensor) -> Tensor:
-    """Return a matrix at the Frobenius norm of another, in each group.
-
-    Args:
-        matrix: ``[groups, out, in]``.
-        like: Of the same shape.
-
-    Returns:
-        ``[groups, out, in]``, in a new tensor; zero where ``matrix`` is zero.
-    """
+    """Return ``[groups, out, in]`` at the Frobenius norm of another, in each group."""
     lengths, wanted = _lengths(matrix), _lengths(like)
     return matrix * (wanted / lengths.where(lengths > 0, 1.0))
 

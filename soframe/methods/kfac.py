@@ -28,14 +28,12 @@ class KFAC(Method):
     """Kronecker-factored approximate curvature, expand setting."""
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: A acts on the inputs' side, G on the outputs'."""
         return (
             FactorSpec("A", "right", shape.groups, shape.in_features),
             FactorSpec("G", "left", shape.groups, shape.out_features),
         )
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        """See `Method.statistics`."""
         moments: dict[str, Addend] = {"G": call.output_moment}
         if call.inputs is not None:
             moments["A"] = call.input_moment
@@ -44,11 +42,9 @@ class KFAC(Method):
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
-        """See `Method.precondition`: ``(A ⊗ G + damping I)^-1`` as the solver takes it."""
         return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: FOOF."""
         return FOOF()
 
 
@@ -68,12 +64,10 @@ class KFACReduce(KFAC):
     reduces: ClassVar[bool] = True
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        """See `Method.statistics`."""
         moments: dict[str, Addend] = {"G": call.summed_output_moment}
         if call.inputs is not None:
             moments["A"] = call.mean_input_moment
         return moments
 
     def forward_only(self) -> Method:
-        """See `Method.forward_only`: it has none."""
         return Method.forward_only(self)

@@ -44,18 +44,7 @@ EIGENVALUES = {"L": "L_values", "R": "R_values"}
 def weighted_moments(
     gradient: Tensor, names: Collection[str], roots: Roots, start: float
 ) -> dict[str, Tensor]:
-    """Return the statistics of factors that are weighted by each other's inverse.
-
-    Args:
-        gradient: G, ``[groups, out, in]``.
-        names: The factors, of which there may be L and R.
-        roots: A root P of each factor's inverse, ``P P^T``; none before the first solve.
-        start: Of which multiple of the identity the inverse is, while there is no root.
-
-    Returns:
-        ``G R^-1 G^T / in`` and ``G^T L^-1 G / out``. The inverse of a factor that is none of the
-        names is the identity.
-    """
+    """Return ``G R^-1 G^T / in`` and ``G^T L^-1 G / out``, of roots P of the inverses ``P P^T``."""
     _, out, into = gradient.shape
     divisors = {
         name: float(length * (start if other in names and other not in roots else 1.0))
@@ -100,11 +89,9 @@ class KLShampoo(Shampoo):
         _require_start("KLShampoo", self.start)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: those of Shampoo, from a start."""
         return tuple(replace(factor, start=self.start) for factor in super().factors(shape))
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         roots = {name: data[name]["root"] for name in self._names if name in data}
         return weighted_moments(gradient, self._names, roots, self.start)
 
@@ -149,7 +136,6 @@ class KLSOAP(SOAP):
             raise ValueError(f"KLSOAP: epsilon must not be negative, not {self.epsilon!r}")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: those of SOAP, and where there are both, their eigenvalues."""
         matrices = super().factors(shape)
         if len(matrices) < len(EIGENVALUES):
             return matrices
@@ -160,7 +146,6 @@ class KLSOAP(SOAP):
         return (*matrices, *values)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         names = factor_names(self, gradient.shape)
         roots: dict[str, Tensor] = {}
         values: dict[str, Tensor] = {}
@@ -181,7 +166,6 @@ class KLSOAP(SOAP):
         return {**weighted_moments(gradient, names, roots, self.start), **values}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: a basis whose columns stay in place; nobody for eigenvalues."""
         del default
         return Basis(ordered=False) if factor.kind == "psd" else None
 

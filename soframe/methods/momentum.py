@@ -51,16 +51,13 @@ class Momentum(Method):
         require_beta("Momentum", "beta", self.beta)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: the buffer."""
         return {"momentum": TensorSpec(tuple(shape))}
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         new, before = given.incoming, given.state["momentum"]
         if self.averaged:
             buffer = before.lerp(new, 1 - self.beta)
@@ -71,43 +68,20 @@ class Momentum(Method):
         return Direction(matrix, {"momentum": buffer})
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: an operation for each entry."""
         return entries(shape)
 
 
 def entries(shape: BlockShape) -> float:
-    """Return the entries of a gradient's matrix: the effort of what looks at each by itself.
-
-    Args:
-        shape: The shape of the block's gradient matrix.
-    """
+    """Return the number of entries: the effort of elementwise methods."""
     return float(prod(shape))
 
 
 def require_beta(method: str, name: str, beta: float) -> None:
-    """Check a decay.
-
-    Args:
-        method: Whose it is.
-        name: What it is called.
-        beta: Its value.
-
-    Raises:
-        ValueError: If it is not in ``[0, 1)``.
-    """
+    """Raise ValueError unless a decay is in ``[0, 1)``."""
     if not 0 <= beta < 1:
         raise ValueError(f"{method}: {name} must be at least 0 and less than 1, not {beta!r}")
 
 
 def second_moment(before: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Return an average of squares, one step further.
-
-    Args:
-        before: The average so far.
-        new: What is squared, of the same shape.
-        beta: What the average keeps of its past.
-
-    Returns:
-        ``beta before + (1 - beta) new^2``, in a new tensor.
-    """
+    """Return the running average ``b square + (1 - b) new^2``."""
     return torch.addcmul(before * beta, new, new, value=1 - beta)

@@ -52,17 +52,14 @@ class NormaliseRows(Method):
         require_eps("NormaliseRows", self.eps)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: v."""
         groups, out, _ = shape
         return {"rows": TensorSpec((groups, out, 1))}
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         matrix = given.incoming
         squares = given.state["rows"].lerp(matrix.square().mean(-1, keepdim=True), 1 - self.beta)
         rows = matrix / (squares.sqrt() + self.eps)
@@ -72,7 +69,6 @@ class NormaliseRows(Method):
         return Direction(rows * (wanted / length.where(length > 0, 1.0)), {"rows": squares})
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: an operation for each entry."""
         return entries(shape)
 
 

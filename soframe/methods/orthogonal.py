@@ -63,15 +63,7 @@ _TINY = 1e-7  # is added to the norm that is divided by, as in Muon
 
 
 def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, float]]:
-    """Return the coefficients of Newton-Schulz iterations.
-
-    Args:
-        kind: Whose.
-        steps: How many iterations.
-
-    Returns:
-        ``(a, b, c)`` for each.
-    """
+    """Return ``(a, b, c)`` of each Newton-Schulz iteration."""
     if kind == "muon":
         return [MUON] * steps
     safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
@@ -85,17 +77,7 @@ def nearest_orthogonal(
     steps: int = 5,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations.
-
-    Args:
-        matrix: ``[groups, out, in]``.
-        kind: Whose coefficients.
-        steps: How many iterations.
-        dtype: The dtype of the products; None for that of ``matrix``.
-
-    Returns:
-        ``[groups, out, in]``, in the dtype of ``matrix``; zero where it is zero.
-    """
+    """Return about the nearest semi-orthogonal matrix of each ``[out, in]``, by Newton-Schulz."""
     wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     norm = norm * (_SAFETY if kind == "polar-express" else 1.0) + _TINY
@@ -120,12 +102,10 @@ def _by_products(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tens
 
 
 def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
-    """Return the same as `_by_products`, by products of ``[groups, out, out]``.
-
-    An eigenvalue of a Gram matrix that rounding has made negative grows by ``a^2`` in each step,
-    and is pulled to no one. So a new Gram matrix is made before that can be seen: with Muon's five
-    steps never.
-    """
+    """Return the same as `_by_products`, by products of ``[groups, out, out]``."""
+    # An eigenvalue of a Gram matrix that rounding has made negative grows by ``a^2`` in each step,
+    # and is pulled to no one. So a new Gram matrix is made before that can be seen: with Muon's
+    # five steps never.
     gram, product, growth = matrix @ matrix.mT, None, 1.0
     for step, (a, b, c) in enumerate(each):
         polynomial = _polynomial(gram, b, c)
@@ -177,12 +157,10 @@ class Orthogonalise(Method):
             raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         matrix = given.incoming
         dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
         if self.dtype is not None:
@@ -192,7 +170,6 @@ class Orthogonalise(Method):
         )
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """See `Method.unsuited`: vectors, embeddings and the head."""
         _, out, into = candidate.shape
         if min(out, into) == 1:
             return "a vector has no directions to be made orthogonal"
@@ -229,19 +206,16 @@ class MatchRMS(Method):
             raise ValueError(f"MatchRMS: scale must be 'spectral' or 'rms', not {self.scale!r}")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: none."""
         del shape
         return ()
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         _, out, into = given.incoming.shape
         if self.scale == "spectral":
             return Direction(given.incoming * math.sqrt(max(1.0, out / into)))
         return Direction(given.incoming * (0.2 * math.sqrt(max(out, into))))
 
     def effort(self, shape: BlockShape) -> float:
-        """See `Method.effort`: an operation for each entry."""
         return entries(shape)
 
 
@@ -262,11 +236,7 @@ class Orthogonal:
     dtype: str | None = None
 
     def stages(self, *between: Method) -> tuple[Method, ...]:
-        """Return the last stages of a chain.
-
-        Args:
-            *between: What comes before the scale of the shape.
-        """
+        """Return the last stages of a chain, with others before the scale of the shape."""
         orthogonalise = Orthogonalise(self.steps, self.coefficients, self.dtype)
         return (orthogonalise, *between, MatchRMS(self.scale))
 

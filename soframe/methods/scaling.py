@@ -54,11 +54,7 @@ class CallScale:
     degrees: tuple[float, float, float]
 
     def of(self, factor: FactorSpec) -> float:
-        """Return the multiplier of a factor's sums.
-
-        Args:
-            factor: The factor.
-        """
+        """Return the multiplier of a factor's sums."""
         return self.degrees[factor.degree]
 
 
@@ -82,14 +78,7 @@ class Counts:
     def add(
         self, backward: int, samples: int, rows: int, reached: Sequence[float] | None = None
     ) -> None:
-        """Count one call.
-
-        Args:
-            backward: The number of the backward pass.
-            samples: Its samples, the same for all calls.
-            rows: The call's rows.
-            reached: How many rows reach each group; None where all rows reach all.
-        """
+        """Count the rows of one call of a backward pass."""
         if reached is not None:
             before = self.group_rows.get(backward, [0.0] * len(reached))
             self.group_rows[backward] = [a + b for a, b in zip(before, reached, strict=True)]
@@ -116,19 +105,11 @@ class Contribution:
     group_weights: tuple[float, ...] = ()
 
     def of(self, factor: FactorSpec) -> float:
-        """Return the multiplier of a factor's sum.
-
-        Args:
-            factor: The factor.
-        """
+        """Return the multiplier of a factor's sum."""
         return self.degrees[factor.degree]
 
     def weight(self, factor: FactorSpec) -> float:
-        """Return the rank's share of the divisor of a factor; of all groups together.
-
-        Args:
-            factor: The factor.
-        """
+        """Return the rank's share of the divisor of a factor, of all groups together."""
         return self.input_weight if factor.mean_over == "samples" else self.output_weight
 
 
@@ -152,18 +133,7 @@ class Scale:
     def call(
         self, module: nn.Module, samples: int, batch: int, shared: int, grad_scale: float
     ) -> CallScale:
-        """Return how one call enters the sums.
-
-        Args:
-            module: The module that was called.
-            samples: N_c, the samples of the backward pass; 0 where all terms are ignored.
-            batch: The call's batch.
-            shared: The call's positions.
-            grad_scale: What the loss was multiplied by (``GradScaler``).
-
-        Returns:
-            The multipliers.
-        """
+        """Return the multipliers of one call; ``grad_scale`` is the GradScaler's."""
         unscale = 1.0 / grad_scale**2
         if self.scaling == "kaisa":
             per_row = 1.0 / (batch * shared)
@@ -180,16 +150,7 @@ class Scale:
         return CallScale((1.0, 1.0 / grad_scale, unscale))
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
-        """Return what this rank adds to the sum over ranks.
-
-        Args:
-            counts: What was counted of the block.
-            passes: The samples of every backward pass of the window, whether or not it used the
-                block: a sample that does not reach a layer still counts in N.
-
-        Returns:
-            The multipliers and weights; all zero for a rank that saw nothing.
-        """
+        """Return the multipliers and weights of this rank, given the samples of every pass."""
         if not passes:
             return Contribution()
         if self.scaling == "kaisa":
@@ -208,16 +169,7 @@ class Scale:
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)
 
     def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
-        """Return what is left to multiply a factor by once the weights of all ranks are known.
-
-        Args:
-            factor: The factor.
-            input_weight: The added-up ``input_weight`` (N for ``"global"``).
-
-        Returns:
-            That power of the factor between ``g`` and ``g0``, which no rank can know alone, that is
-            the factor's degree.
-        """
+        """Return the power of the factor between ``g`` and ``g0`` that no rank knows alone."""
         if self.scaling == "fisher" and self.loss_average == "global" and not self.own_gradients:
             return (input_weight / self.world_size) ** factor.degree
         return 1.0

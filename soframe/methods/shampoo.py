@@ -35,17 +35,7 @@ Roots = Mapping[str, Tensor]
 def gradient_factors(
     shape: BlockShape, decay: float, *, left: bool = True, right: bool = True
 ) -> tuple[FactorSpec, ...]:
-    """Return the factors of the averaged gradient's rows and columns.
-
-    Args:
-        shape: The shape of the block's gradient matrix.
-        decay: What their averages keep of their past.
-        left: Whether there is L, ``[groups, out, out]``.
-        right: Whether there is R, ``[groups, in, in]``.
-
-    Returns:
-        Those that there are, L first.
-    """
+    """Return the factors of the averaged gradient's rows and columns."""
     groups, out, into = shape
     every = (
         (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
@@ -57,18 +47,7 @@ def gradient_factors(
 def gradient_moments(
     gradient: Tensor, names: Collection[str], weights: Roots | None = None
 ) -> dict[str, Tensor]:
-    """Return the statistics of these factors.
-
-    Args:
-        gradient: G, ``[groups, out, in]``.
-        names: The factors, of which there may be L and R.
-        weights: Roots of what the *other* factor's side is weighted with, by the name of that other
-            factor: ``P_L``, ``[groups, out, out]``, and ``P_R``, ``[groups, in, in]``. One that is
-            missing is the identity.
-
-    Returns:
-        ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``: without weights ``G G^T`` and ``G^T G``.
-    """
+    """Return ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity."""
     weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
@@ -124,22 +103,18 @@ class Shampoo(Method):
         self._root  # noqa: B018  # says what is wrong with epsilon
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: L, R or both."""
         left, right = self.sides != "right", self.sides != "left"
         return gradient_factors(shape, self.decay, left=left, right=right)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         del data
         return gradient_moments(gradient, self._names)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
-        """See `Method.solver`: a root, whatever the user's is."""
         del factor, default
         return self._root
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         matrix = given.incoming
         if self.sides != "right":
             matrix = given.data["L"]["root"] @ matrix
@@ -148,7 +123,6 @@ class Shampoo(Method):
         return Direction(at_length(matrix, given.incoming) if self.graft else matrix)
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """See `Method.unsuited`: matrices that are too large."""
         for factor in self.factors(candidate.shape):
             if factor.size > self.max_size:
                 return f"its side of {factor.size} is longer than max_size={self.max_size}"

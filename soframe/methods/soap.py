@@ -100,7 +100,6 @@ class SOAP(Method):
             raise ValueError(f"{name}: carry must be 'permute' or 'rotate', not {self.carry!r}")
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: of the sides that are not too long."""
         _, out, into = shape
         if min(out, into) == 1:
             return ()
@@ -109,22 +108,18 @@ class SOAP(Method):
         return gradient_factors(shape, self.shampoo_beta, left=left, right=right)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """See `Method.observe`."""
         del data
         return gradient_moments(gradient, factor_names(self, gradient.shape))
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """See `Method.state`: v, and m if there is one."""
         names = ("rotated_mean", "square") if self.betas[0] else ("square",)
         return {name: TensorSpec(tuple(shape)) for name in names}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """See `Method.solver`: a basis, whatever the user's is."""
         del factor, default
         return Basis()
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         names = factor_names(self, given.gradient.shape)
         if self.skip_first and given.updates == 0:
             return Direction(torch.zeros_like(given.incoming))
@@ -150,7 +145,6 @@ class SOAP(Method):
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """See `Method.rebase`: m and v follow."""
         moved = {}
         if "rotated_mean" in state:
             moved["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)
@@ -172,12 +166,7 @@ class SOAP(Method):
 
 @functools.lru_cache(maxsize=4096)
 def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
-    """Return the names of the factors of a gradient.
-
-    Args:
-        method: The method.
-        shape: The gradient's, ``[groups, out, in]``.
-    """
+    """Return the names of the factors of a gradient of shape ``[groups, out, in]``."""
     return tuple(factor.name for factor in method.factors(BlockShape(*shape)))
 
 

@@ -42,7 +42,6 @@ class TNT(Method):
     scalings = ("fisher",)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        """See `Method.factors`: L and R, of inputs and output gradients together."""
         groups, out, into = shape
         return (
             FactorSpec("L", "left", groups, out, reads="both"),
@@ -50,25 +49,12 @@ class TNT(Method):
         )
 
     def statistics(self, call: Call) -> Mapping[str, Tensor]:
-        """See `Method.statistics`."""
         if call.inputs is None:
             return {}
         left, right = call.helper.sample_moments(call.inputs, call.output_rows)
         return {"L": left, "R": right}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
-        """See `Method.solver`.
-
-        Args:
-            factor: The factor.
-            default: The solver that the user chose.
-
-        Returns:
-            That solver.
-
-        Raises:
-            ValueError: If it makes no eigenvectors.
-        """
         needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
         if not needed <= default.tensors(factor).keys():
             raise ValueError(
@@ -79,7 +65,6 @@ class TNT(Method):
         return default
 
     def direct(self, given: Given) -> Direction:
-        """See `Method.direct`."""
         left, right = given.data["L"], given.data["R"]
         # Roots first: products of what is tiny, as of squares of small gradients, would vanish.
         rows, columns = _unit(left), _unit(right)

@@ -1,8 +1,12 @@
 """The eigenbasis of a factor, which follows it by one QR, as SOAP keeps its bases.
 
 From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are put into the
-descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. The order is part of the data, for
-methods that keep moments in the basis.
+descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep in the basis has to
+follow: which of the old columns each new one comes from is part of the data.
+
+A factor of few gradients lacks rank, and rounding would choose the basis of its null space. So F is
+the factor plus ``1e-5 tr(F)/n diag(1, ..., 2)``, which makes that basis unique in float64; in
+float32 it is below the rounding of the largest eigenvalues.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from soframe.registry import register
-from soframe.solvers.base import Solver, whole
+from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
 
@@ -48,7 +52,7 @@ class Basis(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         del damping
-        vectors = torch.linalg.eigh(matrix)[1].flip(-1)
+        vectors = torch.linalg.eigh(_graded(matrix))[1].flip(-1)
         if not self.ordered:
             return {"vectors": vectors}
         groups, size, _ = matrix.shape
@@ -60,7 +64,7 @@ class Basis(Solver):
     ) -> dict[str, Tensor]:
         del damping
         vectors = last["vectors"]
-        product = whole(matrix) @ vectors
+        product = whole(_graded(matrix)) @ vectors
         if not self.ordered:
             return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -76,3 +80,10 @@ class Basis(Solver):
         damping: float,
     ) -> Tensor:
         raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")
+
+
+def _graded(matrix: Tensor) -> Tensor:
+    """Return ``F + 1e-5 tr(F)/n diag(1, ..., 2)``, whose eigenvalues differ."""
+    size = matrix.shape[-1]
+    grade = torch.linspace(1e-5, 2e-5, size, dtype=matrix.dtype, device=matrix.device)
+    return matrix + torch.diag_embed(mean_trace(matrix).unsqueeze(-1) * grade)

@@ -6,8 +6,8 @@
         checkpoint-000004/
         .checkpoint-000005.tmp/ being written, or left by a save that was killed
 
-A checkpoint is written beside, down to the disk, and gets its name by one rename when every rank
-is done. So whatever kills a save leaves the checkpoints before it as they were.
+A checkpoint is written under a hidden name, synchronised to the disk, and renamed when every rank
+is done. A save that is killed leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def save(
     keep: int = 2,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint beside those that are there, and remove old ones once it is whole.
+    """Save a checkpoint atomically, and remove old ones once it is complete.
 
-    Call it on every rank. It returns when the checkpoint is on the disk and has its name. A save
-    that is killed, or fails, leaves what was there; what it has written itself, the next removes.
+    Call it on every rank. It returns when the checkpoint is on the disk. A save that is killed or
+    fails leaves the earlier checkpoints as they were, and the next save removes its files.
 
     Args:
         folder: The folder of this run's checkpoints, the same for all ranks, and for no other run.
@@ -66,8 +66,8 @@ def save(
 
     Raises:
         ValueError: If ``keep`` is below 1.
-        RuntimeError: On every rank, if the checkpoint could not be written on one: the disk is
-            full, say. Those before are as they were.
+        RuntimeError: On every rank, if one could not write its part, for example because the disk
+            is full.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep!r}")
@@ -90,7 +90,7 @@ def save(
             _write(beside / STATE, lambda file: torch.save(dict(state), file))
 
     def finish() -> None:
-        files = {name: entry for of_rank in digests for name, entry in of_rank.items()}
+        files = {name: digest for own in digests for name, digest in own.items()}
         plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
         manifest = json.dumps(checksums.seal(plain), indent=1)
         _write(beside / MANIFEST, lambda file: file.write(manifest.encode()))
@@ -106,7 +106,7 @@ def save(
         )
         ranks.first(failure, finish)
     except RuntimeError:
-        if ranks.rank == 0:  # room for the next; what cannot be removed now is removed there
+        if ranks.rank == 0:  # the next save removes what remains
             shutil.rmtree(beside, ignore_errors=True)
         raise
     left = f"{final} was saved, but older ones could not be removed"
@@ -117,10 +117,10 @@ def save(
 def latest(
     folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
 ) -> Path | None:
-    """Return the last checkpoint whose files are what was saved.
+    """Return the last checkpoint whose files have the checksums that they were saved with.
 
-    Call it on every rank: they read the files of a sharded checkpoint together. One that is damaged
-    is passed over, with a warning.
+    Call it on every rank: they share the files of a sharded checkpoint. A damaged checkpoint is
+    skipped with a warning.
 
     Args:
         folder: As for `save`.
@@ -131,7 +131,7 @@ def latest(
 
     Raises:
         ValueError: On every rank, if there are checkpoints and all of them are damaged.
-        RuntimeError: On every rank, if one cannot look.
+        RuntimeError: On every rank, if one cannot read the folder.
     """
     ranks, root = _Ranks.of(process_group), Path(folder)
     names = ranks.first(f"{root} cannot be read", lambda: _names(root))
@@ -154,7 +154,7 @@ def read(
     map_location: Any = "cpu",
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return what is in a plain checkpoint.
+    """Read a plain checkpoint.
 
     Call it on every rank.
 
@@ -167,7 +167,7 @@ def read(
         What was saved.
 
     Raises:
-        ValueError: On every rank, if the checkpoint is sharded, or damaged, or no such one.
+        ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
         RuntimeError: On every rank, if one cannot read it.
     """
     ranks, path = _Ranks.of(process_group), Path(checkpoint)
@@ -188,11 +188,8 @@ def read(
     return contents[0]
 
 
-# -- the folder --------------------------------------------------------------------------------
-
-
 def _names(root: Path) -> list[str]:
-    """Return the names of the checkpoints, in the order in which they were saved."""
+    """Return the names of the checkpoints, oldest first."""
     if not root.exists():
         return []
     named = [p.name for p in root.iterdir() if p.name.startswith(PREFIX)]
@@ -204,6 +201,7 @@ def _number(name: str) -> int:
 
 
 def _begin(root: Path) -> str:
+    """Remove the files of killed saves, and return the name of the next checkpoint."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(left)
@@ -215,16 +213,12 @@ def _begin(root: Path) -> str:
 
 def _prune(root: Path, keep: int) -> None:
     for name in _names(root)[:-keep]:
-        # A folder is not removed at once: first it is no checkpoint any more.
+        # Removing a folder is not atomic: it stops being a checkpoint first.
         (root / name).rename(root / f".{name}.tmp")
         shutil.rmtree(root / f".{name}.tmp")
 
 
-# -- files -------------------------------------------------------------------------------------
-
-
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file down to the disk."""
     with path.open("wb") as file:
         write(file)
         file.flush()
@@ -232,9 +226,9 @@ def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder down to the disk."""
+    """Write the directory entries of a folder to the disk."""
     if os.name == "nt":
-        return  # which has no handles of folders
+        return  # Windows has no handles of folders
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -243,7 +237,7 @@ def _sync(folder: Path) -> None:
 
 
 def _digest(path: Path) -> list[int]:
-    """Return the size and the checksum of a file."""
+    """Return the size and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -252,27 +246,21 @@ def _digest(path: Path) -> list[int]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        ValueError: If there is none, or it is damaged.
-    """
+    """Read the manifest of a checkpoint; ValueError if it is missing or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
-    if not isinstance(manifest, dict):
-        raise ValueError(f"{path} is damaged: its manifest is none")
     checksums.verify(manifest, f"the manifest of {path}")
     if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path} is of another version of soframe.checkpoint.save")
-    return manifest
+    return dict(manifest)
 
 
 def _problem(ranks: _Ranks, path: Path) -> str:
-    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole."""
+    """Return the damage of a checkpoint, the same on every rank; empty if it is whole."""
 
     def own() -> str:
         try:
@@ -290,18 +278,9 @@ def _problem(ranks: _Ranks, path: Path) -> str:
     return next(filter(None, ranks.all(f"{path} cannot be read", own)), "")
 
 
-# -- ranks -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that save together.
-
-    Attributes:
-        group: Their process group; None for the default one.
-        rank: This one.
-        size: How many.
-    """
+    """The ranks of a process group; None for the default group."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -314,48 +293,34 @@ class _Ranks:
         return _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
     def share(self, names: Sequence[str], sharded: bool) -> Sequence[str]:
-        """Return which files this rank looks at; a plain checkpoint is rank 0's."""
+        """Return the files that this rank digests; rank 0 takes those of a plain checkpoint."""
         return names[self.rank :: self.size] if sharded else names if self.rank == 0 else ()
 
     def all(self, failure: str, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank.
-
-        Returns:
-            What it returned on each.
-
-        Raises:
-            RuntimeError: On every rank, if it raised on one.
-        """
+        """Call on every rank and return all results; if one raises, RuntimeError on all."""
         result, error, text = None, None, ""
         try:
             result = action()
         except (CheckpointException, Exception) as raised:  # the former is no Exception
             error, text = raised, f"rank {self.rank}: {_reason(raised)}"
-        said: list[Any] = [(result, text)]
+        outcomes: list[Any] = [(result, text)]
         if self.size > 1:
-            said = [None] * self.size
-            dist.all_gather_object(said, (result, text), group=self.group)
-        texts = dict.fromkeys(text for _, text in said if text)
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, (result, text), group=self.group)
+        texts = dict.fromkeys(text for _, text in outcomes if text)
         if texts:
             raise RuntimeError(f"{failure}. {'; '.join(texts)}") from error
-        return [result for result, _ in said]
+        return [result for result, _ in outcomes]
 
     def first(self, failure: str, action: Callable[[], T]) -> T:
-        """Do something on rank 0.
-
-        Returns:
-            On every rank what it returned there.
-
-        Raises:
-            RuntimeError: On every rank, if it raised.
-        """
+        """Call on rank 0 and return its result on every rank; as `all` if it raises."""
         answer: Any = self.all(failure, lambda: action() if self.rank == 0 else None)[0]
         result: T = answer
         return result
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error as text, with its causes: of a full disk torch tells the effects."""
+    """Return an error as text, with its causes: torch reports effects of a full disk."""
     reasons = [f"{type(error).__name__}: {error}"]
     if isinstance(error, CheckpointException):
         reasons = [f"on rank {r}: {_reason(failure[0])}" for r, failure in error.failures.items()]

@@ -1,10 +1,11 @@
-"""Following the model: parameters and modules that change after construction."""
+"""Moving state: to the blocks of a model that has changed, and to the ranks of a new placement."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,22 +14,17 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import unpack
 from soframe.comm.base import Backend
-from soframe.comm.fused import Parcel, deliver
 from soframe.comm.packing import pack_triangle
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import Layout
 from soframe.registry import describe
-from soframe.specs import TensorSpec
-from soframe.step.averages import pack, settle, store
-from soframe.strategies.placement import BlockPlacement
+from soframe.state.entries import entries, gather, held, put
+from soframe.step.averages import settle
+from soframe.strategies.work import BlockPlacement
 
 
 class Watch:
-    """Tells whether a model's parameters are still those that were registered.
-
-    Args:
-        model: The model.
-    """
+    """Tells whether the parameters of a model are still those that were registered."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [module._parameters for module in model.modules()]
@@ -38,7 +34,7 @@ class Watch:
 
     def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
         parameters = self.parameters()
-        # By name, too: pruning renames a parameter, of which the weight is computed from then on.
+        # By name, too: pruning renames a parameter, and computes the weight from it from then on.
         trained: list[tuple[object, ...]] = [
             (name, id(p), p.requires_grad, p.dtype, p.device)
             for slots in self._slots
@@ -49,34 +45,26 @@ class Watch:
         return trained, children, sharding.zero_count(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the known places hold now: a walk through the modules takes longer."""
-        sharding.reshard(self._sharded)  # what was gathered for a pass has nothing to say
+        """Return the parameters that the known modules have now, without walking the modules."""
+        sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
         return [p for slots in self._slots for p in slots.values() if p is not None]
 
     def changed(self) -> bool:
-        """Return whether the model, or who has its gradients, has changed since it was registered.
+        """Return whether parameters, modules or the owner of the gradients have changed.
 
-        A parameter may have been frozen, thawed, renamed, cast, moved to another device, replaced
-        or added, a module exchanged or added, and DeepSpeed's ZeRO may have taken the gradients
-        over.
+        Parameters may be frozen, thawed, renamed, cast, moved, replaced or added, and DeepSpeed's
+        ZeRO may have taken over the gradients.
         """
         return self._look() != self._seen
 
 
 def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
-    """Move the tensors and numbers of blocks to those of the changed model; every rank must call.
+    """Move the memory of blocks to those of a changed model; return whether some lack statistics.
 
-    A block that lost its bias or its weight keeps the factors of what remains, which are exactly
-    the remaining rows and columns; it is solved again. A block that gained a parameter starts anew.
-    One that was cast, or moved to another device, keeps its tensors. Where other ranks contribute
-    from now on, the statistics of the window under way are dropped.
-
-    Args:
-        before: The blocks so far.
-        after: The blocks from now on; their backend is prepared for both placements.
-
-    Returns:
-        Whether some of them lack statistics now, the same on every rank.
+    Every rank calls, with a backend that is prepared for both placements. A block that lost its
+    bias or its weight keeps the rows and columns of its factors that remain, and is solved again.
+    A block that gained a parameter starts anew. Statistics of the window under way cannot move to
+    other contributors.
     """
     settle(before, {stack: stack.all for stack in before.stacks})
     by_name = {block.name: (block, place) for block, place in before}
@@ -91,19 +79,11 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
             continue
         same = old.shape == block.shape
         keep = functools.partial(_left, old, block, None if same else columns)
-        block.record.masses = dict(old.record.masses)
-        block.record.failures = old.record.failures
-        block.record.statistics_at = old.record.statistics_at
         if was.contributors == place.contributors:
             _move_window(old, block, keep)
         else:
             lacking = True
-        moved = _Move(after.backend, old, block, was, place)
-        moved.factors(keep)
-        if same:
-            block.record.solved_at = old.record.solved_at
-            moved.second_order()
-            moved.state()
+        _move(after.backend, (old, was), (block, place), keep, same=same)
     return lacking
 
 
@@ -117,118 +97,47 @@ def _move_window(old: Block, block: Block, keep: Callable[[str, Tensor], Tensor]
             block.stack.add(factor, block.member, part, 1.0)
 
 
-@dataclass(frozen=True)
-class _Move:
-    """The tensors of a block, on their way from one place to another."""
-
-    backend: Backend
-    old: Block
-    block: Block
-    was: BlockPlacement
-    place: BlockPlacement
-
-    def _sent(
-        self, specs: Sequence[TensorSpec], held: list[Tensor] | None, source: int, *, all_have: bool
-    ) -> list[Tensor] | None:
-        """Return tensors on the ranks that need them, sent from a rank if some lack them."""
-        if all_have:
-            return held
-        return to_everyone(
-            self.backend, self.block, source=source, specs=tuple(specs), tensors=held, phase="move"
-        )
-
-    def factors(self, keep: Callable[[str, Tensor], Tensor]) -> None:
-        """Move the running factors."""
-        running, rank = self.old.running, self.backend.rank
-        for index, factor in enumerate(self.block.factors):
-            if factor.name not in self.block.record.masses:
-                continue
-            held = None
-            if factor.name in running:
-                held = [pack(keep(factor.name, running[factor.name]), factor)]
-            enough = set(self.place.holding(index)) <= set(self.was.holding(index))
-            spec, source = TensorSpec(factor.packed_shape), self.was.owners[index]
-            tensors = self._sent([spec], held, source, all_have=enough)
-            if self.place.holds(rank, index):
-                assert tensors is not None
-                stored = store(tensors[0], factor, packed=self.place.packed)
-                self.block.stack.set_factor(factor.name, (self.block.member,), stored)
-
-    def second_order(self) -> None:
-        """Move the second-order data."""
-        if not self.old.record.solved:
-            return
-        data, source = self.old.second_order, self.was.gradient_workers[0]
-        for index, factor in enumerate(self.block.factors):
-            specs = self.block.tensors.get(factor.name, {})
-            if not specs:
-                continue
-            held = None
-            if factor.name in data:
-                held = [_like(self.block, data[factor.name][name]) for name in specs]
-            enough = set(self.place.needing(index)) <= set(self.was.needing(index))
-            tensors = self._sent(list(specs.values()), held, source, all_have=enough)
-            if self.backend.rank in self.place.needing(index):
-                assert tensors is not None
-                named = dict(zip(specs, tensors, strict=True))
-                self.block.stack.set_data(factor.name, (self.block.member,), named)
-        self.block.record.solved = True
-
-    def state(self) -> None:
-        """Move the method's state."""
-        self.block.record.updates = self.old.record.updates
-        specs, state = self.block.states, self.old.state
-        if not self.old.record.updates or not specs:
-            return
-        held = [_like(self.block, state[name]) for name in specs] if len(state) else None
-        enough = set(self.place.gradient_workers) <= set(self.was.gradient_workers)
-        source = self.was.gradient_workers[0]
-        tensors = self._sent(list(specs.values()), held, source, all_have=enough)
-        if self.backend.rank in self.place.gradient_workers:
-            assert tensors is not None
-            named = dict(zip(specs, tensors, strict=True))
-            self.block.stack.set_state((self.block.member,), named)
-
-
-def to_everyone(
+def _move(
     backend: Backend,
-    block: Block,
-    source: int,
-    specs: tuple[TensorSpec, ...],
-    tensors: list[Tensor] | None,
-    phase: str,
-) -> list[Tensor]:
-    """Bring tensors of a block from one rank to all; every rank must call.
-
-    Args:
-        backend: The backend.
-        block: The block.
-        source: The rank that has them.
-        specs: What they are.
-        tensors: The tensors, on that rank.
-        phase: The phase that the traffic is counted under.
-
-    Returns:
-        The tensors, on every rank.
-    """
-    everyone = tuple(range(backend.world_size))
-    tensors = tensors if backend.rank == source else None
-    parcel = Parcel(
-        source, everyone, specs=specs, dtype=block.dtype, device=block.device, tensors=tensors
-    )
-    deliver(backend, [parcel], phase)
-    assert parcel.tensors is not None
-    return parcel.tensors
+    before: tuple[Block, BlockPlacement],
+    after: tuple[Block, BlockPlacement],
+    keep: Callable[[str, Tensor], Tensor],
+    *,
+    same: bool,
+) -> None:
+    """Send the tensors of a block to the ranks that hold them now, and continue its numbers."""
+    (old, was), (block, place) = before, after
+    masses, updates = old.record.masses, old.record.updates if same else 0
+    solved = same and old.record.solved
+    having: dict[str, Any] = {
+        "factors": masses,
+        "solved": block.tensors if solved else (),
+        "updates": updates,
+    }
+    wanted = list(entries(block, place, **having))
+    sent = [
+        replace(now, source=then.source)
+        for then, now in zip(entries(block, was, **having), wanted, strict=True)
+        if not now.holders <= then.holders
+    ]
+    factors = {name: keep(name, stored) for name, stored in old.running.items()}
+    found = {path: _like(block, tensor) for path, tensor in held(old, factors).items()}
+    found.update(gather(backend, block, sent, found, "move"))
+    mine = {e.path: found[e.path] for e in wanted if backend.rank in e.holders}
+    put(block, place, mine, masses=masses, solved=solved, updates=updates)
+    block.record.failures = old.record.failures
+    block.record.statistics_at = old.record.statistics_at
+    block.record.solved_at = old.record.solved_at if solved else {}
 
 
 def _is_continued(before: Block, after: Block) -> bool:
-    """Return whether a block is of the same module, seen by the same method."""
+    """Return whether a block has the module and the method that it had."""
     same_module = before.layout.module is after.layout.module
     return same_module and describe(before.method) == describe(after.method)
 
 
 def _is_cut(before: Block, after: Block) -> bool:
-    """Return whether factors are as they were, or lose the rows and columns that inputs lose."""
+    """Return whether factors are as before, or lose only rows and columns of lost inputs."""
     if before.shape == after.shape:
         return True
     if len(before.factors) != len(after.factors):
@@ -248,7 +157,7 @@ def _is_cut(before: Block, after: Block) -> bool:
 
 
 def _remaining_columns(before: Layout, after: Layout) -> slice | None:
-    """Return which input columns remain; None if there are new ones, or it cannot be told."""
+    """Return the input columns that remain; None if there are new ones or it is not known."""
     if set(before.parameters) == set(after.parameters):
         return slice(None)
     if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
@@ -265,20 +174,12 @@ def _remaining_columns(before: Layout, after: Layout) -> slice | None:
 
 
 def _like(block: Block, tensor: Tensor) -> Tensor:
-    """Return a tensor of a former block where the block is now, in its dtype."""
+    """Return a tensor on the device and in the dtype of a block."""
     return tensor.to(device=block.device, dtype=block.dtype)
 
 
 def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
-    """Return what is left of a factor, or of its sum, in a block that has lost inputs.
-
-    Args:
-        before: The block as it was.
-        after: The block as it is.
-        columns: The inputs that remain; None for all.
-        name: The factor.
-        stored: The factor, or its sum.
-    """
+    """Return the input columns of a factor, or of its sum, that remain; all for None."""
     stored = _like(after, stored)
     factor = next(factor for factor in before.factors if factor.name == name)
     if columns is None or factor.side == "left":

@@ -14,7 +14,6 @@ than the bound.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import reduce
@@ -174,22 +173,8 @@ class LearningRates:
         """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
         return list(self._initial) if self.which == "initial" else []
 
-    def check_state(self, state: Any) -> None:
-        """Check that `load` can take a state.
-
-        Args:
-            state: What `state` returned, perhaps in another run.
-
-        Raises:
-            ValueError: If it is damaged, or of an optimizer with other param groups.
-        """
-        if not isinstance(state, list | tuple):
-            raise ValueError(
-                f"the state is damaged: initial_lrs is {type(state).__name__}, not a list"
-            )
-        for rate in state:
-            if not _is_rate(rate):
-                raise ValueError(f"the state is damaged: one of initial_lrs is {rate!r}")
+    def check_state(self, state: Sequence[float | Tensor]) -> None:
+        """Raise ValueError if a state is of an optimizer with another number of param groups."""
         if self._takes(state) and len(state) != len(self._initial):
             raise ValueError(
                 f"the state has the initial learning rates of {len(state)} param groups, the "
@@ -268,13 +253,3 @@ def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
     if isinstance(other, Tensor):
         return other.clamp(min=float(one))
     return max(one, other)
-
-
-def _is_rate(value: Any) -> bool:
-    """Return whether a value is a finite number that is not negative, or a scalar tensor of one."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_meta or value.layout != torch.strided:
-            return False
-        value = value.item()
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf

@@ -22,7 +22,7 @@ from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
 from soframe.step.gradients import Gradients
-from soframe.strategies.placement import exchange_group
+from soframe.strategies.work import exchange_group
 
 
 @dataclass(eq=False)

@@ -4,9 +4,10 @@ from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.local import LocalPlan
-from soframe.strategies.placement import BlockPlacement, BlockWork, Placement, Reduction
+from soframe.strategies.placement import Placement
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.strategies.turns import turns
+from soframe.strategies.work import BlockPlacement, BlockWork, Reduction
 
 __all__ = [
     "BlockPlacement",

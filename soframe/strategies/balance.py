@@ -48,15 +48,7 @@ def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 def assign_to_groups(costs: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Assign jobs to groups of ranks by LPT, where loads count per rank: a smaller group gets less.
-
-    Args:
-        costs: The cost of each job.
-        sizes: The ranks of each group.
-
-    Returns:
-        The group of each job.
-    """
+    """Assign jobs to groups of ranks by LPT, with loads per rank."""
     shares = [1.0 / size for size in sizes]
     loads = [0.0] * len(shares)
     chosen = [0] * len(costs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from soframe.strategies.placement import BlockWork, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockWork
 
 
 class Strategy(ABC):

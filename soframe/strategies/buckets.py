@@ -10,17 +10,7 @@ is in it travels while the next one is made."""
 
 
 def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> list[list[int]]:
-    """Put what goes the same way together.
-
-    Args:
-        items: The route and the bytes of each item.
-        limit: The largest buffer in bytes, unless one item alone is larger; by default
-            `BUCKET_BYTES`.
-
-    Returns:
-        The indices of the items of each buffer: routes in the order of their first item, items in
-        their own order.
-    """
+    """Put what goes the same way together."""
     limit = BUCKET_BYTES if limit is None else limit
     routes: dict[Hashable, list[list[int]]] = {}
     sizes: dict[Hashable, int] = {}

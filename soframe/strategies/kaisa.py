@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, assign_to_groups, compute_cost
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import BlockPlacement, BlockWork, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockPlacement, BlockWork
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,6 @@ class CommOpt(_Grid):
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """See `Strategy.place`."""
         return self._place("comm-opt", work, ranks, 1)
 
 
@@ -97,7 +97,6 @@ class MemOpt(_Grid):
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """See `Strategy.place`."""
         return self._place("mem-opt", work, ranks, ranks)
 
 
@@ -126,18 +125,6 @@ class HybridOpt(_Grid):
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """See `Strategy.place`.
-
-        Args:
-            work: The blocks.
-            ranks: The number of ranks.
-
-        Returns:
-            The placement.
-
-        Raises:
-            ValueError: If more gradient workers are asked for than there are ranks.
-        """
         wanted = self.gradient_workers
         if isinstance(wanted, int):
             if wanted > ranks:

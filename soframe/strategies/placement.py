@@ -1,251 +1,29 @@
-"""A placement is data: who owns, preconditions and receives what.
+"""A placement: each rank's role for every block, as plain data.
 
 It is computed from shapes and a number of ranks alone, so the same object is executed by the
 preconditioner, priced for thousands of ranks on a laptop, printed, and tested. Ranks are numbers
-within the process group that the preconditioner was given. Its digest is compared across ranks
-before the first collective.
-
-Statistics have places too: some ranks *contribute* those of their own data to a factor, and some
-*hold* the running factor, which is what the contributions are added up for. In between, they are
-reduced at every statistics step, or gathered where they arise and reduced when a solve needs them.
+within the process group of the preconditioner. The digest is compared across ranks before the
+first collective.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
 
-from soframe.layers.base import BlockShape
-from soframe.specs import FactorSpec, Shards, TensorSpec
+from soframe.specs import FactorSpec
+from soframe.strategies import plan
 from soframe.strategies.local import LocalPlan
+from soframe.strategies.work import (
+    ITEM_BYTES,
+    BlockPlacement,
+    BlockWork,
+    Traffic,
+    exchange_group,
+)
 from soframe.text import format_table
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes that factors can have and statistics can travel in, and their bytes per element."""
-
-SMALL = 40_000
-"""Elements of a gradient's matrix: on CPUs larger ones have a stack each. With one thread six
-blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
-times the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`)."""
-
-Traffic = dict[str, dict[str, int]]
-"""Phase -> ``{"bytes", "calls"}``."""
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """What has to be placed for one block.
-
-    Attributes:
-        name: The block's name.
-        shape: The shape of its gradient matrix.
-        factors: Its factors.
-        second_order: The tensors that the solver makes of each factor; only plans of memory and
-            traffic need them, so they are no part of the placement's identity.
-        dtype: The dtype of factors and second-order data, by its name; likewise.
-        device: Where they live; likewise.
-        parameters: How many parameters the block has; likewise.
-        resident: For each factor whether a gradient worker must own it: it is made of the averaged
-            gradient, or its solves start from the last one's data; empty where none must.
-        unsolved: The names of the factors that are used as they are, by all gradient workers.
-        state: What the method keeps on gradient workers; for plans, as ``second_order``.
-        effort: The operations of a direction, up to a constant, where they count: of methods that
-            make one of the gradient alone.
-        after: Whether statistics of the averaged gradient, and the solves of the block, come after
-            its direction; for plans.
-        shards: How each of its parameters is shared out over ranks; empty where none is.
-        kind: A number that blocks of the same method and solver have in common; for stacks alone.
-    """
-
-    name: str
-    shape: BlockShape
-    factors: tuple[FactorSpec, ...]
-    second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
-    dtype: str = field(default="float32", compare=False)
-    device: str = field(default="cpu", compare=False)
-    parameters: int = field(default=1, compare=False)
-    resident: tuple[bool, ...] = ()
-    unsolved: tuple[str, ...] = ()
-    state: tuple[TensorSpec, ...] = field(default=(), compare=False)
-    effort: float = 0.0
-    after: bool = field(default=False, compare=False)
-    shards: tuple[Shards, ...] = ()
-    kind: int = field(default=0, compare=False)
-
-    @property
-    def stackable(self) -> bool:
-        """Whether it may share a stack: every tensor's first dimension is the block's groups.
-
-        On CPUs large matrices stay by themselves: products of a batch of them take longer than one
-        after the other, and copies into the batch come on top.
-        """
-        groups, out, into = self.shape
-        if self.device == "cpu" and out * into > SMALL:
-            return False
-        specs = [*self.state, *(spec for specs in self.second_order for spec in specs)]
-        return all(factor.groups == groups for factor in self.factors) and all(
-            spec.shape and spec.shape[0] == groups for spec in specs
-        )
-
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """What blocks of one stack have in common, beside their place."""
-        tensors = (self.second_order, self.state, self.dtype, self.device, self.shards)
-        return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
-
-    @property
-    def elements(self) -> float:
-        """The elements that a direction takes on a gradient worker, where they count."""
-        if not self.effort:
-            return 0.0
-        return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
-
-    @property
-    def captured(self) -> bool:
-        """Whether the block takes statistics of calls."""
-        return any(factor.captured for factor in self.factors)
-
-    @property
-    def only_captured(self) -> bool:
-        """Whether nothing that is kept is made of averaged gradients, but directions."""
-        return all(factor.captured for factor in self.factors)
-
-    @property
-    def plain(self) -> bool:
-        """Whether all factors are matrices, made of calls, and solved as they are."""
-        needy = any(factor.needs or factor.decay is not None for factor in self.factors)
-        return not self.resident and not self.unsolved and not needy
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How statistics are added up.
-
-    Attributes:
-        group: The ranks that take part; those that do not contribute add zeros.
-        destination: The rank that has the sum; None for all, which are all ranks.
-        spread: The ranks that the destination sends the sum to, itself among them.
-    """
-
-    group: tuple[int, ...]
-    destination: int | None
-    spread: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BlockPlacement:
-    """Who does what for one block.
-
-    Attributes:
-        block: The block's name.
-        owners: The rank that solves each factor, in the order of the block's factors.
-        gradient_workers: The ranks that hold the second-order data and precondition.
-        sources: For each rank the gradient worker that it has the preconditioned gradient from;
-            a gradient worker's source is itself.
-        contributors: For each factor the sorted ranks whose data make its statistics; empty for
-            all ranks. The others neither compute nor send any.
-        holders: For each factor the sorted ranks that keep the running factor, the owner among
-            them; empty for all ranks.
-        deferred: Whether contributors gather their statistics, in an accumulator of their own,
-            until a solve needs them; otherwise they are reduced at every statistics step.
-        packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and are
-            whole only while they are solved.
-        wire: The dtype in which statistics travel, by its name; None for the factors' own.
-        made: For each factor whether its holders make its statistics themselves, of the averaged
-            gradient, so that nothing is reduced; empty for none.
-        readers: For each factor the sorted ranks that need its second-order data besides the
-            gradient workers, since statistics are made with it; empty for none.
-    """
-
-    block: str
-    owners: tuple[int, ...]
-    gradient_workers: tuple[int, ...]
-    sources: tuple[int, ...]
-    contributors: tuple[tuple[int, ...], ...] = ()
-    holders: tuple[tuple[int, ...], ...] = ()
-    deferred: bool = False
-    packed: bool = False
-    wire: str | None = None
-    made: tuple[bool, ...] = ()
-    readers: tuple[tuple[int, ...], ...] = ()
-
-    @cached_property
-    def everyone(self) -> tuple[int, ...]:
-        """All ranks."""
-        return tuple(range(len(self.sources)))
-
-    def contributing(self, factor: int) -> tuple[int, ...]:
-        """Return the ranks that contribute statistics to a factor.
-
-        Args:
-            factor: Its index.
-        """
-        return self.contributors[factor] if self.contributors else self.everyone
-
-    def holding(self, factor: int) -> tuple[int, ...]:
-        """Return the ranks that hold a running factor.
-
-        Args:
-            factor: Its index.
-        """
-        return self.holders[factor] if self.holders else self.everyone
-
-    def contributes(self, rank: int, factor: int) -> bool:
-        """Return whether a rank contributes statistics to a factor.
-
-        Args:
-            rank: The rank.
-            factor: The factor's index.
-        """
-        return not self.contributors or rank in self.contributors[factor]
-
-    def holds(self, rank: int, factor: int) -> bool:
-        """Return whether a rank holds a running factor.
-
-        Args:
-            rank: The rank.
-            factor: The factor's index.
-        """
-        return not self.holders or rank in self.holders[factor]
-
-    def needing(self, factor: int) -> tuple[int, ...]:
-        """Return the ranks that need the second-order data of a factor.
-
-        Args:
-            factor: Its index.
-        """
-        return self.gradient_workers + (self.readers[factor] if self.readers else ())
-
-    def sharing(self, factor: int) -> tuple[int, ...]:
-        """Return the sorted ranks among which the second-order data of a factor are shared.
-
-        Args:
-            factor: Its index.
-        """
-        return share_group(self.owners[factor], self.needing(factor))
-
-    @cached_property
-    def reductions(self) -> tuple[Reduction, ...]:
-        """How the statistics of each factor get from those that have them to its holders."""
-        return tuple(map(self._reduction, range(len(self.owners))))
-
-    def _reduction(self, factor: int) -> Reduction:
-        holders = self.holding(factor)
-        if self.made and self.made[factor]:
-            return Reduction((), None, ())
-        group = tuple(sorted({*self.contributing(factor), *holders}))
-        if holders == self.everyone:
-            return Reduction(group, None, ())
-        return Reduction(group, self.owners[factor], holders)
-
-    @property
-    def traces_travel(self) -> bool:
-        """Whether an owner lacks a factor of the block, and so its trace, which solvers ask for."""
-        factors = range(len(self.owners))
-        return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
 
 
 @dataclass(frozen=True)
@@ -266,87 +44,37 @@ class Placement:
     blocks: tuple[BlockPlacement, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def pairs(self) -> list[tuple[BlockWork, BlockPlacement]]:
+        """The work of each block with its placement."""
+        return list(zip(self.work, self.blocks, strict=True))
+
     def validate(self) -> None:
         """Check that the placement can be executed.
 
         Raises:
             ValueError: If it cannot; the message names the strategy and the block.
         """
-
-        def require(condition: bool, block: str, problem: str) -> None:
-            if not condition:
-                raise ValueError(f"strategy {self.strategy!r}, block {block!r}: {problem}")
-
-        ranks = range(self.world_size)
-        names = [work.name for work in self.work]
-        require(
-            names == [block.block for block in self.blocks],
-            "*",
-            "the placement's blocks are not those of the work, in its order",
-        )
-        for work, block in zip(self.work, self.blocks, strict=True):
-            workers = block.gradient_workers
-            require(len(block.owners) == len(work.factors), work.name, "one owner per factor")
-            require(all(r in ranks for r in block.owners), work.name, "an owner is not a rank")
-            require(bool(workers), work.name, "no gradient worker")
-            require(all(r in ranks for r in workers), work.name, "a worker is not a rank")
-            require(len(set(workers)) == len(workers), work.name, "a worker is named twice")
-            require(len(block.sources) == self.world_size, work.name, "one source per rank")
-            for rank, source in enumerate(block.sources):
-                require(source in workers, work.name, f"source of rank {rank} is no worker")
-                require(
-                    source == rank or rank not in workers,
-                    work.name,
-                    f"gradient worker {rank} must be its own source, not {source}",
-                )
-            self._validate_statistics(work, block, require)
-
-    def _validate_statistics(
-        self, work: BlockWork, block: BlockPlacement, require: Callable[[bool, str, str], None]
-    ) -> None:
-        ranks = range(self.world_size)
-        for name, sets in (("contributors", block.contributors), ("holders", block.holders)):
-            one_each = len(sets) in (0, len(work.factors))
-            require(one_each, work.name, f"{name} of every factor or of none")
-            for members in sets:
-                require(bool(members), work.name, f"a factor without {name}")
-                require(all(r in ranks for r in members), work.name, f"{name}: not all are ranks")
-                ordered = list(members) == sorted(set(members))
-                require(ordered, work.name, f"{name} must be sorted, each named once")
-        for index, owner in enumerate(block.owners):
-            held = block.holds(owner, index)
-            require(held, work.name, f"owner {owner} does not hold what it solves")
-        self._validate_residents(work, block, require)
-        known = block.wire is None or block.wire in ITEM_BYTES
-        require(known, work.name, f"wire must be one of {', '.join(ITEM_BYTES)}, not {block.wire}")
-
-    def _validate_residents(
-        self, work: BlockWork, block: BlockPlacement, require: Callable[[bool, str, str], None]
-    ) -> None:
-        workers, name = block.gradient_workers, work.name
-        for index, factor in enumerate(work.factors):
-            made = bool(block.made) and block.made[index]
-            resident = bool(work.resident) and work.resident[index]
-            require(made != factor.captured, name, f"factor {factor.name}: made or reduced")
-            if resident:
-                owned = block.owners[index] in workers
-                require(owned, name, f"factor {factor.name} must be owned by a gradient worker")
-            if made:
-                where = block.holding(index) == tuple(sorted(workers))
-                require(where, name, f"factor {factor.name} is held by other than its makers")
-            if factor.name in work.unsolved:
-                holding = set(workers) <= set(block.holding(index))
-                require(holding, name, f"factor {factor.name} is not held where it is used")
-            for needed in factor.needs:
-                ranks = block.needing([f.name for f in work.factors].index(needed))
-                told = set(block.contributing(index)) <= set(ranks)
-                require(told, name, f"contributors to {factor.name} lack the data of {needed}")
+        if [work.name for work in self.work] != [block.block for block in self.blocks]:
+            raise ValueError(
+                f"strategy {self.strategy!r}: the placement's blocks are not those of the work, in "
+                f"its order"
+            )
+        for work, block in self.pairs:
+            checks = [
+                *_workers(block, self.world_size),
+                *_statistics_places(work, block, self.world_size),
+                *_residents(work, block),
+            ]
+            for good, problem in checks:
+                if not good:
+                    raise ValueError(f"strategy {self.strategy!r}, block {work.name!r}: {problem}")
 
     @cached_property
     def stacks(self) -> list[list[int]]:
         """The blocks that are alike and have the same place but for owners, by their index."""
         stacks: dict[object, list[int]] = {}
-        for index, (work, block) in enumerate(zip(self.work, self.blocks, strict=True)):
+        for index, (work, block) in enumerate(self.pairs):
             # Where some ranks hold a factor, its statistics are sent to the owner.
             place = replace(block, block="", owners=block.owners if block.holders else ())
             key = (work.alike, place) if work.stackable else index
@@ -394,9 +122,7 @@ class Placement:
             ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` (none) and
             their ``"total"``.
         """
-        from soframe.strategies import plan
-
-        return plan.memory(self, rank, used=used)
+        return plan.memory(self.pairs, self.stacks, rank, used)
 
     def traffic(
         self,
@@ -433,10 +159,9 @@ class Placement:
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
-        from soframe.strategies import plan
-
-        return plan.traffic(
-            self,
+        step = plan.Step(
+            self.pairs,
+            self.stacks,
             rank,
             statistics=statistics,
             solve=solve,
@@ -446,9 +171,10 @@ class Placement:
             first=first,
             clips=clips,
         )
+        return step.traffic() if self.world_size > 1 else plan.total({})
 
     def __str__(self) -> str:
-        told = any(_statistics(w, b) for w, b in zip(self.work, self.blocks, strict=True))
+        told = any(_statistics(w, b) for w, b in self.pairs)
         rows = [
             (
                 work.name,
@@ -470,7 +196,7 @@ class Placement:
                 or "-",
                 *((_statistics(work, block),) if told else ()),
             )
-            for work, block in zip(self.work, self.blocks, strict=True)
+            for work, block in self.pairs
         ]
         header: tuple[str, ...] = ("block", "groups x out x in", "owners")
         header += ("gradient workers", "exchange", *(("statistics",) if told else ()))
@@ -480,32 +206,76 @@ class Placement:
         return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
 
 
+Checks = Iterator[tuple[bool, str]]
+
+
+def _workers(block: BlockPlacement, world_size: int) -> Checks:
+    """Yield conditions on owners, gradient workers and sources, each with its problem."""
+    ranks, workers = range(world_size), block.gradient_workers
+    yield all(r in ranks for r in block.owners), "an owner is not a rank"
+    yield bool(workers), "no gradient worker"
+    yield all(r in ranks for r in workers), "a worker is not a rank"
+    yield len(set(workers)) == len(workers), "a worker is named twice"
+    yield len(block.sources) == world_size, "one source per rank"
+    for rank, source in enumerate(block.sources):
+        yield source in workers, f"source of rank {rank} is no worker"
+        own = source == rank or rank not in workers
+        yield own, f"gradient worker {rank} must be its own source, not {source}"
+
+
+def _statistics_places(work: BlockWork, block: BlockPlacement, world_size: int) -> Checks:
+    """Yield conditions on contributors, holders and the dtype of statistics."""
+    ranks = range(world_size)
+    yield len(block.owners) == len(work.factors), "one owner per factor"
+    for name, sets in (("contributors", block.contributors), ("holders", block.holders)):
+        yield len(sets) in (0, len(work.factors)), f"{name} of every factor or of none"
+        for members in sets:
+            yield bool(members), f"a factor without {name}"
+            yield all(r in ranks for r in members), f"{name}: not all are ranks"
+            ordered = list(members) == sorted(set(members))
+            yield ordered, f"{name} must be sorted, each named once"
+    for index, owner in enumerate(block.owners):
+        yield block.holds(owner, index), f"owner {owner} does not hold what it solves"
+    known = block.wire is None or block.wire in ITEM_BYTES
+    yield known, f"wire must be one of {', '.join(ITEM_BYTES)}, not {block.wire}"
+
+
+def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
+    """Yield conditions on factors that gradient workers make, use or need."""
+    workers, names = block.gradient_workers, [factor.name for factor in work.factors]
+    for index, factor in enumerate(work.factors):
+        made = bool(block.made) and block.made[index]
+        yield made != factor.captured, f"factor {factor.name}: made or reduced"
+        if work.resident and work.resident[index]:
+            owned = block.owners[index] in workers
+            yield owned, f"factor {factor.name} must be owned by a gradient worker"
+        if made:
+            where = block.holding(index) == tuple(sorted(workers))
+            yield where, f"factor {factor.name} is held by other than its makers"
+        if factor.name in work.unsolved:
+            holding = set(workers) <= set(block.holding(index))
+            yield holding, f"factor {factor.name} is not held where it is used"
+        for needed in factor.needs:
+            ranks = block.needing(names.index(needed))
+            reached = set(block.contributing(index)) <= set(ranks)
+            yield reached, f"contributors to {factor.name} lack the data of {needed}"
+
+
 def complete(placement: Placement) -> Placement:
-    """Return a placement with what follows from the work, whichever strategy it is of.
-
-    What is made of the averaged gradient stays with the gradient workers, who have it. What solves
-    start from is at their owners. A factor that is used as it is comes to those who use it, and
-    second-order data come to those who make statistics with them.
-
-    Args:
-        placement: A strategy's answer.
-
-    Returns:
-        The same object, where nothing is to be changed.
-
-    Raises:
-        ValueError: If it has not a block for each work.
-    """
+    """Return a strategy's placement with the places that follow from the work."""
+    # Factors of the averaged gradient stay with the gradient workers, which have it. Solves that
+    # continue from the last one are at a rank that has its data. A factor that is not solved is
+    # held by the ranks that use it, and second-order data are read by those whose statistics need
+    # them.
     if len(placement.work) != len(placement.blocks):
         raise ValueError(
             f"a strategy has placed {len(placement.blocks)} block(s), and the model has "
             f"{len(placement.work)}: Strategy.place() returns a BlockPlacement for each BlockWork, "
             f"in their order"
         )
-    pairs = list(zip(placement.work, placement.blocks, strict=True))
-    if all(work.plain for work, _ in pairs):
+    if all(work.plain for work in placement.work):
         return placement
-    blocks = tuple(block if work.plain else _completed(work, block) for work, block in pairs)
+    blocks = tuple(b if w.plain else _completed(w, b) for w, b in placement.pairs)
     return replace(placement, blocks=blocks)
 
 
@@ -548,34 +318,8 @@ def _accumulates(factor: FactorSpec) -> bool:
     return factor.captured and factor.kind == "psd" and not factor.needs and factor.decay is None
 
 
-def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks among which an owner shares second-order data.
-
-    Args:
-        owner: The rank that solved the factor.
-        gradient_workers: The ranks that need it.
-
-    Returns:
-        The sorted ranks, the owner among them.
-    """
-    return tuple(sorted({owner, *gradient_workers}))
-
-
-def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks among which a gradient worker exchanges the preconditioned gradient.
-
-    Args:
-        worker: The gradient worker.
-        sources: The source of each rank.
-
-    Returns:
-        The sorted ranks, the worker among them.
-    """
-    return tuple(sorted({worker, *(rank for rank, s in enumerate(sources) if s == worker)}))
-
-
 def _statistics(work: BlockWork, block: BlockPlacement) -> str:
-    """Say where statistics come from and go to; nothing where they simply go from all to all."""
+    """Format the contributors and holders of factors; empty if all ranks are both."""
     ways: dict[str, list[str]] = {}
     for index, factor in enumerate(work.factors):
         way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, assign_to_groups, memory_cost
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import ITEM_BYTES, BlockPlacement, BlockWork, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,6 @@ class Sharded(_Sharded):
             raise ValueError(f"Sharded: wire must be one of {known} or None, not {self.wire!r}")
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """See `Strategy.place`."""
         return self._place("sharded", work, ranks, self.group, self.deferred, self.wire)
 
 
@@ -150,5 +150,4 @@ class OwnerLocal(_Sharded):
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """See `Strategy.place`."""
         return self._place("owner-local", work, ranks, 1)

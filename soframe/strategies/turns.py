@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from soframe.strategies.balance import assign, compute_cost
-from soframe.strategies.placement import BlockWork, Placement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockWork
 
 
 def turns(placement: Placement, interval: int) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ from soframe.registry import KINDS
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
 from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
-from soframe.strategies.placement import BlockWork, complete
+from soframe.strategies.placement import complete
+from soframe.strategies.work import BlockWork
 from soframe.testing.compare import compare, kron
 
 
@@ -241,10 +242,8 @@ _Exact = dict[LayerHelper, list[Tensor]]
 
 
 def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return inputs of another call, of the same shapes: the same numbers in another order.
-
-    Integers in one ascending row stay as they are, since they may be offsets; and so do masks.
-    """
+    """Return inputs of another call, of the same shapes: the same numbers in another order."""
+    # Integers in one ascending row stay as they are, since they may be offsets; and so do masks.
     other = []
     for given in inputs:
         turned = given.flatten().flip(0).view_as(given)
@@ -488,11 +487,9 @@ def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> di
 
 
 def _check_shares(solver: Solver) -> None:
-    """Hold the damping that two shares add to a block to the damping of the block, at least.
-
-    The factors are multiples of the identity, one of them at least of one: the whole damping to
-    each factor is enough there, too.
-    """
+    """Hold the damping that two shares add to a block to the damping of the block, at least."""
+    # The factors are multiples of the identity, one of them at least of one: the whole damping to
+    # each factor is enough there, too.
     for damping in (1e2, 1.0, 1e-3, 1e-6):
         for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
             a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
@@ -520,11 +517,9 @@ def _check_announced(
 def _followed(
     solver: Solver, side: str, matrix: Tensor, data: dict[str, Tensor], name: str
 ) -> dict[str, Tensor]:
-    """Return the data after `Solver.follow` of the very factor that was solved.
-
-    How data follow a factor that has changed is the solver's own. Of one that has not, they must
-    remain as good as they were.
-    """
+    """Return the data after `Solver.follow` of the very factor that was solved."""
+    # How data follow a factor that has changed is the solver's own. Of one that has not, they must
+    # remain as good as they were.
     factor, given = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
     followed = solver.follow(matrix, data)
     assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
@@ -579,12 +574,10 @@ def _check_again(
     *,
     may_keep: bool,
 ) -> None:
-    """Hold `Solver.solve_again`, from the data of other factors, to a dense solve.
-
-    An iteration need not have converged after one solve, so the same factors are solved again until
-    the result is right. A solver may keep its data, to the bit, of factors that have changed
-    little; where these have changed by several times their norm, it may not.
-    """
+    """Hold `Solver.solve_again`, from the data of other factors, to a dense solve."""
+    # An iteration need not have converged after one solve, so the same factors are solved again
+    # until the result is right. A solver may keep its data, to the bit, of factors that have
+    # changed little; where these have changed by several times their norm, it may not.
     # The last solve had another damping.
     shares = _shares(solver, before, 2 * damping)
     data: _Data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}

@@ -246,11 +246,7 @@ def _without_hooks(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _forward(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[Any, list[Tensor]]:
-    """Run the model on float64 copies of its tensors.
-
-    Returns:
-        The output, and the copies of the parameters ``names``: leaves of its graph.
-    """
+    """Run the model on float64 copies of its tensors."""
     state = {name: p.detach().double() for name, p in model.named_parameters()}
     leaves = [state[name].clone().requires_grad_() for name in names]
     state |= dict(zip(names, leaves, strict=True))

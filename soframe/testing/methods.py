@@ -48,19 +48,22 @@ Launch = Callable[..., Sequence[Any]]
 
 
 class Net(nn.Module):
-    """Square layers, whose factors have full spectra; two of them are alike, one runs twice."""
+    """Tall, wide, square and grouped layers; two of them are alike, one runs twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.second = nn.Linear(FEATURES, FEATURES)
+        self.first = nn.Linear(FEATURES, FEATURES + 2)
+        self.second = nn.Linear(FEATURES + 2, FEATURES)
         self.twice = nn.Linear(FEATURES, FEATURES)
+        self.grouped = nn.Conv2d(FEATURES, FEATURES, 1, groups=2)
         self.head = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs ``[N, features]`` of inputs ``[N, features]``."""
         x = self.second(self.first(x).tanh()).tanh()
-        return self.head(self.twice(self.twice(x).tanh()).tanh())  # type: ignore[no-any-return]
+        x = self.twice(self.twice(x).tanh()).tanh()
+        x = self.grouped(x[..., None, None]).flatten(1).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,7 @@ class Trained:
 
 
 def train(rank: int, ranks: int, training: Training) -> Trained:
-    """Train on one rank of a group, or alone.
-
-    Args:
-        rank: The rank.
-        ranks: The number of ranks; with one, no group is needed.
-        training: The run.
-
-    Returns:
-        What has become of it; the same on every rank.
-    """
+    """Train on one rank of a group, or alone."""
     torch.manual_seed(0)
     model = Net().double()
     observes = training.fisher in ("type-2", "monte-carlo")
@@ -180,8 +174,8 @@ def check_method(
 ) -> None:
     """Check a method: every number of ranks, strategy and micro-batch is one process.
 
-    A small network of square layers is trained in float64 by `soframe.Optimizer`, on one process
-    with the whole batch, and then
+    A small network of tall, wide, square and grouped layers is trained in float64 by
+    `soframe.Optimizer`, on one process with the whole batch, and then
 
     - with a check of what it returns: names, shapes and dtypes, and that nothing that it is given
       has changed in place;
@@ -193,8 +187,6 @@ def check_method(
     - on ranks, each with its part of the batch, under every strategy;
     - saved on the most ranks and resumed on half of them or fewer, under another strategy: from a
       state, and from a sharded checkpoint.
-
-    Bases are unique only where spectra are full and apart: so they are in this network.
 
     Args:
         method: The method, or its name.
@@ -225,7 +217,7 @@ def check_method(
         twice = train(0, 1, replace(one, copies=2))
         _same(twice, whole, f"{name}, every sample twice", rtol)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
-        patterns = {name: _unequal(chosen) for name in ("first", "second", "twice", "head")}
+        patterns = {name: _unequal(chosen) for name, _ in Net().named_children()}
         apart = train(0, 1, replace(one, method=patterns))
         _same(apart, whole, f"{name}, an instance for each layer, with groups of its own", rtol)
         first = train(0, 1, replace(one, end=MIDDLE))
@@ -266,16 +258,7 @@ def _train_each(rank: int, ranks: int, trainings: Sequence[Training]) -> list[Tr
 
 
 def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Run a function on new processes that form one Gloo group.
-
-    Args:
-        function: ``function(rank, ranks, *args)``, to be found by its module and name.
-        ranks: The number of processes.
-        *args: What it is called with.
-
-    Returns:
-        What it returned on each rank.
-    """
+    """Run a function on new processes that form one Gloo group."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_run, args=(ranks, folder, function, args), nprocs=ranks)
         return [

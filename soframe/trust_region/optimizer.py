@@ -40,7 +40,6 @@ from soframe.preconditioner import Preconditioner
 from soframe.setup import building
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.trust_region import agreeing, candidates, groups, settings
 from soframe.trust_region.candidates import Beside, Candidates
 from soframe.trust_region.declared import (
@@ -822,7 +821,6 @@ class TrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    @whole_for_dcp
     def state_dict(self, *, curvature: bool = True) -> dict[str, Any]:
         """Return the optimizer's state, the preconditioner's and the damping's.
 
@@ -889,7 +887,6 @@ class TrustRegion(torch.optim.Optimizer):
                 damaged, or another rank's is, or the ranks' states differ; nothing has changed
                 then, on any rank.
         """
-        state_dict = unpacked(state_dict)
         checks = [one._check for one in self.candidates]
 
         def check() -> None:
@@ -909,11 +906,11 @@ class TrustRegion(torch.optim.Optimizer):
         self._memory.forget()
         if settings.BEFORE in state_dict:
             for one, saved in zip(self.candidates, state_dict[settings.BEFORE], strict=True):
-                one._load(saved, lambda: None)
+                one.load_state_dict(saved)
             self._memory.note()
         for one, saved in zip(self.candidates, settings.of_methods(state_dict), strict=True):
             if saved is not None:
-                one._load(saved, lambda: None)
+                one.load_state_dict(saved)
         keys = {*settings.KEYS, settings.FURTHER, settings.BEFORE}
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in keys})
         self._steps, self._burn_in = saved_region["steps"], saved_region["burn_in"]

@@ -23,7 +23,6 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.state import checksums
-from soframe.state import saving as state
 from soframe.trust_region import lengths
 from soframe.trust_region.candidates import Methods
 from soframe.trust_region.watch import WINDOW
@@ -38,7 +37,7 @@ BEFORE = "before"
 """Where it has those of all methods before a step that waits, if they remember gradients."""
 
 VERSION = 2
-"""Of a trust region's own state. 2: with checksums; 1 did not say so, and is otherwise the same."""
+"""The version of a trust region's own state."""
 
 WAITING = {"moved", "before", "decay"}
 """What is remembered of a parameter while a step waits for its verdict."""
@@ -284,17 +283,15 @@ def check_state(
     check_keys(state_dict, {*KEYS, "state", "param_groups"}, "a TrustRegion")
     saved = _mapping("trust_region", state_dict["trust_region"])
     version = saved.get("version", 1)
-    if version not in (1, VERSION) or isinstance(version, bool):
+    if version != VERSION:
         raise ValueError(
-            f"the state of the TrustRegion has version {version!r}; this soframe reads versions up "
-            f"to {VERSION}: load it with the soframe that wrote it"
+            f"the state of the TrustRegion has version {version!r}; this soframe reads version "
+            f"{VERSION}: load it with the soframe that wrote it"
         )
     keys = ["burn_in", "counters", "damping", "preconditioner_damping", "steps"]
-    keys += ["losses", "reduction", checksums.KEY] if version == VERSION else []
+    keys += ["losses", "reduction", checksums.KEY]
     if missing := sorted(set(keys) - set(saved)):
         raise ValueError(f"the state is truncated: trust_region lacks {missing}")
-    if version < VERSION and checksums.KEY in saved:
-        raise ValueError(f"the state is damaged: version {version} had no {checksums.KEY}")
     check_groups(state_dict["param_groups"], groups)
     waits = _check_parameters(state_dict["state"], groups)
     for key in ("steps", "burn_in"):
@@ -310,10 +307,7 @@ def check_state(
         raise ValueError(f"the state is damaged: the rounding of the loss is {saved['eps']!r}")
     lengths.check(saved.get("lengths", {}))
     _check_reduction(saved.get("reduction", {}), waits)
-    if version == VERSION:
-        checksums.verify({**sealed_part(state_dict), checksums.KEY: saved[checksums.KEY]})
-    else:
-        state.warn_unverified("the state of the TrustRegion is of a version")
+    checksums.verify({**sealed_part(state_dict), checksums.KEY: saved[checksums.KEY]})
 
 
 def of_methods(state_dict: Mapping[str, Any]) -> list[Any]:

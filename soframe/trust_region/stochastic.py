@@ -42,7 +42,6 @@ from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
 from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.state.stateful import unpacked, whole_for_dcp
 from soframe.trust_region import agreeing, averaged, groups, settings, trend
 from soframe.trust_region.averaged import AveragedModel
 from soframe.trust_region.exact import ExactModel, Objective
@@ -509,7 +508,6 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
     # -- state --------------------------------------------------------------------------------
 
-    @whole_for_dcp
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.
 
@@ -550,7 +548,6 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 truncated or damaged, or another rank's is, or the ranks' states differ; nothing
                 has changed then, on any rank.
         """
-        state_dict = unpacked(state_dict)
 
         def check() -> None:
             _check_state(state_dict, self)

@@ -115,20 +115,6 @@ def test_ages_survive_a_state_and_a_change_of_the_model() -> None:
     assert set(ages(found, "solve_age")) == {2}
 
 
-def test_a_state_without_a_history_has_no_ages_and_a_damaged_one_does_not_load() -> None:
-    training = Training()
-    training.step()
-    saved = training.own.state_dict()
-    old = soframe.checkpoint.seal({k: v for k, v in saved.items() if k != "history"})
-    other = Training()
-    other.own.load_state_dict(old)
-    assert set(ages(other.own.metrics(), "statistics_age")) == {None}
-    for bad in ([], {"solves": {"0": {"A": -1}}}, {"solves": {"0": 3}}, {"other": {}}):
-        broken = soframe.checkpoint.seal({**saved, "history": bad})
-        with pytest.raises(ValueError, match="its history is none of steps"):
-            other.own.load_state_dict(broken)
-
-
 # -- norms ---------------------------------------------------------------------------------------
 
 

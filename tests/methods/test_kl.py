@@ -27,6 +27,7 @@ from tests.curvature import closing, randn
 from tests.distributed.harness import run_ranks
 from tests.examples import examples
 from tests.methods import stages
+from tests.methods.test_soap import graded
 
 Matrix = NDArray[np.float64]
 SHAMPOO = KLShampoo(decay=0.7, epsilon=0.01)
@@ -162,7 +163,8 @@ class PlainSOAP:
             self.add(
                 gradient @ gradient.T / (o.start * into), gradient.T @ gradient / (o.start * out)
             )
-            self.q, self.p = (np.linalg.eigh(f)[1][:, ::-1] for f in (self.left, self.right))
+            q, p = (np.linalg.eigh(graded(f))[1][:, ::-1] for f in (self.left, self.right))
+            self.q, self.p = q, p
             self.count = 1
             return np.zeros_like(gradient)
         first, second = o.betas
@@ -173,8 +175,8 @@ class PlainSOAP:
         direction *= np.sqrt(1 - second**self.count) / (1 - first**self.count)
         self.gather(gradient)
         if self.count % self.every == 0:
-            self.q = np.linalg.qr(self.left @ self.q)[0]
-            self.p = np.linalg.qr(self.right @ self.p)[0]
+            self.q = np.linalg.qr(graded(self.left) @ self.q)[0]
+            self.p = np.linalg.qr(graded(self.right) @ self.p)[0]
         self.count += 1
         return direction
 

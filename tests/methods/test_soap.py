@@ -21,6 +21,12 @@ from tests.methods import stages
 Matrix = NDArray[np.float64]
 
 
+def graded(factor: Matrix) -> Matrix:
+    """A factor whose eigenvalues differ, see `Basis`."""
+    size = len(factor)
+    return factor + np.trace(factor) / size * 1e-5 * np.diag(np.linspace(1, 2, size))
+
+
 class Published:
     """Algorithm 3 of Vyas et al. (2024): one matrix, each side with a factor or the identity."""
 
@@ -51,7 +57,7 @@ class Published:
             self.factors = {side: np.zeros((shapes[side],) * 2) for side in self.sides}
             self.gather(gradient)
             for side, factor in self.factors.items():
-                self.bases[side] = np.linalg.eigh(factor)[1][:, ::-1]
+                self.bases[side] = np.linalg.eigh(graded(factor))[1][:, ::-1]
             return np.zeros_like(gradient)
         self.count += 1
         self.mean = o.betas[0] * self.mean + (1 - o.betas[0]) * given
@@ -75,8 +81,8 @@ class Published:
             self.factors[side] = kept * self.factors[side] + (1 - kept) * moments[side]
 
     def refresh(self) -> None:
-        for side, factor in self.factors.items():
-            basis = self.bases[side]
+        for side, plain in self.factors.items():
+            basis, factor = self.bases[side], graded(plain)
             values = [column @ factor @ column for column in basis.T]
             order = np.argsort(values)[::-1]
             self.square = self.square[order] if side == "L" else self.square[:, order]
@@ -190,8 +196,9 @@ def test_the_first_gradient_may_pass() -> None:
 
 def test_basis() -> None:
     rows = randn(2, 9, 4)
-    factor = rows.mT @ rows
-    data = Basis().solve(factor, torch.zeros(2))
+    plain = rows.mT @ rows
+    factor = torch.stack([torch.from_numpy(graded(one.numpy())) for one in plain])
+    data = Basis().solve(plain, torch.zeros(2))
     values = data["vectors"].mT @ factor @ data["vectors"]
     diagonal = values.diagonal(dim1=1, dim2=2)
     compare(torch.diag_embed(diagonal), values, "diagonal", atol=1e-12)
@@ -199,7 +206,7 @@ def test_basis() -> None:
     assert data["order"].tolist() == [[0, 1, 2, 3]] * 2
     assert Basis().continues
     shuffled = {"vectors": data["vectors"][..., [2, 0, 3, 1]], "order": data["order"]}
-    again = Basis().solve_again(factor, torch.zeros(2), shuffled)
+    again = Basis().solve_again(plain, torch.zeros(2), shuffled)
     assert again["order"].tolist() == [[1, 3, 0, 2]] * 2
     signs = (again["vectors"] * data["vectors"]).sum(-2, keepdim=True)
     compare(again["vectors"] * signs, data["vectors"], "the same basis")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import pickle
 import random
 from pathlib import Path
@@ -17,49 +16,14 @@ import torch.distributed.checkpoint as dcp
 from soframe import checkpoint
 from soframe.state import checksums
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import LR, Case, Run, mean_over
+from tests.distributed.training import Case, Run, mean_over
 from tests.state.flips import flip_in_folder, flip_in_tensor, flipped
 from tests.state.test_refusals import CASE, assert_refused, everything, make
 from tests.state.test_resume import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
-FLIPS = 100
-INITIAL = CASE.with_options(clip_lr="initial")
-
-
-# -- initial learning rates --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rates", "reason"),
-    [
-        ([float("nan")], "one of initial_lrs is nan"),
-        ([float("inf")], "one of initial_lrs is inf"),
-        ([-0.1], "one of initial_lrs is -0.1"),
-        (["0.1"], "one of initial_lrs is '0.1'"),
-        ([True], "one of initial_lrs is True"),
-        ([torch.ones(2)], r"one of initial_lrs is tensor\(\[1., 1.\]\)"),
-        ([torch.tensor(float("nan"))], r"one of initial_lrs is tensor\(nan\)"),
-        ([LR, LR], "the initial learning rates of 2 param groups, the optimizer has 1"),
-        (5, "initial_lrs is int, not a list"),
-        (None, "initial_lrs is NoneType, not a list"),
-    ],
-    ids=str,
-)
-def test_learning_rates_are_checked_before_anything_changes(rates, reason):
-    before, run = Run(INITIAL), Run(INITIAL)
-    for one, steps in ((before, 2), (run, 1)):
-        for step in range(steps):
-            one.step(step)
-    state = checkpoint.seal({**before.preconditioner.state_dict(), "initial_lrs": rates})
-    assert_refused(run, state, reason)
-
-
-def test_learning_rates_are_part_of_a_state():
-    state = make().preconditioner.state_dict()
-    del state["initial_lrs"]
-    assert_refused(make(), state, "truncated: it lacks initial_lrs")
+FLIPS = 30
 
 
 # -- flipped bits ------------------------------------------------------------------------------
@@ -80,7 +44,7 @@ def test_flipped_bits_of_tensors_are_errors():
         tensors = dict(checksums.tensors_of(state))
         flip_in_tensor(tensors[name := draw.choice(paths)], draw)
         before = everything(run)
-        with pytest.raises(ValueError, match=r"is not what was saved|is not finite") as caught:
+        with pytest.raises(ValueError, match="has another checksum") as caught:
             run.preconditioner.load_state_dict(state)
         assert name.split("/")[1] in str(caught.value), "the block is named"
         assert equal(everything(run), before)
@@ -100,7 +64,7 @@ def test_changed_numbers_are_errors():
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        assert_refused(make(), state, "its numbers and names are not those that were saved")
+        assert_refused(make(), state, "its numbers and names have another checksum")
 
 
 @pytest.mark.slow
@@ -167,29 +131,7 @@ def test_flipped_bits_of_a_saved_checkpoint_are_errors(tmp_path, sharded):
     assert checkpoint.latest(tmp_path) == last
 
 
-# -- what was saved before there were checksums, or elsewhere ----------------------------------
-
-
-def of_version_2(state: dict[str, Any]) -> dict[str, Any]:
-    return {**{k: v for k, v in state.items() if k not in ("checksums", "tensors")}, "version": 2}
-
-
-def test_a_state_of_version_2_loads_and_says_that_nothing_is_verified():
-    good = make().preconditioner.state_dict()
-    expected = loaded(good)
-    with pytest.warns(UserWarning, match="has version 2, which has no checksums"):
-        assert equal(loaded(of_version_2(good)), expected)
-    assert_refused(make(), {**good, "version": 2}, "version 2 had no checksums")
-
-
-def test_a_sharded_checkpoint_of_version_2_loads_and_says_so(tmp_path):
-    run, again = make(), Run(CASE)
-    part = checkpoint.part(run.preconditioner)
-    part["header"] = json.dumps(of_version_2(json.loads(part["header"])))
-    dcp.save({"preconditioner": part}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.warns(UserWarning, match="has version 2, which has no checksums"):
-        checkpoint.load(again.preconditioner, tmp_path)
-    assert equal(everything(again)["state"], everything(run)["state"])
+# -- other dtypes -------------------------------------------------------------------------------
 
 
 def test_a_sharded_checkpoint_of_another_dtype_is_verified_as_it_was_saved(tmp_path):
@@ -203,11 +145,11 @@ def test_a_sharded_checkpoint_of_another_dtype_is_verified_as_it_was_saved(tmp_p
             assert torch.equal(factor, theirs.running[name].float())
 
 
-def test_a_state_that_was_cast_is_told_what_happened():
+def test_a_state_that_was_cast_is_refused_unless_sealed():
     state = make().preconditioner.state_dict()
     factors = state["blocks"]["head"]["factors"]
     factors["A"] = factors["A"].float()
-    assert_refused(make(), state, "casts a tensor to another dtype")
+    assert_refused(make(), state, "as after a cast to another dtype")
     run = make()
     run.preconditioner.load_state_dict(checkpoint.seal(state))
 
@@ -284,12 +226,6 @@ def flip_a_tensor(run: Run, good: Any, folder: Path) -> None:
     run.preconditioner.load_state_dict(good)
 
 
-def spoil_the_rates(run: Run, good: Any, folder: Path) -> None:
-    if run.rank == 1:
-        good = checkpoint.seal({**good, "initial_lrs": [float("nan")]})
-    run.preconditioner.load_state_dict(good)
-
-
 def flip_a_shard(run: Run, good: Any, folder: Path) -> None:
     part = checkpoint.part(run.preconditioner)
     for name in part:
@@ -310,8 +246,7 @@ def refuse_the_header(run: Run, good: Any, folder: Path) -> None:
 
 
 HOW = {
-    flip_a_tensor: "blocks/hidden/factors/G is not what was saved",
-    spoil_the_rates: "one of initial_lrs is nan",
+    flip_a_tensor: "blocks/hidden/factors/G has another checksum",
     flip_a_shard: "hidden/factors/",
     refuse_the_header: "scaling='fisher', not 'kaisa'",
 }

@@ -47,62 +47,21 @@ def drop(*path: str) -> Callable[[State], None]:
     return apply
 
 
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.view(-1)[-1] = float("nan")
-    return tensor
-
-
-def wrap(blocks: State) -> State:
-    return {f"_orig_mod.{name}": block for name, block in blocks.items()}
-
-
 HEAD = ("blocks", "head")
-DATA = (*HEAD, "second_order")
+# What a state says after it was changed, with new checksums.
 BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
-    **{
-        f"no {key}": (drop(key), f"truncated: it lacks {key}")
-        for key in ("step", "owed_statistics", "scaling", "counters", "blocks")
-    },
+    "no step": (drop("step"), "truncated: it lacks step"),
     "no format": (drop("format"), "not the state of a soframe.Preconditioner"),
-    "no version": (drop("version"), "has version None"),
-    **{
-        f"no {key} of a block": (drop(*HEAD, key), f"truncated: block 'head' lacks {key}")
-        for key in ("shape", "method", "solver", "mass", "factors", "second_order")
-    },
     "no block": (drop(*HEAD), r"lacks \['head'\] and has nothing"),
-    "names of wrappers": (change("blocks", to=wrap), r"same layers.*checkpoint\.seal\(state\)"),
-    "no factor": (drop(*HEAD, "factors", "A"), "truncated: block 'head' has factors"),
-    "no factors": (change(*HEAD, "factors", to={}), "truncated: block 'head' has factors"),
-    "no data of a factor": (drop(*DATA, "A"), "truncated: second-order data of block 'head'"),
-    "no tensor": (drop(*DATA, "A", "values"), "truncated: second-order data of block 'head'"),
-    "other format": (change("format", to="torch"), "not the state of a soframe.Preconditioner"),
-    "other version": (
-        change("version", to=1),
-        "has version 1; this soframe reads versions 2 to 4",
-    ),
+    "no factor": (drop(*HEAD, "factors", "A"), "damaged: head/factors/A is missing"),
+    "no data": (drop(*HEAD, "second_order", "A", "values"), "head/second_order/A/values is miss"),
     "other scaling": (change("scaling", to="kaisa"), "made with scaling='kaisa', not 'fisher'"),
     "other method": (change(*HEAD, "method", to="Other()"), "was made by Other()"),
     "other shape": (change(*HEAD, "shape", to=[1, 3, 7]), r"shape \[1, 3, 7\] in the state and"),
     "factor shape": (
         change(*HEAD, "factors", "A", to=lambda t: t[:, :-1]),
-        r"factor A of block 'head' is \(1, 20\), not a tensor of shape \(1, 21\)",
+        r"head/factors/A is torch.float64, \(1, 20\), not .* tensor of shape \(1, 21\)",
     ),
-    "factor type": (change(*HEAD, "factors", "A", to="x"), "is str, not a tensor"),
-    "data shape": (change(*DATA, "G", "values", to=lambda t: t[0]), "values of factor G of block"),
-    "nan in a factor": (change(*HEAD, "factors", "G", to=poison), "factor G .* is not finite"),
-    "nan in data": (change(*DATA, "A", "vectors", to=poison), "vectors of .* is not finite"),
-    "nan mass": (change(*HEAD, "mass", to=float("nan")), "mass of block 'head' is nan"),
-    "mass type": (change(*HEAD, "mass", to="1"), "mass of block 'head' is '1'"),
-    "negative step": (change("step", to=-1), "step is -1"),
-    "step type": (change("step", to=2.5), "step is 2.5"),
-    "counters type": (change("counters", to=[1]), "counters is list, not a dict"),
-    "counter type": (change("counters", "failed_solves", to="many"), "'failed_solves' is 'many'"),
-    "solvers type": (change(*HEAD, "solvers", to="x"), "solvers of block 'head' is 'x'"),
-    "blocks type": (change("blocks", to=[]), "blocks is list, not a dict"),
-    "block type": (change(*HEAD, to=3), "block 'head' is int, not a dict"),
-    "factors type": (change(*HEAD, "factors", to=[]), "factors of block 'head' is list"),
-    "data type": (change(*DATA, to=None), "second-order data of block 'head' is NoneType"),
-    "data of a factor type": (change(*DATA, "A", to=1), "second-order data of block 'head' is int"),
 }
 
 
@@ -121,7 +80,6 @@ def assert_refused(run: Run, state: Any, reason: str) -> None:
     assert equal(everything(run), before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_state_is_refused_and_changes_nothing(name):
     breaking, reason = BROKEN[name]
@@ -131,7 +89,7 @@ def test_a_broken_state_is_refused_and_changes_nothing(name):
     run.preconditioner.load_state_dict(copy.deepcopy(good))
     run.step(3)
     breaking(good)
-    assert_refused(run, good, reason)
+    assert_refused(run, seal(good), reason)
 
 
 @pytest.mark.parametrize("foreign", [None, [], {}, {"state": {}}, nn.Linear(1, 1).state_dict()])
@@ -191,7 +149,7 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
     own.close()
     other = Preconditioner(model, solver="inverse", statistics_every=1, solve_every=1, **settings)
     if refused:
-        with pytest.raises(ValueError, match=r"solved by Eigen.*lies in the bases of the last sol"):
+        with pytest.raises(ValueError, match=r"solved by Eigen.*is in the bases of the last solve"):
             other.load_state_dict(state)
     else:
         other.load_state_dict(state)
@@ -223,16 +181,4 @@ def test_data_of_a_solver_that_a_method_has_made_of_the_users(solver: str, solve
     other = Preconditioner(model, solver=solver, **settings)
     other.load_state_dict(state)
     assert [block.solved for block in other.blocks] == [solved]
-    other.close()
-
-
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_what_methods_keep_is_checked_whatever_the_solver_is(solver: str) -> None:
-    model = nn.Linear(3, 2)
-    state, settings = after_a_step(model, Chain(("momentum", "kfac")))
-    for block in state["blocks"].values():
-        block["state"].clear()
-    other = Preconditioner(model, solver=solver, **settings)
-    with pytest.raises(ValueError, match=r"truncated: block 'Linear' keeps \[\]"):
-        other.load_state_dict(seal(state))
     other.close()

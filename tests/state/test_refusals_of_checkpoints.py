@@ -17,7 +17,7 @@ from soframe import checkpoint
 from soframe.state import saving as state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over
-from tests.state.test_refusals import CASE, assert_refused, everything, make
+from tests.state.test_refusals import CASE, everything, make
 from tests.state.test_resume import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -71,15 +71,13 @@ def forget_metadata(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[Path], None], str]] = {
     "not finished": (nothing, forget_metadata, "no complete checkpoint"),
     "truncated": (nothing, truncate, "no complete checkpoint"),
-    "newer": (in_header("version", to=state.VERSION + 1), nothing, "has version 5; this soframe"),
-    "foreign": (in_header("format", to="x"), nothing, "not the state of a soframe.Precond"),
+    "newer": (in_header("version", to=state.VERSION + 1), nothing, "has version 5, and this sofr"),
     "other model": (in_header("blocks", to={}), nothing, "of another model or another choice"),
-    "other shape": (in_header("blocks", "head", "shape", to=[1]), nothing, r"has shape \[1\] in"),
-    "other scaling": (in_header("scaling", to="kaisa"), nothing, "scaling='kaisa', not 'fisher'"),
+    "damaged header": (in_header("step", to=7), nothing, "its numbers and names"),
     "garbled": (garble, nothing, "its header cannot be read"),
     "lacks a tensor": (drop, nothing, "Missing key .*head/second_order/A/values"),
     "other size": (shorten, nothing, "Size mismatch .*head/factors/A"),
-    "not finite": (poison, nothing, "damaged: head/factors/G is not finite"),
+    "damaged tensor": (poison, nothing, "damaged: head/factors/G has another checksum"),
 }
 
 
@@ -106,13 +104,6 @@ def test_another_key_and_another_folder_are_refused(tmp_path):
         checkpoint.load(run.preconditioner, tmp_path / "here", key="curvature")
     with pytest.raises(ValueError, match=r"no complete checkpoint .*nowhere"):
         checkpoint.load(run.preconditioner, tmp_path / "nowhere")
-
-
-def test_a_newer_version_says_what_to_do():
-    good = make().preconditioner.state_dict()
-    assert_refused(
-        make(), {**good, "version": state.VERSION + 1}, "load it with the soframe that wrote it"
-    )
 
 
 # -- on ranks --------------------------------------------------------------------------------

@@ -250,24 +250,6 @@ def test_a_pass_that_fails_leaves_no_step_waiting() -> None:
     assert own.counters["rejected_steps"] == 0
 
 
-def test_it_goes_on_from_the_state_of_a_version_that_never_waited() -> None:
-    model = deep()
-    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1))
-    x, y = classes_of(0)
-    own.step(lambda: F.cross_entropy(model(x), y))
-    state = own.state_dict()
-    for key in ("reduction", "version", "checksums"):
-        del state["trust_region"][key]
-    own.close()
-    again = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1), full_batch=True)
-    with pytest.warns(UserWarning, match="the TrustRegion is of a version, which has no checksums"):
-        again.load_state_dict(state)
-    again.step(lambda: F.cross_entropy(model(x), y))
-    assert "ratio" not in again.last
-    again.step(lambda: F.cross_entropy(model(x), y))
-    assert again.last["ratio"] > 0
-
-
 @pytest.mark.parametrize(
     ("lr", "change", "rejected"),
     [(0.0, 1.0, 0), (2.5, 1 / 0.7, 1), (1.0, 0.7, 0)],

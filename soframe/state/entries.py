@@ -1,0 +1,154 @@
+"""The tensors of a block's state by name, with the ranks that hold them.
+
+One table serves saving, loading, checking and moving. Factors travel and are stored as packed
+triangles. Tensors keep the names that state dicts and sharded checkpoints give them::
+
+    factors/A, second_order/A/vectors, state/momentum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.comm.base import Backend
+from soframe.comm.fused import Parcel, deliver
+from soframe.registry import describe
+from soframe.specs import TensorSpec
+from soframe.step.averages import pack, store
+from soframe.strategies.work import BlockPlacement
+
+Path = tuple[str, ...]
+"""``("factors", factor)``, ``("second_order", factor, tensor)`` or ``("state", tensor)``."""
+Tensors = Mapping[Path, Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a block: its path and shape, the rank that sends or writes it, its holders."""
+
+    path: Path
+    spec: TensorSpec
+    source: int
+    holders: frozenset[int]
+
+
+def entries(
+    block: Block,
+    place: BlockPlacement,
+    *,
+    factors: Collection[str],
+    solved: Collection[str],
+    updates: int,
+) -> Iterator[Entry]:
+    """Yield the tensors of a block that has these factors, solved factors and updates."""
+    workers = place.gradient_workers
+    for index, factor in enumerate(block.factors):
+        owner = place.owners[index]
+        if factor.name in factors:
+            holders = frozenset(place.holding(index))
+            yield Entry(("factors", factor.name), TensorSpec(factor.packed_shape), owner, holders)
+        if factor.name in solved:
+            source = owner if owner in workers else workers[0]
+            holders = frozenset(place.needing(index))
+            for name, spec in block.tensors[factor.name].items():
+                yield Entry(("second_order", factor.name, name), spec, source, holders)
+    if updates:
+        for name, spec in block.states.items():
+            yield Entry(("state", name), spec, workers[0], frozenset(workers))
+
+
+def entries_now(block: Block, place: BlockPlacement, solved: Collection[str]) -> list[Entry]:
+    """Return the tensors that a block has now."""
+    record = block.record
+    return list(
+        entries(block, place, factors=record.masses, solved=solved, updates=record.updates)
+    )
+
+
+def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any]) -> list[Entry]:
+    """Return the tensors that a block takes from its part of a state."""
+    # Second-order data of other solvers are left out, and the block is solved at the next step.
+    solved = saved.get("solved", bool(saved.get("second_order"))) and same_solvers(saved, block)
+    return list(
+        entries(
+            block,
+            place,
+            factors=saved["masses"],
+            solved=block.tensors if solved else (),
+            updates=saved["updates"],
+        )
+    )
+
+
+def solvers(block: Block) -> dict[str, str]:
+    """Return the solver of each factor that is solved: the user's, or the method's own."""
+    return {factor.name: describe(solver) for _, factor, solver in block.solved_here}
+
+
+def same_solvers(saved: Mapping[str, Any], block: Block) -> bool:
+    """Return whether the factors of a block in a state have the solvers that they have now."""
+    return bool(saved["solvers"] == solvers(block))
+
+
+def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+    """Return the tensors of a block on this rank; running factors may be given settled."""
+    found: dict[Path, Tensor] = {}
+    for factor in block.factors:
+        if factor.name in factors:
+            found["factors", factor.name] = pack(factors[factor.name], factor)
+    for name, tensors in block.second_order.items():
+        found.update({("second_order", name, key): tensor for key, tensor in tensors.items()})
+    return found | {("state", name): tensor for name, tensor in block.state.items()}
+
+
+def gather(
+    backend: Backend, block: Block, wanted: Sequence[Entry], found: Tensors, phase: str
+) -> dict[Path, Tensor]:
+    """Broadcast tensors of a block from their sources to all ranks; every rank must call."""
+    everyone = tuple(range(backend.world_size))
+    parcels = [
+        Parcel(
+            entry.source,
+            everyone,
+            specs=(entry.spec,),
+            dtype=block.dtype,
+            device=block.device,
+            tensors=[found[entry.path]] if backend.rank == entry.source else None,
+        )
+        for entry in wanted
+    ]
+    deliver(backend, parcels, phase)
+    return {
+        entry.path: parcel.tensors[0]
+        for entry, parcel in zip(wanted, parcels, strict=True)
+        if parcel.tensors is not None
+    }
+
+
+def put(
+    block: Block,
+    place: BlockPlacement,
+    tensors: Tensors,
+    *,
+    masses: Mapping[str, tuple[float, ...]],
+    solved: bool,
+    updates: int,
+) -> None:
+    """Store tensors that this rank owns in the stack of a block, which has none of it so far."""
+    specs = {factor.name: factor for factor in block.factors}
+    stack, member, record = block.stack, block.member, block.record
+    for path, tensor in tensors.items():
+        if path[0] == "factors":
+            stored = store(tensor, specs[path[1]], packed=place.packed)
+            stack.set_factor(path[1], (member,), stored)
+        elif path[0] == "second_order":
+            stack.fill(stack.data.setdefault(path[1], {}), path[2], member, tensor)
+        else:
+            stack.fill(stack.state, path[1], member, tensor)
+    record.masses, record.pending = dict(masses), 0.0
+    record.solved, record.updates = solved, updates

@@ -1,0 +1,224 @@
+"""Work and placement of one block: the data that strategies, plans and the step share.
+
+Statistics have places too: some ranks *contribute* those of their own data to a factor, and some
+*hold* the running factor, the average of the reduced contributions. They are reduced at every
+statistics step, or accumulated by each contributor and reduced when a solve needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from soframe.layers.base import BlockShape
+from soframe.specs import FactorSpec, Shards, TensorSpec
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes that factors can have and statistics can travel in, and their bytes per element."""
+
+SMALL = 40_000
+"""Elements of a gradient's matrix: on CPUs larger ones have a stack each. With one thread six
+blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
+times the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`)."""
+
+Traffic = dict[str, dict[str, int]]
+"""Phase -> ``{"bytes", "calls"}``."""
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The factors, shapes and states of one block: the input of a strategy.
+
+    Attributes:
+        name: The block's name.
+        shape: The shape of its gradient matrix.
+        factors: Its factors.
+        second_order: The tensors that the solver makes of each factor; only plans of memory and
+            traffic need them, so they are no part of the placement's identity.
+        dtype: The dtype of factors and second-order data, by its name; likewise.
+        device: Where they live; likewise.
+        parameters: How many parameters the block has; likewise.
+        resident: For each factor whether a gradient worker must own it: it is made of the averaged
+            gradient, or its solves start from the last one's data; empty where none must.
+        unsolved: The names of the factors that are used as they are, by all gradient workers.
+        state: What the method keeps on gradient workers; for plans, as ``second_order``.
+        effort: The operations of a direction, up to a constant, where they count: of methods that
+            make one of the gradient alone.
+        after: Whether statistics of the averaged gradient, and the solves of the block, come after
+            its direction; for plans.
+        shards: How each of its parameters is sharded over ranks; empty where none is.
+        kind: A number that blocks of the same method and solver have in common; for stacks alone.
+    """
+
+    name: str
+    shape: BlockShape
+    factors: tuple[FactorSpec, ...]
+    second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
+    dtype: str = field(default="float32", compare=False)
+    device: str = field(default="cpu", compare=False)
+    parameters: int = field(default=1, compare=False)
+    resident: tuple[bool, ...] = ()
+    unsolved: tuple[str, ...] = ()
+    state: tuple[TensorSpec, ...] = field(default=(), compare=False)
+    effort: float = 0.0
+    after: bool = field(default=False, compare=False)
+    shards: tuple[Shards, ...] = ()
+    kind: int = field(default=0, compare=False)
+
+    @property
+    def stackable(self) -> bool:
+        """Whether it may share a stack: every tensor's first dimension is the block's groups.
+
+        On CPUs large matrices stay by themselves: products of a batch of them take longer than one
+        after the other, and copies into the batch come on top.
+        """
+        groups, out, into = self.shape
+        if self.device == "cpu" and out * into > SMALL:
+            return False
+        specs = [*self.state, *(spec for specs in self.second_order for spec in specs)]
+        return all(factor.groups == groups for factor in self.factors) and all(
+            spec.shape and spec.shape[0] == groups for spec in specs
+        )
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What blocks of one stack have in common, beside their place."""
+        tensors = (self.second_order, self.state, self.dtype, self.device, self.shards)
+        return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
+
+    @property
+    def elements(self) -> float:
+        """The elements of the state and the update on a gradient worker; 0 unless they count."""
+        if not self.effort:
+            return 0.0
+        return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
+
+    @property
+    def captured(self) -> bool:
+        """Whether the block takes statistics of calls."""
+        return any(factor.captured for factor in self.factors)
+
+    @property
+    def only_captured(self) -> bool:
+        """Whether no factor is made of averaged gradients."""
+        return all(factor.captured for factor in self.factors)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all factors are matrices, made of calls, and solved as they are."""
+        needy = any(factor.needs or factor.decay is not None for factor in self.factors)
+        return not self.resident and not self.unsolved and not needy
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How statistics are added up.
+
+    Attributes:
+        group: The ranks that take part; those that do not contribute add zeros.
+        destination: The rank that has the sum; None for all, which are all ranks.
+        spread: The ranks that the destination sends the sum to, itself among them.
+    """
+
+    group: tuple[int, ...]
+    destination: int | None
+    spread: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockPlacement:
+    """Who does what for one block.
+
+    Attributes:
+        block: The block's name.
+        owners: The rank that solves each factor, in the order of the block's factors.
+        gradient_workers: The ranks that hold the second-order data and precondition.
+        sources: For each rank the gradient worker that it has the preconditioned gradient from;
+            a gradient worker's source is itself.
+        contributors: For each factor the sorted ranks whose data make its statistics; empty for
+            all ranks. The others neither compute nor send any.
+        holders: For each factor the sorted ranks that keep the running factor, the owner among
+            them; empty for all ranks.
+        deferred: Whether contributors gather their statistics, in an accumulator of their own,
+            until a solve needs them; otherwise they are reduced at every statistics step.
+        packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and are
+            whole only while they are solved.
+        wire: The dtype in which statistics travel, by its name; None for the factors' own.
+        made: For each factor whether its holders make its statistics themselves, of the averaged
+            gradient, so that nothing is reduced; empty for none.
+        readers: For each factor the sorted ranks that need its second-order data besides the
+            gradient workers, since statistics are made with it; empty for none.
+    """
+
+    block: str
+    owners: tuple[int, ...]
+    gradient_workers: tuple[int, ...]
+    sources: tuple[int, ...]
+    contributors: tuple[tuple[int, ...], ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
+    deferred: bool = False
+    packed: bool = False
+    wire: str | None = None
+    made: tuple[bool, ...] = ()
+    readers: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(len(self.sources)))
+
+    def contributing(self, factor: int) -> tuple[int, ...]:
+        """Return the ranks that contribute statistics to a factor."""
+        return self.contributors[factor] if self.contributors else self.everyone
+
+    def holding(self, factor: int) -> tuple[int, ...]:
+        """Return the ranks that hold a running factor."""
+        return self.holders[factor] if self.holders else self.everyone
+
+    def contributes(self, rank: int, factor: int) -> bool:
+        """Return whether a rank contributes statistics to a factor."""
+        return not self.contributors or rank in self.contributors[factor]
+
+    def holds(self, rank: int, factor: int) -> bool:
+        """Return whether a rank holds a running factor."""
+        return not self.holders or rank in self.holders[factor]
+
+    def needing(self, factor: int) -> tuple[int, ...]:
+        """Return the ranks that need the second-order data of a factor."""
+        return self.gradient_workers + (self.readers[factor] if self.readers else ())
+
+    def sharing(self, factor: int) -> tuple[int, ...]:
+        """Return the sorted ranks among which the second-order data of a factor travel."""
+        return share_group(self.owners[factor], self.needing(factor))
+
+    @cached_property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """How the statistics of each factor travel from contributors to holders."""
+        return tuple(map(self._reduction, range(len(self.owners))))
+
+    def _reduction(self, factor: int) -> Reduction:
+        holders = self.holding(factor)
+        if self.made and self.made[factor]:
+            return Reduction((), None, ())
+        group = tuple(sorted({*self.contributing(factor), *holders}))
+        if holders == self.everyone:
+            return Reduction(group, None, ())
+        return Reduction(group, self.owners[factor], holders)
+
+    @property
+    def traces_travel(self) -> bool:
+        """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
+        factors = range(len(self.owners))
+        return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
+
+
+def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the sorted ranks among which an owner broadcasts second-order data."""
+    return tuple(sorted({owner, *gradient_workers}))
+
+
+def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
+    """Return the sorted ranks to which a gradient worker broadcasts updates, with itself."""
+    return tuple(sorted({worker, *(rank for rank, s in enumerate(sources) if s == worker)}))

@@ -1,0 +1,47 @@
+"""SOAP's basis is determined by the gradients, not by rounding, where factors lack rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe import Preconditioner
+
+STEPS = 20
+SHAPES = {"wide": (12, 4), "tall": (4, 12), "square": (6, 6)}  # inputs, outputs
+
+
+def train(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Tensor:
+    """Return the path of the weights, with the samples of each batch in order or reversed."""
+    torch.manual_seed(0)
+    inputs, outputs = sizes
+    layers = (nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, inputs))
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own = Preconditioner(model, method, optimizer=optimizer, kl_clip=None, **options)
+    path = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, inputs, generator=generator, dtype=torch.float64)
+        x = x.flip(0) if flip else x
+        optimizer.zero_grad()
+        (model(x) - x.sin()).square().sum(1).mean().backward()
+        own.step()
+        optimizer.step()
+        path.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    own.close()
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("solve_every", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["soap", "kl-soap", "soap-muon", "soap-normuon"])
+def test_the_order_of_samples_does_not_matter(method: str, shape: str, solve_every: int) -> None:
+    one, other = (
+        train(method, SHAPES[shape], flip, solve_every=solve_every) for flip in (False, True)
+    )
+    assert (one[-1] - one[0]).norm() > 0.01
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-8)
