@@ -66,7 +66,12 @@ def main(
                     shown = f"{middle:g} ({min(reached)} to {max(reached)})"
                 cells = (f"{damping:g}", str(part), f"{target:g}", shown, str(failed), each)
                 table.add_row(name, *cells)
-                result = {"workload": name, "damping": damping, "parts": part, "target": target}
+                result = {
+                    "workload": name,
+                    "damping": damping,
+                    "layer_groups": part,
+                    "target": target,
+                }
                 results.append({**result, "steps": reached, "ms_per_step": took})
                 failures += failed if target == targets[-1] else 0
     if as_json:
@@ -86,7 +91,7 @@ def configuration(name: str, damping: float, parts: int, seed: int, steps: int) 
         workload=name,
         optimizer=TRUST_REGION,
         lr=1.0,
-        options={"damping": LevenbergMarquardt(initial=damping or None), "parts": parts},
+        options={"damping": LevenbergMarquardt(initial=damping or None), "layer_groups": parts},
         targets=BENCHMARKS[name].targets[:2],
         steps=steps,
         evaluate_every=BENCHMARKS[name].trust_region_evaluate_every,

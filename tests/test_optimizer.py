@@ -301,17 +301,6 @@ def test_a_saver_of_single_parameters_is_refused_and_changes_nothing() -> None:
         assert torch.equal(mine, own)
 
 
-@pytest.mark.parametrize("make", [soframe.TrustRegion, soframe.StochasticTrustRegion])
-def test_trust_regions_refuse_a_saver_of_single_parameters(make: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    settings = ["squared-error"] if make is soframe.TrustRegion else []
-    optimizer, x = make(model, *settings), torch.ones(4, 3, dtype=torch.float64)
-    for _ in range(2):
-        optimizer.step(lambda: 0.5 * model(x).square().sum(1).mean())
-    with pytest.raises(RuntimeError, match=rf"would drop .* soframe\.{make.__name__} "):
-        get_optimizer_state_dict(model, optimizer)
-
-
 def test_a_bad_batch_moves_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)

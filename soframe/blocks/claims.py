@@ -11,23 +11,19 @@ from torch import nn
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
-def require_free(
-    owner: object, modules: Mapping[nn.Module, str], beside: object | None = None
-) -> None:
+def require_free(owner: object, modules: Mapping[nn.Module, str]) -> None:
     """Check that modules belong to no other preconditioner.
 
     Args:
         owner: Who is to have them.
         modules: The modules, with their names.
-        beside: An owner whose modules they may be, since one of the two is never given what the
-            other one has written.
 
     Raises:
         ValueError: If one has an owner that lives still.
     """
-    if _other(owner, modules, beside) is not None:
+    if _other(owner, modules) is not None:
         gc.collect()  # one that only waits for the collector is none
-        if (name := _other(owner, modules, beside)) is not None:
+        if (name := _other(owner, modules)) is not None:
             raise ValueError(
                 f"the module {name!r} belongs to another Preconditioner (or TrustRegion) already, "
                 f"and two of them would precondition its gradient twice: call close() on the other "
@@ -35,18 +31,16 @@ def require_free(
             )
 
 
-def claim(owner: object, modules: Mapping[nn.Module, str], beside: object | None = None) -> None:
+def claim(owner: object, modules: Mapping[nn.Module, str]) -> None:
     """Let modules belong to an owner, as long as it lives, instead of those that it had.
 
     Args:
         owner: The owner.
         modules: The modules, with their names.
-        beside: An owner who keeps those of them that are its own.
     """
     release(owner)
     reference = weakref.ref(owner)
-    free = [m for m in modules if beside is None or m not in _owners or _owners[m]() is not beside]
-    _owners.update(dict.fromkeys(free, reference))
+    _owners.update(dict.fromkeys(modules, reference))
 
 
 def release(owner: object) -> None:
@@ -59,11 +53,11 @@ def release(owner: object) -> None:
         del _owners[module]
 
 
-def _other(owner: object, modules: Mapping[nn.Module, str], beside: object | None) -> str | None:
+def _other(owner: object, modules: Mapping[nn.Module, str]) -> str | None:
     """Return the name of a module that somebody else has."""
     for module, name in modules.items():
         reference = _owners.get(module)
         other = None if reference is None else reference()
-        if other is not None and other is not owner and other is not beside:
+        if other is not None and other is not owner:
             return name
     return None

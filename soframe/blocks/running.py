@@ -231,22 +231,6 @@ class RunningFactors(Mapping[str, Tensor]):
         for local in self.accumulators.values():
             local.zero_()
 
-    def recall(
-        self, masses: Mapping[str, tuple[float, ...]], factors: Mapping[str, Tensor]
-    ) -> None:
-        """Go back to what some factors were.
-
-        Args:
-            masses: The weight that the average of each had; none for one that had no statistics.
-            factors: Of those that this rank holds the values, as the placement stores them.
-        """
-        for name, mass in masses.items():
-            self.drop(name)
-            if mass:
-                self.masses[name] = mass
-        for name, stored in factors.items():
-            self.put(name, stored)
-
     # -- moving and forgetting --------------------------------------------------------------------
 
     def drop(self, name: str) -> None:

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What a block preconditions with on this rank; see `soframe.Preconditioner.snapshot`.
+
+    Attributes:
+        data: Factor name -> tensor name -> tensor.
+        damping: The block's own damping; None for the preconditioner's.
+        failed: Whether a factor could not be solved since the last snapshot.
+    """
+
+    data: Mapping[str, Mapping[str, Tensor]]
+    damping: float | None
+    failed: bool
 
 
 class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
@@ -15,7 +31,7 @@ class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
 
     Attributes:
         solved: The factors whose data gradient workers have: the same on every rank.
-        failed: Those that could not be solved since somebody last asked: likewise.
+        failed: Those that could not be solved since the last snapshot: likewise.
         failures: How often each factor could not be solved so far: likewise.
         damping: In place of the preconditioner's; None for that. The same on every rank.
     """
@@ -86,11 +102,16 @@ class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
         self.failed.add(factor)
         self.failures[factor] += 1
 
-    def forgive(self) -> bool:
-        """Return whether a factor has failed since this was last asked."""
-        any_failed = bool(self.failed)
+    def snapshot(self) -> Solved:
+        """Return what this is, and begin to note failures anew."""
+        failed = bool(self.failed)
         self.failed.clear()
-        return any_failed
+        return Solved(dict(self), self.damping, failed)
+
+    def restore(self, solved: Solved) -> None:
+        """Have the data and the damping of a snapshot."""
+        self.replace(solved.data)
+        self.damping = solved.damping
 
     def damp(self, damping: float | None) -> None:
         """Damp the block with a damping of its own from now on.

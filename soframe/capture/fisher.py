@@ -38,15 +38,12 @@ class Fisher:
         loss: The loss; needed by those that are probed.
         samples: Samples per datum of the Monte-Carlo Fisher.
         generator: Their source of randomness; None for torch's.
-        roots: Of each output, the square roots of what the terms of its loss count; nothing where
-            all count alike.
     """
 
     kind: Kind = "empirical"
     loss: Loss | None = None
     samples: int = 1
     generator: torch.Generator | None = None
-    roots: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS_OF_FISHER:
@@ -89,20 +86,10 @@ class Fisher:
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
                 capture.fail(error)
                 return
-            vectors = counted.of(self._weighted(self.vectors(outputs)))
+            vectors = counted.of(self.vectors(outputs))
             capture.probe(heads, vectors, counted.terms)
         elif capture.batch.terms is None:
             capture.know(observed(heads, False, capture.batch, samples).terms)
-
-    def _weighted(
-        self, vectors: Iterator[tuple[Sequence[Tensor | None], float]]
-    ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        for each, weight in vectors:
-            if not self.roots:
-                yield each, weight
-                continue
-            rows = zip(each, self.roots, strict=True)
-            yield [None if v is None else v * root for v, root in rows], weight
 
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]

@@ -14,7 +14,7 @@ BYTES = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention, written out: derivatives follow it by a tape.
+    """Causal self-attention, written out.
 
     Args:
         width: Of the residual stream.

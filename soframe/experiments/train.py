@@ -256,9 +256,9 @@ class Run:
         self.curvature_bytes = max(self.curvature_bytes, used)
 
     def _preconditioners(self) -> tuple[soframe.Preconditioner, ...]:
-        """Those of all methods: a trust region may have several."""
+        """This rank's preconditioner, if there is one; a trust region has its own."""
         if isinstance(self.optimizer, soframe.TrustRegion):
-            return self.optimizer.candidates
+            return (self.optimizer.preconditioner,)
         return () if self.preconditioner is None else (self.preconditioner,)
 
     def _batches(self) -> Iterator[Examples]:

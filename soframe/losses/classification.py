@@ -64,10 +64,6 @@ class CrossEntropy(Loss):
         p = outputs.softmax(1)
         return self._scale(outputs) * p * (vectors - (p * vectors).sum(1, keepdim=True))
 
-    def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every position is one."""
-        return values.sum(1, keepdim=True)
-
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: ``sqrt(p_c) (e_c - p)`` for every class at every position."""
         p = outputs.softmax(1).flatten(2) if outputs.dim() > 2 else outputs.softmax(1).unsqueeze(2)
@@ -125,10 +121,6 @@ class BinaryCrossEntropy(Loss):
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """See `Loss.hessian_product`."""
         return self._variance(outputs) * vectors
-
-    def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every feature is one."""
-        return values
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: one column per feature."""

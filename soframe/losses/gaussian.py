@@ -55,10 +55,6 @@ class Gaussian(Loss):
         """See `Loss.hessian_product`."""
         return self._diagonal(outputs) * vectors
 
-    def term_sums(self, values: Tensor) -> Tensor:
-        """See `Loss.term_sums`: every position is one."""
-        return values.sum(1, keepdim=True)
-
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         """See `Loss.half_factor`: one column per number."""
         root = self._diagonal(outputs).sqrt().reshape(len(outputs), outputs[:1].numel())

@@ -243,7 +243,6 @@ def build(
     owner: object,
     gradients: str,
     pipeline: Pipeline,
-    beside: object | None = None,
     first: bool = True,
 ) -> tuple[Registration, Placement]:
     """Register a model, place its blocks and prepare for them, once all ranks have agreed.
@@ -262,7 +261,6 @@ def build(
         owner: Whose the modules are to be; they may be nobody else's.
         gradients: What a step is given, one of the settings.
         pipeline: The pipeline of which this model is some stages.
-        beside: An owner whose they may be.
         first: Whether the ranks first meet here; otherwise they come from a step.
 
     Returns:
@@ -285,14 +283,14 @@ def build(
         require_eager(registration.blocks, placement)
         require_together(model, registration.blocks, placement, draws=choices.draws)
         modules = {h.module: block.name for block in registration.blocks for h in block.helpers}
-        claims.require_free(owner, modules, beside)
+        claims.require_free(owner, modules)
         pipeline.require_served(model, registration.blocks)
     except Exception as error:  # whatever it is: the other ranks wait, and must be told
         say_failed(backend, error, first=first)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, settings_of_rank, first=first)
-    claims.claim(owner, modules, beside)
+    claims.claim(owner, modules)
     backend.prepare(placement.groups())
     return registration, placement
 

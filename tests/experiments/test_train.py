@@ -400,15 +400,6 @@ def test_two_processes_share_a_stochastic_trust_region():
 
 
 @pytest.mark.slow
-def test_every_method_of_a_trust_region_is_counted():
-    config = SGD.but(optimizer="trust-region", lr=1.0, batch_size=64, steps=4)
-    each = [config.but(options={"method": one}) for one in ("kfac", ["kfac", "soap"])]
-    alone, both = (train(SILENT, one) for one in each)
-    assert both.curvature_bytes[0] > 1.5 * alone.curvature_bytes[0]
-    assert len(both.gradient_workers) == len(alone.gradient_workers) + 16  # weights and biases
-
-
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_share_a_trust_region():
     """Both ranks draw their own targets, so that the step is near that of one process, not it."""

@@ -47,9 +47,9 @@ def trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reject", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
-@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+@pytest.mark.parametrize(
+    ("reject", "weight_decay", "fisher"), [(True, 1e-2, "type-2"), (False, 0.0, "monte-carlo")]
+)
 def test_the_next_loss_judges_as_another_pass_does(
     reject: bool, weight_decay: float, fisher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,24 +248,6 @@ def test_a_pass_that_fails_leaves_no_step_waiting() -> None:
     own.step(closure)
     compare(vector(model), after, "parameters", rtol=1e-6)
     assert own.counters["rejected_steps"] == 0
-
-
-def test_it_goes_on_from_the_state_of_a_version_that_never_waited() -> None:
-    model = deep()
-    own = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1))
-    x, y = classes_of(0)
-    own.step(lambda: F.cross_entropy(model(x), y))
-    state = own.state_dict()
-    for key in ("reduction", "version", "checksums"):
-        del state["trust_region"][key]
-    own.close()
-    again = trust_region(model, "cross-entropy", LevenbergMarquardt(interval=1), full_batch=True)
-    with pytest.warns(UserWarning, match="the TrustRegion is of a version, which has no checksums"):
-        again.load_state_dict(state)
-    again.step(lambda: F.cross_entropy(model(x), y))
-    assert "ratio" not in again.last
-    again.step(lambda: F.cross_entropy(model(x), y))
-    assert again.last["ratio"] > 0
 
 
 @pytest.mark.parametrize(
