@@ -152,7 +152,6 @@ def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> di
     found["SGD, soframe 1/10"] = _first_order(model, x, _sgd, _soframe(1, 10))
     found["SGD, soframe 10/30"] = _first_order(model, x, _sgd, _soframe(10, 30))
     found["trust region"] = _trust_region(model, x)
-    found["trust region, plain derivatives"] = _trust_region(model, x, reuse_activations=False)
     return found
 
 
@@ -206,9 +205,9 @@ def _first_order(
     return step
 
 
-def _trust_region(model: nn.Module, x: Tensor, **settings: Any) -> Step:
+def _trust_region(model: nn.Module, x: Tensor) -> Step:
     own = copy.deepcopy(model)
-    optimizer = soframe.TrustRegion(own, "squared-error", full_batch=True, **settings)
+    optimizer = soframe.TrustRegion(own, "squared-error", full_batch=True)
     return lambda: optimizer.step(lambda: _loss(own, x))
 
 

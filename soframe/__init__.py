@@ -10,8 +10,7 @@ Two lines precondition the gradients of a model for any optimizer::
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from soframe import (
     comm,
@@ -21,7 +20,6 @@ from soframe import (
     schedules,
     solvers,
     strategies,
-    trust_region,
 )
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.report import Report
@@ -36,20 +34,23 @@ from soframe.settings import Cadence, Clips, Curvature
 from soframe.solvers import Solver
 from soframe.specs import Cut, FactorSpec, Shards, TensorSpec
 from soframe.strategies import Placement, Strategy
-from soframe.trust_region.optimizer import TrustRegion
-from soframe.trust_region.stochastic import StochasticTrustRegion
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import testing as testing
+    from soframe import trust_region as trust_region
+    from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
+    from soframe.trust_region import TrustRegion as TrustRegion
 else:
 
-    def __getattr__(name: str) -> ModuleType:
-        """Import what few scripts need once it is asked for: DCP, and the checks of parts."""
-        if name in ("checkpoint", "testing"):
+    def __getattr__(name: str) -> Any:
+        """Import what few scripts need once it is asked for: DCP, checks of parts, extensions."""
+        if name in ("checkpoint", "testing", "trust_region"):
             return importlib.import_module(f"soframe.{name}")
+        if name in ("StochasticTrustRegion", "TrustRegion"):
+            return getattr(importlib.import_module("soframe.trust_region"), name)
         raise AttributeError(f"module 'soframe' has no attribute {name!r}")
 
 

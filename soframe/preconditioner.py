@@ -27,6 +27,7 @@ from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report, warn_of_lost_blocks
+from soframe.blocks.stack import Solved
 from soframe.capture.counting import Samples, declare
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
@@ -340,7 +341,7 @@ class Preconditioner:
             raise
         self._stages.look_over(self._registration)
 
-    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> None:
         """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
@@ -350,6 +351,7 @@ class Preconditioner:
         Args:
             outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
                 is a `soframe.losses.SumLoss` over them.
+            weight: Of this forward pass in the statistics, relative to its share of the samples.
 
         Raises:
             TypeError: If the outputs are no tensors, or several without such a loss.
@@ -357,6 +359,7 @@ class Preconditioner:
                 layer ran with gradients.
         """
         self._require_open()
+        self._statistics.share = weight
         self._fisher.observe(outputs, self._capture, self._samples)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
@@ -533,19 +536,28 @@ class Preconditioner:
         due = self._refresh.due(self._placed, self._steps)
         return [block for block in due if block.method.refreshes_after == after]
 
-    @torch.no_grad()
-    def precondition_again(self, damping: float) -> None:
-        """After `step`, precondition the gradients as they are now, with another damping.
+    # -- for an optimizer that tries several dampings between step() and its update ----------------
 
-        Those of blocks that remember earlier gradients stay as they are: the state has gone on with
-        this one. Nothing that methods keep changes.
+    def damp(self, dampings: Mapping[str, float]) -> None:
+        """Damp blocks with dampings of their own from now on, in place of ``damping=``.
 
         Args:
-            damping: The damping, of blocks without one of their own. Solvers that damp when they
-                solve stay with it until they solve.
+            dampings: Block name -> damping, the same on every rank; see `blocks`.
+        """
+        for block in self._blocks:
+            if block.name in dampings:
+                block.damp(dampings[block.name])
+
+    @torch.no_grad()
+    def propose(self) -> None:
+        """After `step`, precondition what ``.grad`` has now with the present dampings; see `damp`.
+
+        Factors are solved anew where solvers damp them. Blocks whose updates depend on earlier
+        gradients keep what they have; no state of a method changes. Every rank must call.
         """
         able = [block for block in self._blocks if not block.remembers]
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
+        damping = self.damping
         with self._shaped():
             self._solves.update(self._placed, due, damping=damping, counters=self.counters)
             gradients = {
@@ -557,6 +569,23 @@ class Preconditioner:
             exchange(self._placed, updates)
             write(updates, self.home)
         self._measuring.redamped(damping)
+
+    def snapshot(self) -> dict[str, Solved]:
+        """Return what each block preconditions with, by name, for `restore`.
+
+        ``failed`` of it tells whether a factor could not be solved since the last snapshot.
+        """
+        return {block.name: block.snapshot() for block in self._blocks}
+
+    def restore(self, snapshot: Mapping[str, Solved]) -> None:
+        """Precondition with the second-order data and dampings of a snapshot, or of parts of some.
+
+        Args:
+            snapshot: Block name -> what `snapshot` returned of it; other blocks stay as they are.
+        """
+        for block in self._blocks:
+            if block.name in snapshot:
+                block.restore(snapshot[block.name])
 
     @property
     def blocks(self) -> Sequence[Block]:

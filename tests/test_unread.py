@@ -149,18 +149,6 @@ def test_none_and_defaults_are_not_chosen() -> None:
     soframe.Optimizer(net(), method="muon", lr=0.1, kl_clip=None, damping=1e-3, decay=0.95)
 
 
-@pytest.mark.parametrize("method", ["muon", ["muon", "kfac"]])
-def test_of_a_trust_region_all_methods_count(method: Any) -> None:
-    def build() -> None:
-        soframe.TrustRegion(net(), "cross-entropy", method=method, decay=0.7)
-
-    if method == "muon":
-        with pytest.raises(ValueError, match=r"decay=0\.7 would change nothing"):
-            build()
-    else:
-        build()
-
-
 def test_one_word_changes_the_method() -> None:
     """Settings of the auxiliary method are of what is left out, which may be nothing."""
     settings: dict[str, Any] = {"auxiliary_lr": 0.1, "auxiliary_weight_decay": 0.1}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.home import GradientHome
-from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Stack, State
+from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Solved, Stack, State
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.layers.layout import Layout
 from soframe.methods.base import Method
@@ -234,10 +234,16 @@ class Block:
         """Damp the block with a damping of its own; None for the preconditioner's."""
         self.record.damping = damping
 
-    def restore(self, data: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the second-order data by those that `second_order` returned before."""
-        for factor, tensors in data.items():
+    def snapshot(self) -> Solved:
+        """Return the second-order data and the damping, and begin to note failures anew."""
+        failed, self.record.failed = self.record.failed, False
+        return Solved(dict(self.second_order), self.record.damping, failed)
+
+    def restore(self, solved: Solved) -> None:
+        """Replace the second-order data and the damping by those of a snapshot."""
+        for factor, tensors in solved.data.items():
             self.stack.set_data(factor, (self.member,), tensors)
+        self.record.damping = solved.damping
 
     @property
     def solved(self) -> bool:

@@ -43,7 +43,7 @@ class Record:
         updates: How many updates the method has made.
         solved: Whether the gradient workers have second-order data of all factors.
         failures: How often each factor could not be solved.
-        failed: Whether one could not be solved since `Record.forgive` was called.
+        failed: Whether one could not be solved since the last snapshot.
         damping: In place of the preconditioner's; None for that.
         counts: The samples and rows of the window, on this rank.
         gathered: The factors that take statistics in the window.
@@ -67,10 +67,20 @@ class Record:
         """Return the EMA weight of a factor; of its groups the largest."""
         return max(self.masses.get(name, (0.0,)))
 
-    def forgive(self) -> bool:
-        """Return whether a solve has failed since the last call."""
-        failed, self.failed = self.failed, False
-        return failed
+
+@dataclass(frozen=True)
+class Solved:
+    """What a block preconditions with on this rank; see `soframe.Preconditioner.snapshot`.
+
+    Attributes:
+        data: Second-order data: factor -> tensor name -> tensor.
+        damping: The block's own damping; None for the preconditioner's.
+        failed: Whether a factor could not be solved since the last snapshot.
+    """
+
+    data: Mapping[str, Mapping[str, Tensor]]
+    damping: float | None
+    failed: bool
 
 
 class Stack:

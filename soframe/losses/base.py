@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
 class Loss(ABC):
-    """The Hessian ``H_n`` of one sample's loss in its output, and its square root.
-
-    Attributes:
-        isotropic: Whether it is a multiple of the identity, the same for every sample. Then the
-            curvature along directions is computed without its products.
-    """
-
-    isotropic: ClassVar[bool] = False
+    """The Hessian ``H_n`` of one sample's loss in its output, and its square root."""
 
     @property
     def floor(self) -> float | None:
@@ -115,25 +107,6 @@ class Loss(ABC):
         for column in self.half_factor(outputs):
             total += column * random_signs(each, generator)
         return total
-
-    def term_sums(self, values: Tensor) -> Tensor:
-        """Return sums over the entries that the Hessian couples, one for each term of a loss.
-
-        Terms may have weights of their own in a user's loss. By default a sample is one term.
-
-        Args:
-            values: ``[N, ...]``.
-
-        Returns:
-            The sums, of a shape that can be multiplied with ``values``.
-        """
-        return self.each_sample(values)
-
-    @staticmethod
-    def each_sample(values: Tensor) -> Tensor:
-        """Return the sum over each sample of ``[N, ...]``, as ``[N, 1, ...]``."""
-        sums = values.reshape(len(values), -1).sum(1)
-        return sums.view(-1, *(1 for _ in values.shape[1:]))
 
 
 def diagonal_columns(root: Tensor) -> Iterator[Tensor]:

@@ -51,9 +51,6 @@ class CrossEntropy(Loss):
         p = outputs.softmax(1)
         return self._scale(outputs) * p * (vectors - (p * vectors).sum(1, keepdim=True))
 
-    def term_sums(self, values: Tensor) -> Tensor:
-        return values.sum(1, keepdim=True)
-
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         # ``sqrt(p_c) (e_c - p)`` for every class at every position
         p = outputs.softmax(1).flatten(2) if outputs.dim() > 2 else outputs.softmax(1).unsqueeze(2)
@@ -106,9 +103,6 @@ class BinaryCrossEntropy(Loss):
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return self._variance(outputs) * vectors
-
-    def term_sums(self, values: Tensor) -> Tensor:
-        return values
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         return diagonal_columns(self._variance(outputs).sqrt())

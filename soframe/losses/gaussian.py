@@ -51,9 +51,6 @@ class Gaussian(Loss):
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return self._diagonal(outputs) * vectors
 
-    def term_sums(self, values: Tensor) -> Tensor:
-        return values.sum(1, keepdim=True)
-
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         return diagonal_columns(self._diagonal(outputs).sqrt())
 

@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from soframe.registry import register
 
 
 class _Gaussian(Loss):
-    isotropic: ClassVar[bool] = True
-
     @property
     def floor(self) -> float:
         return 0.0
@@ -28,9 +25,6 @@ class _Gaussian(Loss):
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return vectors * self._precision(outputs)
-
-    def term_sums(self, values: Tensor) -> Tensor:
-        return values
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
         return diagonal_columns(torch.full_like(outputs, math.sqrt(self._precision(outputs))))

@@ -65,9 +65,7 @@ def entries(
 def entries_now(block: Block, place: BlockPlacement, solved: Collection[str]) -> list[Entry]:
     """Return the tensors that a block has now."""
     record = block.record
-    return list(
-        entries(block, place, factors=record.masses, solved=solved, updates=record.updates)
-    )
+    return list(entries(block, place, factors=record.masses, solved=solved, updates=record.updates))
 
 
 def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any]) -> list[Entry]:

@@ -256,9 +256,7 @@ def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         block.record.solved_at = dict(saved.get("solves", {}).get(block.name, {}))
 
 
-def memory_usage(
-    placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
-) -> dict[str, int]:
+def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
     held = {

@@ -457,14 +457,6 @@ class Statistics:
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
-    def weigh(self, share: float) -> None:
-        """Let the backward passes from now on count otherwise, until the window ends.
-
-        Args:
-            share: See the attribute.
-        """
-        self.share = share
-
     def arrive(self) -> None:
         """Let the statistics of earlier windows enter the running factors, if they travel still."""
         for stack in self._placed.stacks:

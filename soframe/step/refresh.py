@@ -164,5 +164,3 @@ def mismatch(statistics_every: int, solve_every: int) -> str | None:
         f"solves use statistics which are up to {age} step(s) old; pass solve_every={below} or "
         f"solve_every={below + statistics_every}"
     )
-
-

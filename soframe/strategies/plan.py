@@ -53,9 +53,7 @@ def memory(
     return {**usage, "total": sum(usage.values())}
 
 
-def window(
-    pairs: Pairs, stacks: Stacks, rank: int, due: Collection[str] | None = None
-) -> int:
+def window(pairs: Pairs, stacks: Stacks, rank: int, due: Collection[str] | None = None) -> int:
     """Return the bytes of the sums that a rank gathers before a step, of blocks that are due."""
     return sum(
         ITEM_BYTES[work.dtype] * prod(factor.shape)

@@ -7,25 +7,16 @@ from collections.abc import Callable
 from soframe.damping.policies import APART
 
 TRIES = 10
-"""Dampings that are tried either way, before the first step."""
+"""Dampings that are tried in each direction, before the first step."""
 
 BETTER = 2.0
-"""How many times as much a damping must bring to be begun with in place of the last one. What
-brings most in one step is not what brings most in a hundred: on CURVES the lower dampings that this
-passes over took a third more steps."""
+"""How many times the reduction of the last damping a further one must bring. The damping that
+brings most in one step is not the best of a hundred: on CURVES the lower dampings that this passes
+over took a third more steps."""
 
 
 def best_damping(first: float, start: float, after: Callable[[float], float]) -> float:
-    """Look for a damping, downwards as long as steps bring more; upwards if the first is too low.
-
-    Args:
-        first: Where to begin.
-        start: The objective before a step.
-        after: Returns it after the step with a damping.
-
-    Returns:
-        The last damping that brought `BETTER` times as much as the one before.
-    """
+    """Search downwards, or else upwards, given the objective before and after a damping's step."""
     best, least = first, after(first)
     for factor in (1 / APART, APART):
         begun = best

@@ -3,9 +3,8 @@
     M(c) = h + b^T c + 1/2 c^T C c,    C_ij = d_i^T (F + damping I) d_j,    b_i = gradient^T d_i
 
 F is the generalised Gauss-Newton matrix of the user's own loss, ``(1/N) sum_n J_n^T H_n J_n``: J by
-`soframe.derivatives` of the user's own closure, H by differentiating the gradient of the loss in
-the model's outputs (Martens and Grosse, 2015, sections 6.4 and 7). Only scalars are reduced over
-ranks.
+`soframe.trust_region.twice`, H by differentiating the gradient of the loss in the model's outputs
+(Martens and Grosse, 2015, sections 6.4 and 7). Only scalars are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.derivatives.forward import Forward
-from soframe.derivatives.twice import Direction
+from soframe.trust_region.forward import Forward
+from soframe.trust_region.twice import Direction
 
 TOGETHER = 2**18
 """Numbers: smaller parameters are multiplied together, since each product is a call."""
@@ -41,32 +40,16 @@ class Quadratic:
     lengths: Tensor | None = None
 
     def damped(self, more: float) -> Quadratic:
-        """Return the model with more damping, or with less.
-
-        Args:
-            more: What is added to the damping.
-        """
+        """Return the model with ``more`` added to the damping."""
         assert self.lengths is not None
         return Quadratic(self.curvature + more * self.lengths, self.slope, self.lengths)
 
     def best_of(
         self, count: int, barred: Sequence[bool] | None = None
     ) -> tuple[list[bool], Quadratic]:
-        """Choose among pairs of directions, for a step that promises most.
-
-        Pairs are looked at in turn, and their second is taken if the step with it promises more
-        than without; beginning with the first of all pairs, or with the second of all, whichever
-        promises more.
-
-        Args:
-            count: How many pairs: first come the first of each, then the second of each, then
-                directions that belong to every step.
-            barred: Pairs whose second is out of the question; by default none is.
-
-        Returns:
-            Which pairs contribute their second, and the model along the chosen directions and the
-            rest.
-        """
+        """Choose one of each of ``count`` pairs of directions, for the best predicted reduction."""
+        # First come the first of each pair, then the second of each, then directions of every step.
+        # The search begins with all first or all second ones, and exchanges one pair after another.
 
         def model(taken: Sequence[bool]) -> Quadratic:
             chosen = [number + count * second for number, second in enumerate(taken)]
@@ -87,11 +70,7 @@ class Quadratic:
         return best, model(best)
 
     def along(self, which: Sequence[int]) -> Quadratic:
-        """Return the model along some of the directions.
-
-        Args:
-            which: Their numbers.
-        """
+        """Return the model along some of the directions, given their numbers."""
         lengths = None if self.lengths is None else self.lengths[which][:, which]
         return Quadratic(self.curvature[which][:, which], self.slope[which], lengths)
 
@@ -105,11 +84,9 @@ class Quadratic:
         return good
 
     def minimise(self) -> Tensor:
-        """Return the coefficients of the minimum.
+        """Return the coefficients of the minimum, ``[k]``, float64.
 
-        Returns:
-            ``[k]``, float64. Directions that are zero, or that depend on others, get the least
-            coefficients that reach the minimum.
+        Directions that are zero, or linearly dependent, get the least coefficients that reach it.
         """
         scale = self.curvature.diagonal().clamp(min=0).sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
@@ -120,15 +97,7 @@ class Quadratic:
         return minimum
 
     def shortened(self, coefficients: Tensor, most: float) -> Tensor:
-        """Return a step along the same line that promises no more than so much.
-
-        Args:
-            coefficients: ``[k]``, of a step that promises more.
-            most: By how much the loss may fall; positive.
-
-        Returns:
-            ``[k]``: the shortest that promises that.
-        """
+        """Return the shortest step along the same line with a predicted reduction of ``most``."""
         slope = float(self.slope @ coefficients)
         half = 0.5 * float(coefficients @ self.curvature @ coefficients)
         # The smaller root of half t^2 + slope t + most = 0, written without a cancellation.
@@ -136,11 +105,7 @@ class Quadratic:
         return coefficients * (2 * most / (root - slope))
 
     def change(self, coefficients: Tensor) -> float:
-        """Return the predicted change of the loss, ``M(c) - M(0)``.
-
-        Args:
-            coefficients: ``[k]``.
-        """
+        """Return the predicted change of the loss, ``M(c) - M(0)``."""
         quadratic = 0.5 * coefficients @ self.curvature @ coefficients
         return float(self.slope @ coefficients + quadratic)
 
@@ -149,40 +114,20 @@ def curvature_along(
     forwards: Sequence[Forward],
     parameters: Sequence[nn.Parameter],
     directions: Sequence[Direction],
-    *,
-    isotropic: bool = False,
 ) -> Tensor:
-    """Return ``d_i^T F d_j`` for this rank's data, without damping.
-
-    Args:
-        forwards: One per micro-batch.
-        parameters: The parameters.
-        directions: k directions.
-        isotropic: Whether the loss's Hessian in the output is a multiple of the identity, if the
-            output agrees: see `Forward.isotropy`.
-
-    Returns:
-        ``[k, k]``, float64, on the CPU: of the sum of the closures' losses.
-    """
+    """Return ``d_i^T F d_j`` of the sum of this rank's losses, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     for forward in forwards:
-        scale = forward.isotropy() if isotropic else None
-        if scale is not None and forward.tape.holds():
-            end = forward.tape.linear_end(parameters, directions)
-            if end is not None:
-                total += scale * end.gram()
-                continue
         tangents = forward.jacobian_products(parameters, directions)
-        precise = [tuple(_at_least_single(one) for one in tangent) for tangent in tangents]
+        precise = [tuple(map(_at_least_single, tangent)) for tangent in tangents]
         for i, tangent in enumerate(tangents):
-            products = forward.hessian_product(tangent) if scale is None else tangent
+            products = forward.hessian_product(tangent)
             # One by one: copies of outputs into one matrix would cost more than the products.
             for product, *others in zip(products, *precise[: i + 1], strict=True):
                 flat = _at_least_single(product).flatten()
-                row = torch.stack([flat @ other.flatten() for other in others])
-                scaled = row.double().cpu() * (1.0 if scale is None else scale)
-                total[i, : i + 1] += scaled
-                total[:i, i] += scaled[:i]
+                row = torch.stack([flat @ other.flatten() for other in others]).double().cpu()
+                total[i, : i + 1] += row
+                total[:i, i] += row[:i]
     return total
 
 
@@ -192,14 +137,7 @@ def _at_least_single(tensor: Tensor) -> Tensor:
 
 
 def inner_products(directions: Sequence[Direction]) -> Tensor:
-    """Return the inner products of every two of k directions.
-
-    Args:
-        directions: The directions.
-
-    Returns:
-        ``[k, k]``, float64, on the CPU; those of large parameters are added up in float64.
-    """
+    """Return the inner products of every two of k directions, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     # Of parts few have the same parameters: each group of directions is added where it belongs.
     groups: dict[Any, list[list[Tensor]]] = {}

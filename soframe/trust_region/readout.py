@@ -26,11 +26,10 @@ class Readout:
         step: Completed steps before it.
         loss: Before the update, over all ranks.
         damping: The policy's.
-        preconditioner_dampings: One for each run of layers.
+        preconditioner_dampings: One for each layer group.
         coefficients: Of the directions in the update; empty where none was made.
-        directions: What each of these directions is: ``"preconditioned"``, a method's class,
-            ``"steepest descent"`` of parameters without a method, or ``"last update"``; one for
-            each run of layers.
+        directions: What each of these directions is: ``"preconditioned"``, ``"steepest descent"``
+            of parameters without a block, or ``"last update"``; one for each layer group.
         predicted: By how much the model said that the objective would change; None likewise.
         change: By how much it changed in the step that was judged: this one, or with
             ``full_batch`` the one before; None where none was.
@@ -63,6 +62,9 @@ class Readout:
         parts = [f"step {self.step}: loss {self.loss:.6g}", *shown, f"damping {self.damping:.3g}"]
         return ", ".join([*parts, *said, *self.notes])
 
+
+PRECONDITIONED, STEEPEST, LAST = "preconditioned", "steepest descent", "last update"
+"""The names of directions: of blocks, of parameters without one, and the momentum."""
 
 OnStep = Callable[[Readout], object]
 """Is given the readout of each step, on every rank."""
@@ -114,7 +116,7 @@ class History(Sequence[Readout]):
         for number in range(max((len(one.preconditioner_dampings) for one in self), default=0)):
             tried = [one for one in self if number < len(one.preconditioner_dampings)]
             values = [one.preconditioner_dampings[number] for one in tried]
-            label = f"of the preconditioner, run {number}"
+            label = f"of the preconditioner, layer group {number}"
             damping.plot([one.step for one in tried], values, "--", label=label)
         damping.set(ylabel="damping", yscale="log")
         judged = [(n.step, n.ratio) for n in self if n.ratio is not None and math.isfinite(n.ratio)]

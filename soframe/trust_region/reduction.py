@@ -36,23 +36,16 @@ ROUNDINGS = 8
 
 
 class Reduction:
-    """Judges steps by what they brought, and keeps or undoes them.
+    """Measures what steps brought, and keeps or undoes them.
 
-    With an ``lr`` above 2, or of 0, a step is not promised to bring anything. Then there is no
-    ratio, unless it did harm.
-
-    An ``"update"`` that is kept is left in the optimizer's states, one for each parameter; one that
-    waits for its verdict is ``"moved"`` there, beside what was ``"before"`` and the ``"decay"``.
-
-    Args:
-        damping: It is told of ratios.
-        reject: Whether a step after which the objective has risen is undone.
-        every: Whether every step is judged; else the first few, and those at which the policy wants
-            a ratio.
+    An ``"update"`` that is kept is in the optimizer's state of each parameter; one that waits for
+    its measurement is ``"moved"`` there, beside the values ``"before"`` and the ``"decay"``. With
+    an ``lr`` above 2, or of 0, a step is not predicted to bring anything: it has no ratio, unless
+    the objective rose.
 
     Attributes:
-        last: The change and the ratio of the last step that was judged, until somebody takes them.
-        silent: Whether that was below the objective's rounding, and nothing can be said of it.
+        last: The change and the ratio of the last measured step, until `take_last`.
+        silent: Whether that change was below the objective's rounding.
     """
 
     def __init__(self, damping: DampingPolicy, reject: bool, every: bool = False) -> None:
@@ -68,43 +61,26 @@ class Reduction:
         return self._waiting is not None
 
     def decayed(self, states: Mapping[Any, State]) -> list[tuple[Any, float]]:
-        """Return the parameters of the step that waits, and their weight decays in it.
-
-        Args:
-            states: The optimizer's, of every parameter.
-        """
+        """Return the parameters of the step that waits, and their weight decays in it."""
         return [(p, state["decay"]) for p, state in states.items() if "moved" in state]
 
     def due(self, step: int) -> bool:
-        """Return whether a step is measured.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return whether a step is measured."""
         interval = self._damping.interval
         return self.told(step) or (interval > 0 and (self._every or step < min(interval, FIRST)))
 
     def told(self, step: int) -> bool:
-        """Return whether the policy wants the ratio of a step.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return whether the policy wants the ratio of a step."""
         interval = self._damping.interval
         return interval > 0 and (step + 1) % interval == 0
 
-    def tell(self) -> dict[str, float]:
-        """Return what the last verdict said, once: ``"change"``, and perhaps ``"ratio"``."""
+    def take_last(self) -> dict[str, float]:
+        """Return ``"change"``, and perhaps ``"ratio"``, of the last measurement, once."""
         told, self.last = self.last, {}
         return told
 
     def keep(self, states: Sequence[State], update: Sequence[Tensor]) -> None:
-        """Keep a step without a verdict.
-
-        Args:
-            states: The optimizer's, of each parameter.
-            update: What was added to them.
-        """
+        """Keep a step without a verdict."""
         for state, moved in zip(states, update, strict=True):
             state["update"] = moved
 
@@ -119,32 +95,13 @@ class Reduction:
         *,
         told: bool = True,
     ) -> None:
-        """Leave a step until `judge`.
-
-        Args:
-            states: The optimizer's, of each parameter.
-            update: What was added to them.
-            before: What they were.
-            decays: Their weight decays.
-            objective: The objective before.
-            predicted: By how much it was to change.
-            told: Whether the policy wants the ratio.
-        """
+        """Leave a step until `judge`."""
         self._waiting, self._told = (objective, predicted), told
         for state, moved, old, decay in zip(states, update, before, decays, strict=True):
             state.update(moved=moved, before=old, decay=decay)
 
     def judge(self, states: Mapping[Any, State], objective: float, eps: float = 0.0) -> bool:
-        """Keep the step that waits, or undo it.
-
-        Args:
-            states: The optimizer's, of every parameter: some may have been frozen meanwhile.
-            objective: The objective after it, with the same weight decays.
-            eps: The relative rounding of the objective.
-
-        Returns:
-            Whether it was kept.
-        """
+        """Keep the step that waits, or undo it."""
         assert self._waiting is not None
         (before, predicted), self._waiting = self._waiting, None
         change = objective - before
@@ -179,11 +136,7 @@ class Reduction:
         return {"waiting": self._waiting, "told": self._told, "last": dict(self.last)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state` returned; that of a version that never waited is empty.
-        """
+        """Continue from a state."""
         waiting = state.get("waiting")
         self._waiting = None if waiting is None else (waiting[0], waiting[1])
         self._told = bool(state.get("told", True))

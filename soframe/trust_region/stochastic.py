@@ -8,19 +8,24 @@
     with optimizer.averaged():
         evaluate(model)
 
-Every thirtieth step takes the exact quadratic model of its batch along Adam's direction, and lets
-it enter a mean over batches (`soframe.trust_region.averaged`), which has the length of this step
-and of those up to the next model. These run the closure and its backward pass once, and one fused
-kernel of Adam, so that they cost what a step of AdamW does. Each model is judged on its batch: the
-damping hears of it, and a step after which the loss has risen is undone. All steps together are
-judged by the average of the iterates, on batches that they have not seen
-(`soframe.trust_region.trend`): steps become shorter where it gets no better on those.
+Every thirtieth step takes the exact quadratic model of its batch along Adam's direction, and adds
+it to a mean over batches, whose minimum is the length of this step and of those up to the next
+model. These run the closure and its backward pass once, and one fused kernel of Adam, so that they
+cost a step of AdamW. Each model is judged on its batch: the damping is told the reduction ratio,
+and a step after which the objective has risen is undone. All steps together are judged by the
+average of the iterates, on batches that they have not seen (`soframe.trust_region.trend`).
+
+A falling learning rate takes noise out of the last iterate, and needs to know when training ends.
+The mean of the last iterates is rid of the same noise at any time. It has polynomial decay (Shamir
+and Zhang, 2013, section 4), so that it forgets the beginning::
+
+    average_t = average_{t-1} + (eta + 1) / (t + eta) (parameters_t - average_{t-1})
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,45 +34,42 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from soframe.blocks.home import PlainGrad
 from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
-from soframe.checks.arguments import check_model
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.comm import Backend
-from soframe.damping.policies import DampingChoice, adopted
+from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
-from soframe.derivatives.forward import Closure, Forward, Outputs, evaluated
-from soframe.methods.momentum import require_beta
 from soframe.setup.building import choose_backend
-from soframe.state import checksums
 from soframe.state.saving import agree
-from soframe.trust_region import agreeing, averaged, groups, settings, trend
-from soframe.trust_region.averaged import AveragedModel
-from soframe.trust_region.exact import ExactModel, Objective
+from soframe.trust_region import agreeing, param_groups, settings
+from soframe.trust_region.exact import Batch, exact_model
+from soframe.trust_region.forward import (
+    Closure,
+    Forward,
+    Outputs,
+    closures_of,
+    evaluated,
+    first_pass,
+    moved,
+    placed,
+)
 from soframe.trust_region.initial import best_damping
-from soframe.trust_region.passes import closures_of, first_pass, moved, placed
-from soframe.trust_region.quadratic import Quadratic
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
+from soframe.trust_region.trend import SAID, AveragedModel, Trend
 
 FIRST = 5
 """Steps that have a model in any case: averages only begin in them."""
 
 MOMENTS = ("mean", "square")
-"""What Adam keeps of each parameter, beside the number of updates: torch casts all that it loads to
-the parameter's type, unless its name is ``"step"``."""
+"""Adam's averages of each parameter; its count is ``"step"``, which torch does not cast."""
 
 EARLIER = "earlier"
-"""The average that the next one is held against: see `soframe.trust_region.trend`."""
+"""The average that the next one is compared with."""
 
-VERSION = 2
-"""Of the state."""
-
-OWN = "trust_region"
-"""Where the state has what is not one parameter's."""
-
-KEYS = ("version", "steps", "since", "model", "trend", "damping", "counters")
+OWN = {"steps", "since", "model", "trend", "damping", "counters"}
+"""The keys of the optimizer's own state."""
 
 
 class StochasticTrustRegion(torch.optim.Optimizer):
@@ -82,31 +84,29 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         damping: The damping policy of the quadratic model: a name, class or instance; or a number,
             or a callable of the step.
         params: Param groups, each with ``lr`` and ``weight_decay`` of its own if it likes; or
-            parameters. By default all of the model's. See `soframe.trust_region.groups`.
+            parameters. By default all of the model's. See `soframe.trust_region.param_groups`.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         lr: Multiplies the update; 1 is the minimum of the averaged model. 0.7 keeps nine tenths of
-            what the model promises, and half of the noise that the step adds. Groups move in their
+            the predicted reduction, and half of the noise that the step adds. Groups move in their
             ratio.
-        betas: What Adam's averages of gradients and of their squares keep of their past.
+        betas: The decays of Adam's averages of gradients and of their squares.
         eps: Is added to the root of the latter, which may be zero: positive in the parameters'
-            types.
+            dtypes.
         model_every: Steps from one quadratic model to the next.
-        averaging: The average has about the last ``1 / averaging`` of all iterates:
-            see `soframe.trust_region.averaged`, where it is eta.
+        averaging: The average has about the last ``1 / averaging`` of all iterates; eta in
+            `soframe.trust_region.stochastic`.
         reject: Undo a step with a model if the objective rose on its batch.
         shorten: Take shorter steps where the average of the iterates gets no better on batches that
             no step has seen, for which it is evaluated twice in thirty steps, and kept once more:
             see `soframe.trust_region.trend`.
-        reuse_activations: Whether derivatives follow a tape of the forward pass where they can;
-            else the gradient is differentiated. See `soframe.derivatives`.
         on_step: Is called with a `soframe.trust_region.Readout` after each step.
         backend: The communication backend: see `soframe.Preconditioner`.
 
     Attributes:
-        damping: The policy, in a copy.
+        damping: A copy of the policy.
         counters: How many steps were ``"rejected_steps"``, and how many ``"skipped_steps"``, since
             something was not finite.
-        readout: What the last step saw and did; None before the first.
+        readout: The `Readout` of the last step; None before the first.
 
     Raises:
         ValueError: If a setting is out of range, or a parameter that needs a gradient is in no
@@ -128,43 +128,38 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         averaging: float = 20.0,
         reject: bool = True,
         shorten: bool = True,
-        reuse_activations: bool = True,
         on_step: OnStep | None = None,
         backend: str | type[Backend] | Backend | None = None,
     ) -> None:
-        check_model(model)
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
         require_integer("model_every", model_every, 1)
-        flags = {"reject": reject, "shorten": shorten, "reuse_activations": reuse_activations}
-        for name, flag in flags.items():
-            require_flag(name, flag)
-        pair: object = betas
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"betas must be two numbers, as (0.9, 0.99), not {betas!r}")
-        for beta in betas:
-            require_beta(type(self).__name__, "betas", beta)
-        for name, value, least in (("eps", eps, 0.0), ("averaging", averaging, 0.0)):
-            if not is_number(value) or not least <= value < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+        require_flag("reject", reject)
+        require_flag("shorten", shorten)
+        numbers: dict[str, tuple[Any, float, float]] = {
+            "betas[0]": (betas[0], 0.0, 1.0),
+            "betas[1]": (betas[1], 0.0, 1.0),
+            "eps": (eps, 0.0, math.inf),
+            "averaging": (averaging, 0.0, math.inf),
+        }
+        for name, (value, least, limit) in numbers.items():
+            if not is_number(value) or not least <= value < limit:
+                raise ValueError(f"{name} must be in [{least:g}, {limit:g}), not {value!r}")
         self._model = unwrap(model)
         super().__init__(
             self._model.parameters() if params is None else params,
             {"lr": lr, "weight_decay": weight_decay},
         )
-        groups.check_all(self._model, self.param_groups)
-        _require_precise(self._model)
-        _require_positive(float(eps), self.param_groups)
-        self.damping = adopted(settings.whole_model_damping(damping))
+        param_groups.check_all(self._model, self.param_groups)
+        _require_precise(self._model, float(eps))
+        self.damping = settings.policy_of(damping)
         self._backend = choose_backend(backend)
         self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
-        self._every, self._eta, self._reuse = model_every, float(averaging), reuse_activations
-        self._home, self._on_step = PlainGrad(), on_step
+        self._every, self._eta, self._on_step = model_every, float(averaging), on_step
         self._settings = (self.damping, betas, eps, model_every, averaging, reject, shorten)
         self._outputs = Outputs(self._model)
-        self._exact = ExactModel(self._backend)
         self._mean = AveragedModel()
-        self._trend = trend.Trend() if shorten else None
+        self._trend = Trend() if shorten else None
         self._reduction = Reduction(self.damping, reject, every=True)
         self._steps = self._since = 0
         self._swapped = False
@@ -178,7 +173,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             ValueError: If a setting is unknown or out of range, or a parameter not the model's.
         """
         super().add_param_group(param_group)
-        groups.check_last(self._model, self.param_groups)
+        param_groups.check_last(self._model, self.param_groups)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -197,7 +192,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
         Raises:
             TypeError: If there is no closure, or it does not return a scalar tensor.
-            ValueError: If the param groups are no longer right: see `groups.check_all`.
+            ValueError: If param groups and model no longer agree.
             RuntimeError: If it is called within `averaged`; if a closure does not run the model,
                 or its loss has terms that do not go through the model's output, or the model
                 has no derivatives along directions; or if another rank raises.
@@ -207,13 +202,15 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         closures = closures_of(closure)
         due = self._steps < FIRST or self._since + 1 >= self._every
         if due:
-            groups.check_all(self._model, self.param_groups)
+            param_groups.check_all(self._model, self.param_groups)
         self.zero_grad()
-        parameters = groups.trainable(self.param_groups)
+        parameters = param_groups.trainable(self.param_groups)
         forwards, loss, eps = self._passes(closures, parameters, due=due)
-        gradients = self._gradients(parameters)
+        decays = param_groups.setting(self.param_groups, "weight_decay")
+        gradients = param_groups.with_decay(parameters, decays)
         seen: dict[str, Any] = {"step": self._steps, "loss": loss}
-        if not math.isfinite(loss) or not _are_finite(gradients):
+        finite = math.isfinite(float(torch.nn.utils.get_total_norm(gradients)))
+        if not math.isfinite(loss) or not finite:
             self._go_back(parameters)
             undone = "the loss or its gradient is not finite"
             self._tell(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
@@ -223,40 +220,35 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 self.state[parameter].update(_begun(parameter, earlier=self._trend is not None))
         said: tuple[str, ...] = ()
         if due:
-            objective = Objective(
-                parameters, gradients, groups.setting(self.param_groups, "weight_decay")
-            )
-            said = self._compare(objective, forwards, eps)
-            made = self._with_model(objective, forwards, loss, eps)
+            batch = Batch(parameters, gradients, decays, forwards, loss)
+            said = self._compare(batch, eps)
+            made = self._with_model(batch, eps)
         else:
             damping = self.damping.at(self._steps)
             length = self._length(damping)
             self._adam(length)
             self._since += 1
-            largest = groups.shares(self.param_groups)[1]
+            largest = param_groups.shares(self.param_groups)[1]
             made = {"coefficients": (length * largest,), "damping": damping}
-            said = ("without a model", *said)
+            said = ("without a model",)
         self._steps += 1
-        self._average(parameters)
+        averages = [self.state[p]["average"] for p in parameters]
+        with torch.no_grad():
+            share = (self._eta + 1) / (self._steps + self._eta)
+            torch._foreach_lerp_(averages, [p.detach() for p in parameters], share)
         self._tell(Readout(**seen, **made, notes=said, directions=("AdamW",)))
         return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def _passes(
         self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter], *, due: bool
     ) -> tuple[list[Forward], float, float]:
-        """Run closures and their backward passes.
-
-        Returns:
-            The passes, where there is a model; the loss over all ranks, and its type's rounding.
-        """
+        """Run closures and their backward passes; return passes, loss, and the loss's rounding."""
         forwards: list[Forward] = []
         total = eps = 0.0
         for closure in closures:
             with torch.enable_grad():
                 if due:
-                    forward, loss = first_pass(
-                        self._model, self._outputs, closure, parameters, reuse=self._reuse
-                    )
+                    forward, loss = first_pass(self._model, self._outputs, closure, parameters)
                     forward.backward()
                     forwards.append(forward)
                 else:
@@ -264,37 +256,23 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                     loss.backward()
             total += float(loss.detach())
             eps = torch.finfo(loss.dtype).eps
-        # To compare gradients takes time, and who has others has them when there is a model, too.
-        return forwards, self._agree(total, None, parameters if due else ()), eps
+        # Comparing gradients takes time, and ranks that differ do so at steps with a model, too.
+        gradients = [p.grad for p in parameters if p.grad is not None] if due else []
+        return forwards, self._agree(total, None, gradients), eps
 
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the gradients of the objective, which are in ``.grad``."""
-        gradients = [self._home.fill(parameter) for parameter in parameters]
-        decays = groups.setting(self.param_groups, "weight_decay")
-        for parameter, gradient, decay in zip(parameters, gradients, decays, strict=True):
-            if decay:
-                gradient.add_(parameter.detach(), alpha=decay)
-        return gradients
-
-    def _compare(
-        self, objective: Objective, forwards: Sequence[Forward], eps: float
-    ) -> tuple[str, ...]:
-        """Hold the average against an earlier one, on a batch that no step has seen.
-
-        Returns:
-            What a readout says of it.
-        """
+    def _compare(self, batch: Batch, eps: float) -> tuple[str, ...]:
+        """Compare the average with an earlier one, on a batch that no step has seen."""
         if self._trend is None or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
-        states = [self.state[p] for p in objective.parameters]
+        states = [self.state[p] for p in batch.parameters]
         said: tuple[str, ...] = ()
         if self._trend.begin(self._steps):
             at_average = []
             for name in ("average", EARLIER):
-                with placed(objective.parameters, [state[name] for state in states]):
-                    at_average.append(self._evaluate(objective, forwards))
+                with placed(batch.parameters, [state[name] for state in states]):
+                    at_average.append(self._evaluate(batch))
             now, earlier = at_average
-            said = (trend.SAID,) if self._trend.learn(now, earlier, eps) else ()
+            said = (SAID,) if self._trend.learn(now, earlier, eps) else ()
         for state in states:
             state[EARLIER].copy_(state["average"])
         return said
@@ -304,36 +282,37 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         return 1.0 if self._trend is None else self._trend.share
 
     def _length(self, damping: float) -> float:
-        """Return how far a step goes along its direction, before the param groups' ``lr``."""
+        """Return the step along the direction, before the param groups' ``lr``."""
         return self._mean.minimum(damping) * self._share
 
-    def _with_model(
-        self, objective: Objective, forwards: Sequence[Forward], loss: float, eps: float
-    ) -> dict[str, Any]:
-        """Let the batch's model enter the mean, move to its minimum, and judge the step.
-
-        Returns:
-            What a readout says of it.
-        """
-        parameters = objective.parameters
+    def _with_model(self, batch: Batch, eps: float) -> dict[str, Any]:
+        """Add the batch's model to the mean, move to its minimum, and judge the step."""
+        parameters = batch.parameters
         self._adam(0.0)  # its averages go on with this gradient
-        shares, largest = groups.shares(self.param_groups)
+        shares, largest = param_groups.shares(self.param_groups)
         whole = [self._direction(parameter) for parameter in parameters]
-        direction = groups.scaled(whole, shares)
-        batch = self._exact.along(objective, forwards, [direction], damping=0.0)
-        if not batch.finite():
+        direction = [d * s if s != 1 else d for d, s in zip(whole, shares, strict=True)]
+        model = exact_model(self._backend, batch, [direction], 0.0)
+        if not model.finite():
             self.damping.observe(-math.inf)
             self._since = self._every
             self.counters["skipped_steps"] += 1
             undone = "the model of the loss is not finite"
             return {"damping": self.damping.at(self._steps), "undone": undone}
-        self._mean.learn(batch)
-        start = loss + groups.penalty(zip(parameters, objective.decays, strict=True))
+        self._mean.learn(model)
+        start = batch.loss + batch.penalty
         if self._steps == 0 and self.damping.to_be_measured():
-            self._measure_damping(objective, forwards, direction, start)
+
+            def after(damping: float) -> float:
+                length = self._length(damping) * largest
+                with moved(parameters, [length * d for d in direction]):
+                    objective = self._evaluate(batch)
+                return objective if math.isfinite(objective) else math.inf
+
+            self.damping.begin(best_damping(self.damping.at(0), start, after))
         damping = self.damping.at(self._steps)
         length = self._length(damping) * largest
-        update = [length * d for d in direction if d is not None]
+        update = [length * d for d in direction]
         judged = self._reduction.due(self._steps)
         before = [p.detach().clone() for p in parameters] if judged else []
         with torch.no_grad():
@@ -342,57 +321,30 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         made: dict[str, Any] = {"coefficients": (length,), "damping": damping}
         if not judged:
             return made
-        made["predicted"] = _change(batch, damping, length)
+        coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
+        made["predicted"] = model.damped(damping).change(coefficient)
         states = [self.state[p] for p in parameters]
-        self._reduction.wait(
-            states,
-            update,
-            before=before,
-            decays=objective.decays,
-            objective=start,
-            predicted=made["predicted"],
-            told=True,
-        )
-        if not self._reduction.judge(self.state, self._evaluate(objective, forwards), eps):
+        self._reduction.wait(states, update, before, batch.decays, start, made["predicted"])
+        if not self._reduction.judge(self.state, self._evaluate(batch), eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
             made["undone"] = "the objective rose"
         for state in states:
-            state.pop("update", None)  # nobody goes along it once more
-        return {**made, **self._reduction.tell()}
-
-    def _measure_damping(
-        self,
-        objective: Objective,
-        forwards: Sequence[Forward],
-        direction: Sequence[Tensor | None],
-        start: float,
-    ) -> None:
-        """Begin with the damping whose step brings most."""
-        largest = groups.shares(self.param_groups)[1]
-        whole = [d for d in direction if d is not None]
-
-        def after(damping: float) -> float:
-            length = self._length(damping) * largest
-            with moved(objective.parameters, [length * d for d in whole]):
-                objective_after = self._evaluate(objective, forwards)
-            return objective_after if math.isfinite(objective_after) else math.inf
-
-        self.damping.begin(best_damping(self.damping.at(0), start, after))
+            state.pop("update", None)  # there is no direction of the last update
+        return {**made, **self._reduction.take_last()}
 
     def _adam(self, length: float) -> None:
-        """Let Adam's averages go on, and move along its direction by a length."""
+        """Update Adam's averages, and move along its direction by a length."""
         first, second = self._betas
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.requires_grad]
             if not parameters:
                 continue
             states = [self.state[p] for p in parameters]
-            gradients = [self._home.fill(p) for p in parameters]
             with torch.no_grad():
                 adam(
                     parameters,
-                    gradients,
+                    [p.grad for p in parameters],
                     [state["mean"] for state in states],
                     [state["square"] for state in states],
                     [],
@@ -408,20 +360,12 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 )
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
-        """Return Adam's direction, as its averages have it now: what `_adam` goes along."""
+        """Return the direction of `_adam`, from its present averages."""
         state, (first, second) = self.state[parameter], self._betas
         count = float(state["step"])
         root = (state["square"].sqrt() / math.sqrt(1 - second**count)).add_(self._eps_of_root)
         direction: Tensor = (state["mean"] / (first**count - 1)).div_(root)
         return direction
-
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let the parameters of now enter the average."""
-        averages = [self.state[p]["average"] for p in parameters]
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                averages, [p.detach() for p in parameters], averaged.share(self._steps, self._eta)
-            )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -438,8 +382,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("averaged() is entered already")
-        every = (p for group in self.param_groups for p in group["params"])
-        kept = {p: p.detach().clone() for p in every if p in self.state}
+        kept: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self.state}
         self._swapped = True
         try:
             self._put({p: self.state[p]["average"] for p in kept})
@@ -448,15 +391,18 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             self._put(kept)
             self._swapped = False
 
-    def _put(self, values: dict[nn.Parameter, Tensor]) -> None:
+    def _put(self, values: dict[Tensor, Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in values.items():
                 parameter.copy_(value)
 
-    def _go_back(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _go_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Go back to the average: this batch, or the last steps, made something not finite."""
         self.counters["skipped_steps"] += 1
-        self._put({p: self.state[p]["average"] for p in parameters if p in self.state})
+        averages: dict[Tensor, Tensor] = {
+            p: self.state[p]["average"] for p in parameters if p in self.state
+        }
+        self._put(averages)
         self._since = self._every
         self.damping.observe(-math.inf)
 
@@ -465,29 +411,20 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         if self._on_step is not None:
             self._on_step(readout)
 
-    # -- pieces -------------------------------------------------------------------------------
-
-    def _evaluate(self, objective: Objective, forwards: Sequence[Forward]) -> float:
-        """Return the objective of a batch at the parameters of now."""
+    def _evaluate(self, batch: Batch) -> float:
+        """Return the objective of a batch at the present parameters."""
         on_this_rank, error = math.nan, None
         try:
-            on_this_rank = sum(
-                evaluated(one.closure, one.replay, differentiates=self._outputs.differentiates)
-                for one in forwards
-            )
-        except Exception as raised:  # whatever it is: the other ranks wait, and must be told
+            passes = ((one.closure, one.replay) for one in batch.forwards)
+            on_this_rank = evaluated(passes, differentiates=self._outputs.differentiates)
+        except Exception as raised:  # all ranks fail together, in `_agree`
             error = raised
-        penalty = groups.penalty(zip(objective.parameters, objective.decays, strict=True))
-        return self._agree(on_this_rank, error) + penalty
+        return self._agree(on_this_rank, error) + batch.penalty
 
     def _agree(
-        self, loss: float, error: Exception | None, parameters: Sequence[nn.Parameter] = ()
+        self, loss: float, error: Exception | None, gradients: Sequence[Tensor] = ()
     ) -> float:
-        """Agree with all ranks on a loss, on who raises, and on what must be the same.
-
-        Returns:
-            The mean over ranks.
-        """
+        """Return the mean loss over ranks; see `agreeing.agree`."""
         backend = self._backend
         if backend.world_size == 1 and error is None:
             damping_at(self.damping, self._steps)
@@ -498,10 +435,10 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 "settings": self._settings,
                 "step": self._steps,
                 "steps since the last model": self._since,
-                "lr and weight_decay of the param groups": groups.numbers(self.param_groups),
+                "lr and weight_decay of the param groups": param_groups.numbers(self.param_groups),
                 "damping": damping_at(self.damping, self._steps),
-                "what steps take of their length": self._share,
-                **agreeing.gradients_in_common(backend, self._home, parameters),
+                "share of the length": self._share,
+                **agreeing.gradients_in_common(backend, gradients),
             }
 
         return agreeing.agree(backend, loss, error, common=common)[0]
@@ -517,25 +454,23 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
         of_torch = super().state_dict()
-        # In copies: Adam's averages go on in place, in what has been saved otherwise.
+        # In copies: Adam's averages change in place.
         of_torch["state"] = {
             number: {name: tensor.clone() for name, tensor in kept.items()}
             for number, kept in of_torch["state"].items()
         }
-        state = {
+        return {
             **of_torch,
-            OWN: {
-                "version": VERSION,
+            "trust_region": {
+                "version": settings.VERSIONS[-1],
                 "steps": self._steps,
                 "since": self._since,
                 "model": self._mean.state(),
-                "trend": (self._trend or trend.Trend()).state(),
+                "trend": (self._trend or Trend()).state(),
                 "damping": self.damping.state(),
                 "counters": dict(self.counters),
             },
         }
-        state[OWN][checksums.KEY] = checksums.seal(settings.sealed_part(state))[checksums.KEY]
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; call it on every rank.
@@ -545,19 +480,26 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
         Raises:
             ValueError: If it is not the state of a StochasticTrustRegion on such a model, or
-                truncated or damaged, or another rank's is, or the ranks' states differ; nothing
-                has changed then, on any rank.
+                truncated, or another rank's is, or the ranks' states differ; nothing has changed
+                then, on any rank.
         """
 
         def check() -> None:
-            _check_state(state_dict, self)
+            settings.require_state(state_dict, set(), OWN, "a StochasticTrustRegion")
+            param_groups.check_saved(state_dict["param_groups"], self.param_groups)
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for number, kept in state_dict["state"].items():
+                shape = parameters[number].shape
+                if any(kept[name].shape != shape for name in (*MOMENTS, "average")):
+                    raise ValueError(
+                        f"the state is of another model: parameter {number} has shape {list(shape)}"
+                    )
+            own = state_dict["trust_region"]
+            check_damping(own["damping"], self.damping, own["steps"])
 
-        def common() -> str:
-            return checksums.text(settings.sealed_part(state_dict)[OWN])
-
-        agree(self._backend, check, common)
-        saved = state_dict[OWN]
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != OWN})
+        agree(self._backend, check, lambda: repr(state_dict["trust_region"]))
+        own = state_dict["trust_region"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for parameter, state in self.state.items():
             # In copies, since another optimizer may go on from the same state; the count is where
             # the fused kernel wants it.
@@ -567,49 +509,38 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 state.pop(EARLIER, None)
             else:  # a run without it has a trend that begins
                 state.setdefault(EARLIER, state["average"].clone())
-        self._steps, self._since = saved["steps"], saved["since"]
-        self._mean.load(saved["model"])
+        self._steps, self._since = own["steps"], own["since"]
+        self._mean.load(own["model"])
         if self._trend is not None:
-            self._trend.load(saved["trend"])
-        self.damping.load(saved["damping"])
-        self.counters = dict(saved["counters"])
+            self._trend.load(own["trend"])
+        self.damping.load(own["damping"])
+        self.counters = dict(own["counters"])
 
     def close(self) -> None:
         """Remove the hook."""
         self._outputs.close()
 
 
-def _require_precise(model: nn.Module) -> None:
-    """Check that averages can be kept in the parameters' types.
-
-    Raises:
-        ValueError: If one has too few digits, so that a long average would no longer change.
-    """
+def _require_precise(model: nn.Module, eps: float) -> None:
+    """Check that averages can be kept, and divided by, in the parameters' dtypes."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"StochasticTrustRegion keeps averages in the types of the parameters, and "
+                f"StochasticTrustRegion keeps averages in the dtypes of the parameters, and "
                 f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep the "
                 f"parameters in float32, and let the closure compute under torch.autocast"
             )
-
-
-def _require_positive(eps: float, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that what is divided by is never zero, in the parameters' types.
-
-    Raises:
-        ValueError: If it may be, which would make parameters that have no gradient yet NaN.
-    """
-    for dtype in {p.dtype for group in groups for p in group["params"]}:
-        if dtype.is_floating_point and not eps >= torch.finfo(dtype).tiny:
+        if not eps >= torch.finfo(parameter.dtype).tiny:
             raise ValueError(
-                f"eps must be positive in {dtype}, not {eps!r}: an entry whose gradient is zero "
-                f"is divided by it"
+                f"eps must be positive in {parameter.dtype}, not {eps!r}: an entry whose gradient "
+                f"is zero is divided by it"
             )
 
 
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:
-    """Return what is kept of a parameter before its first update."""
+    """Return the state of a parameter before its first update."""
     like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     averages = ("average", EARLIER) if earlier else ("average",)
     return {
@@ -617,39 +548,3 @@ def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         **{name: parameter.detach().clone() for name in averages},
     }
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    return math.isfinite(float(torch.nn.utils.get_total_norm(tensors)))
-
-
-def _change(batch: Quadratic, damping: float, length: float) -> float:
-    """Return by how much a batch's own damped model changes along its direction."""
-    return batch.damped(damping).change(torch.tensor([length], dtype=torch.float64, device="cpu"))
-
-
-def _check_state(state: Any, optimizer: StochasticTrustRegion) -> None:
-    """Check that an optimizer can go on from a state; nothing has been loaded yet."""
-    settings.check_keys(state, {"state", "param_groups", OWN}, "a StochasticTrustRegion")
-    saved = state[OWN]
-    settings.check_keys(saved, {*KEYS, checksums.KEY}, "a StochasticTrustRegion")
-    if saved["version"] != VERSION:
-        raise ValueError(
-            f"the state of the StochasticTrustRegion has version {saved['version']!r}; this "
-            f"soframe reads version {VERSION}: load it with the soframe that wrote it"
-        )
-    checksums.verify({**settings.sealed_part(state), checksums.KEY: saved[checksums.KEY]})
-    settings.check_groups(state["param_groups"], optimizer.param_groups)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, kept in state["state"].items():
-        shape = parameters[number].shape
-        named = {*MOMENTS, "average", *({EARLIER} & set(kept))}
-        if set(kept) != {*named, "step"} or any(kept[name].shape != shape for name in named):
-            raise ValueError(
-                f"the state is of another model: of parameter {number} it has "
-                f"{ {name: list(tensor.shape) for name, tensor in kept.items()} }, and here it "
-                f"has shape {list(shape)}"
-            )
-    averaged.check(saved["model"])
-    trend.check(saved["trend"])
-    check_damping(saved["damping"], optimizer.damping, saved["steps"])

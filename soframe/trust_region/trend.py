@@ -1,16 +1,19 @@
-"""Whether the average of the iterates gets better, and what that leaves of a length.
+"""Means over batches: of the quadratic model along a line, and of the loss of averaged iterates.
 
-A batch that can be fitted by itself, as by its own rows of embeddings, gives a good verdict on
-every step that was made from it, however much is lost on the others. And where gradients are noise
-for the most part, steps of one length get no further than that length allows. Both show on batches
-that no step has seen: on the next one, the average of now is held against the average of some steps
-before. The two losses are of the same samples, so that what is noise in these cancels.
+One batch's model along a direction says little of the next batch's. Slopes, curvatures and squared
+lengths are linear in the batch, so the mean of models is the model of the mean loss::
 
-Steps become shorter where several such differences say that the average got worse, or where more
-of them do not say that it got better; they become longer again, up to the model's own length, where
-it did. Differences and their noise shrink with the steps, so that a fall of shorter steps shows as
-well. Where batches come again within few epochs, the last steps have forgotten what earlier ones
-fitted of a batch, so that the earlier average looks better than it is.
+    mean_t M_t(c) = mean_t b_t c + 1/2 c^2 (mean_t C_t + damping mean_t |d_t|^2)
+
+Its minimum is a quotient of means. A mean of minima, each of them a quotient, would be large where
+one batch happens to have little curvature.
+
+Steps of one length get no further than the noise of gradients allows, and a batch that can be
+fitted by itself gives a good reduction ratio at every step, however much is lost on others. Both
+show on batches that no step has seen: there the average of the iterates is compared with an earlier
+one, on the same samples, so that their noise cancels. Steps become shorter where several such
+differences show that the average got worse, or where more of them do not show that it got better,
+and longer again, up to the model's own length, where it did.
 """
 
 from __future__ import annotations
@@ -19,6 +22,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from soframe.trust_region.quadratic import Quadratic
+
+KEEP = 0.9
+"""The decay of the averaged model."""
+
 APART = 30
 """Steps from one average to the next, at least."""
 
@@ -26,30 +34,58 @@ LEAST, MOST = 4, 10
 """Differences for a verdict, and for the verdict that the average did not get better."""
 
 ERRORS = 1.0
-"""Standard errors of their mean that show."""
+"""Standard errors of the mean that are significant."""
 
 SHORTER, LONGER = 0.5, 1.25
-"""What multiplies the share after a rise, and after a fall: it stays where three falls follow each
-rise, since ``1.25^3`` is about two."""
+"""Factors of the share after a rise, and after a fall: it stays where three falls follow each rise,
+since ``1.25^3`` is about two."""
 
 STALLED = 0.7
-"""What multiplies it where neither shows."""
+"""Its factor where neither is significant."""
 
 SAID = "the average got no better on fresh batches: lengths are shorter"
 
-NUMBERS = ("share", "count", "mean", "squares", "at")
+
+class AveragedModel:
+    """The exponential mean of models along one direction each.
+
+    The sums stand for means: their common weight cancels in the quotient.
+    """
+
+    def __init__(self) -> None:
+        self._slope = self._curvature = self._length = 0.0
+
+    def learn(self, model: Quadratic) -> None:
+        """Add the undamped model of a batch along one direction."""
+        assert model.lengths is not None
+        self._slope = KEEP * self._slope + model.slope.item()
+        self._curvature = KEEP * self._curvature + model.curvature.item()
+        self._length = KEEP * self._length + model.lengths.item()
+
+    def minimum(self, damping: float) -> float:
+        """Return the step to the minimum of the damped mean; negative curvature counts as none."""
+        bend = max(0.0, self._curvature) + damping * self._length
+        return -self._slope / bend if bend > 0 else 0.0
+
+    def state(self) -> dict[str, float]:
+        """Return what `load` needs."""
+        return {"slope": self._slope, "curvature": self._curvature, "length": self._length}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Continue from a state."""
+        self._slope = state["slope"]
+        self._curvature, self._length = state["curvature"], state["length"]
 
 
 class Trend:
     """Collects by how much the loss of the average changes on batches that no step has seen.
 
     Attributes:
-        share: Of the length that the model has, what steps take.
+        share: The factor of the model's length.
     """
 
     def __init__(self) -> None:
-        self.share = 1.0
-        self._at = -1.0
+        self.share, self._at = 1.0, -1.0
         self._forget()
 
     def _forget(self) -> None:
@@ -57,40 +93,20 @@ class Trend:
         self._mean = self._squares = 0.0
 
     def due(self, step: int) -> bool:
-        """Return whether it is time for the next average.
-
-        Args:
-            step: Completed steps.
-        """
+        """Whether it is time for the next average, after so many completed steps."""
         return self._at < 0 or step - self._at >= APART
 
     def begin(self, step: int) -> bool:
-        """Take note that the next difference is from the average of now.
-
-        Args:
-            step: Completed steps.
-
-        Returns:
-            Whether there was one before, so that there is a difference.
-        """
+        """Begin the next difference; return whether there is an earlier average to compare with."""
         first, self._at = self._at < 0, float(step)
         return not first
 
     def learn(self, now: float, earlier: float, eps: float) -> bool:
-        """Take note of a difference, and judge once there are enough.
-
-        Args:
-            now: The objective of the average, on a batch before its step.
-            earlier: That of the earlier average, on the same batch.
-            eps: The rounding of the loss: what differs by less says nothing.
-
-        Returns:
-            Whether steps are to be shorter.
-        """
+        """Add a difference of objectives; return whether steps become shorter."""
         change = now - earlier
         if math.isfinite(earlier) and not math.isfinite(now):
             return self._judge(SHORTER)
-        if not abs(change) > eps * abs(earlier):  # nor for one that is not finite
+        if not abs(change) > eps * abs(earlier):  # below rounding, or not finite
             return False
         self._count += 1
         off = change - self._mean
@@ -108,7 +124,7 @@ class Trend:
         self._forget()
         return factor < 1
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """Return what `load` needs."""
         return {
             "share": self.share,
@@ -118,25 +134,7 @@ class Trend:
             "at": self._at,
         }
 
-    def load(self, state: Mapping[str, float]) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state` returned.
-        """
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
         self.share, self._count, self._at = state["share"], int(state["count"]), state["at"]
         self._mean, self._squares = state["mean"], state["squares"]
-
-
-def check(state: Any) -> None:
-    """Check that `Trend.load` can take a state.
-
-    Args:
-        state: What `Trend.state` returned, perhaps in another run.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
-    good = isinstance(state, Mapping) and set(state) == set(NUMBERS)
-    if not good or not all(isinstance(n, float) and math.isfinite(n) for n in state.values()):
-        raise ValueError(f"the state is damaged: the trend of the losses is {state!r}")

@@ -581,7 +581,8 @@ def again(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Tensor]:
     run = Run(Case(options=MEM), rank, ranks, sharded=sharded)
     run.backward(0)
     run.preconditioner.step()
-    run.preconditioner.precondition_again(0.5)
+    run.preconditioner.damp(dict.fromkeys((b.name for b in run.preconditioner.blocks), 0.5))
+    run.preconditioner.propose()
     return {n: whole(p.grad) for n, p in run.model.named_parameters() if p.grad is not None}
 
 

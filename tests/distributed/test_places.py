@@ -316,7 +316,9 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert sorted(computed) == [(s, n) for s in ("input_moment", "output_moment") for n in mine]
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
     assert [bool(block.window.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
-    assert own.memory_usage()["statistics"] == plan.window(own.placement.pairs, own.placement.stacks, 1)
+    assert own.memory_usage()["statistics"] == plan.window(
+        own.placement.pairs, own.placement.stacks, 1
+    )
 
     def settle(backend, placed):
         held.extend(bool(block.window.sums) for block, _ in placed)

@@ -110,7 +110,7 @@ TRUST_REGIONS: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"lr": -1.0}, "lr"),
     "fisher": ({"fisher": "empirical"}, "TrustRegion needs fisher="),
     "inner": ({"solve_every": 0}, "solve_every must be"),
-    "parts": ({"parts": -3}, "parts"),
+    "layer groups": ({"layer_groups": -3}, "layer_groups"),
 }
 
 

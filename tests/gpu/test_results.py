@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from functools import partial
 from typing import Any
 
 import pytest
@@ -110,10 +109,6 @@ def test_settings(setting: str, model: str) -> None:
     [
         {},
         {"full_batch": True},
-        {"model_every": 2},
-        {"method": ["kfac", "soap"], "full_batch": True},
-        {"method": ["kfac", "adamw"]},
-        {"reuse_activations": False},
         {"preconditioner_damping": 1.0},
     ],
     ids=str,
@@ -123,11 +118,10 @@ def test_trust_region(model: str, options: dict[str, Any]) -> None:
     def make(net: nn.Module) -> Any:
         return TrustRegion(net, "cross-entropy", fisher="type-2", **options)
 
-    check = runs if "soap" in options.get("method", ()) and model != "square" else both
-    check(model, make, closure=True, steps=6)
+    both(model, make, closure=True, steps=6)
 
 
-@pytest.mark.parametrize("options", [{}, {"model_every": 2}, {"reuse_activations": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"model_every": 2}], ids=str)
 @pytest.mark.parametrize("model", TWICE)
 def test_stochastic_trust_region(model: str, options: dict[str, Any]) -> None:
     both(model, lambda net: StochasticTrustRegion(net, **options), closure=True, steps=6)
@@ -248,27 +242,6 @@ def test_layers_on_two_devices() -> None:
         found.append([p.detach().cpu() for p in model.parameters()])
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_dropout_is_the_same_in_every_pass(stochastic: bool) -> None:
-    """A tape and a differentiated gradient see the masks of the first pass."""
-    found = []
-    for reuse in (True, False):
-        torch.manual_seed(0)
-        first, last = nn.Linear(5, 9), nn.Linear(9, 5)
-        model = nn.Sequential(first, nn.Dropout(0.4), nn.Tanh(), last).double().to(DEVICE)
-        own: Any = StochasticTrustRegion(model, reuse_activations=reuse)
-        if not stochastic:
-            own = TrustRegion(model, "cross-entropy", fisher="type-2", reuse_activations=reuse)
-
-        def loss_of(step: int, model: nn.Module = model) -> Any:
-            inputs, targets = batch_on(DEVICE, "dense", step)
-            return nn.functional.cross_entropy(model(inputs), targets)
-
-        steps = [own.step(partial(loss_of, step)) for step in range(6)]
-        found.append([float(torch.as_tensor(loss).detach()) for loss in steps])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [4, 40, 300])

@@ -337,7 +337,7 @@ def test_outputs_that_are_no_tensors_are_refused_by_the_trust_region(output: Any
 def test_a_wrong_weight_is_noticed_by_the_trust_region() -> None:
     model, x, y = fill(Net(True, nn.Tanh())), randn(5, 3), randn(5, 5, seed=1)
     own = kit.trust_region(model, SQUARES[True])
-    with pytest.raises(ValueError, match="times the curvature of loss=SumLoss"):
+    with pytest.raises(ValueError, match="not the mean of loss=SumLoss"):
         own.step(lambda: half_square(model(x), y))
     own.close()
 

@@ -377,7 +377,7 @@ def test_checkpoints_and_accumulation(reentrant: bool) -> None:
             x = batch(step + part).requires_grad_()
             checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
         own.step()
-        own.precondition_again(0.1)
+        own.propose()
     assert unused(own) == {"head"}
 
 

@@ -104,7 +104,9 @@ def test_preconditioning_again_is_with_the_factors_of_now(runs):
     own, plain = still(runs(background=3, solver="inverse")), still(runs(solver="inverse"))
     for run in (own, plain):
         train(run, 0, EVERY + 2)
-        run.preconditioner.precondition_again(0.5)
+        own_blocks = run.preconditioner.blocks
+        run.preconditioner.damp(dict.fromkeys((b.name for b in own_blocks), 0.5))
+        run.preconditioner.propose()
     assert under_way(own) == 0
     assert same(in_use(own), in_use(plain))
     train(own, EVERY + 2, EVERY + 4)

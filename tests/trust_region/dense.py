@@ -59,15 +59,15 @@ class Dense:
     factor: float = 1.0
     weight_decay: float | Tensor = 0.0
     momentum: bool = True
-    parts: int = 3
+    layer_groups: int = 3
     lr: float | Tensor = 1.0
     last: Tensor | None = None
     trained: Tensor = field(default_factory=lambda: torch.ones(24, dtype=torch.float64))
     anew: slice | None = None
 
     def split(self, direction: Tensor) -> list[Tensor]:
-        parts = [torch.zeros_like(direction) for _ in PARTS[self.parts]]
-        for part, own in zip(parts, PARTS[self.parts], strict=True):
+        parts = [torch.zeros_like(direction) for _ in PARTS[self.layer_groups]]
+        for part, own in zip(parts, PARTS[self.layer_groups], strict=True):
             part[own] = direction[own]
         return [part for part in parts if part.any()]
 

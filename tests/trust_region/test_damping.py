@@ -1,16 +1,11 @@
-"""Damping policies, and the mode of the processor for denormal numbers."""
+"""Damping policies."""
 
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import soframe
-from soframe.derivatives.denormals import are_flushed, flushed_denormals
 from soframe.registry import KINDS
 from soframe.trust_region import (
     ConstantDamping,
@@ -98,62 +93,3 @@ def test_policies_go_by_name() -> None:
     }
     assert soframe.available("damping") == names
     assert KINDS["damping"].build("constant", DampingPolicy) == ConstantDamping()
-
-
-# -- denormal numbers ------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[False, True], ids=["kept", "flushed"])
-def mode(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """The mode at the beginning."""
-    assert torch.set_flush_denormal(request.param)
-    yield request.param
-    torch.set_flush_denormal(False)
-
-
-def nothing() -> None:
-    pass
-
-
-def fail() -> None:
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("then", [nothing, fail])
-def test_the_mode_is_put_back(mode: bool, then: Callable[[], None]) -> None:
-    assert are_flushed() == mode
-    try:
-        with flushed_denormals():
-            assert are_flushed()
-            assert float(torch.tensor(1e-40) * 1.0) == 0.0
-            then()
-    except ZeroDivisionError:
-        pass
-    assert are_flushed() == mode
-
-
-def test_an_inactive_context_changes_nothing(mode: bool) -> None:
-    with flushed_denormals(active=False):
-        assert are_flushed() == mode
-    assert are_flushed() == mode
-
-
-THREADS = """
-import torch
-from soframe.derivatives.denormals import flushed_denormals
-
-torch.set_num_threads(2)
-with flushed_denormals():
-    torch.ones(2**22).mul_(2)  # the first that threads share
-denormal = torch.full((2**22,), 1e-40)
-print(int((denormal * 0.5 == 0).sum()))
-"""
-
-
-@pytest.mark.slow
-def test_threads_that_start_meanwhile_keep_the_user_s_mode() -> None:
-    """A thread has the mode of its maker, and nobody could set it back."""
-    run = subprocess.run(
-        [sys.executable, "-c", THREADS], check=True, capture_output=True, text=True, timeout=120
-    )
-    assert run.stdout.strip() == "0"

@@ -92,7 +92,7 @@ def dense_step(
 )
 def test_steps_are_the_dense_ones(choice: Any, exposure: float) -> None:
     model = net()
-    own = trust_region(model, choice, 0.5, decay=0.0, parts=1)
+    own = trust_region(model, choice, 0.5, decay=0.0, layer_groups=1)
     theta, last = vector(model), None
     for step in range(4):
         batch = repeated(step)
@@ -108,7 +108,7 @@ def test_steps_are_the_dense_ones(choice: Any, exposure: float) -> None:
 def test_the_model_is_the_dense_one_along_every_update(fisher_kind: str, parts: int) -> None:
     """Whatever the statistics are of: the curvature of the model is that of the closure's loss."""
     model = net()
-    own = trust_region(model, "poisson", 0.3, fisher=fisher_kind, parts=parts, lr=0.8)
+    own = trust_region(model, "poisson", 0.3, fisher=fisher_kind, layer_groups=parts, lr=0.8)
     for step in range(4):
         batches = [varied(2 * step), varied(2 * step + 1, 3)]
         g, f = gradient(model, batches, counting()), fisher(model, batches, counting())

@@ -10,23 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from soframe.derivatives.forward import Forward, Outputs
-from soframe.derivatives.replay import Replay
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
-from soframe.trust_region.declared import require_only_through
-from soframe.trust_region.passes import first_pass
+from soframe.trust_region.forward import Forward, Outputs, first_pass
 from soframe.trust_region.quadratic import curvature_along
+from soframe.trust_region.twice import PlainKernels
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
 from tests.examples import examples
 from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher, flat, labels
 
 
 def forward_of(model: nn.Module, outputs: Outputs, closure: Callable[[], Tensor]) -> Forward:
-    replay = Replay(model)
-    found, loss = outputs.of(closure)
-    gradients = torch.autograd.grad(loss, found, create_graph=True)
-    return Forward(closure, replay, found, gradients)
+    return first_pass(model, outputs, closure, list(model.parameters()))[0]
 
 
 def directions_of(model: nn.Module, count: int) -> list[list[Tensor]]:
@@ -214,25 +209,6 @@ def test_several_outputs_against_the_dense_matrix(coupled: bool) -> None:
     compare(found, d @ f @ d.T, "curvature")
 
 
-@pytest.mark.parametrize(
-    ("term", "fits"),
-    [
-        (lambda model, f: f.square().sum(), True),
-        (lambda model, f: f.square().sum() + model[2].weight.square().sum(), False),
-        (lambda model, f: (f @ model[2].weight).sum(), False),
-    ],
-    ids=["through the output", "a penalty", "a product"],
-)
-def test_a_loss_goes_through_the_output(term: Callable[[Any, Tensor], Tensor], fits: bool) -> None:
-    model = deep()
-    output = model(randn(4, 3))
-    if fits:
-        require_only_through([output], term(model, output), list(model.parameters()))
-    else:
-        with pytest.raises(RuntimeError, match="other than through the model's output"):
-            require_only_through([output], term(model, output), list(model.parameters()))
-
-
 # -- the collector ---------------------------------------------------------------------------
 
 
@@ -242,14 +218,14 @@ def test_what_runs_outside_a_closure_is_not_held() -> None:
     model(randn(2, 3))
     assert outputs._seen is None
     with pytest.raises(ZeroDivisionError):
-        outputs.of(lambda: model(randn(2, 3)).sum() * (1 // 0))
+        outputs.of(lambda: model(randn(2, 3)).sum() * (1 // 0), PlainKernels())
     assert outputs._seen is None
     model(randn(2, 3))
-    (output,), loss = outputs.of(lambda: model(randn(2, 3)).sum())
+    (output,), calls, loss = outputs.of(lambda: model(randn(2, 3)).sum(), PlainKernels())
+    assert calls == 1
     assert torch.equal(output.sum(), loss)
     outputs.close()
     assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(
@@ -267,7 +243,7 @@ def test_closures_that_are_none(
 ) -> None:
     model, x = deep(), randn(2, 3)
     with pytest.raises(error, match=message):
-        Outputs(model).of(lambda: closure(model, x))
+        Outputs(model).of(lambda: closure(model, x), PlainKernels())
 
 
 # -- the minimum -----------------------------------------------------------------------------
@@ -350,7 +326,7 @@ def test_sums_over_half_outputs_are_of_single_precision(dtype: torch.dtype) -> N
         with torch.autocast("cpu", dtype):
             return layer(x).float().square().sum() / 2
 
-    forward, _ = first_pass(layer, outputs, closure, parameters, reuse=True)
+    forward, _ = first_pass(layer, outputs, closure, parameters)
     directions = [[3 * randn(*p.shape, seed=k).float() for p in parameters] for k in range(2)]
     found = curvature_along([forward], parameters, directions)
     rows = [one[0].double().flatten() for one in forward.jacobian_products(parameters, directions)]

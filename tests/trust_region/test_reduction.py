@@ -47,9 +47,9 @@ def trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reject", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
-@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+@pytest.mark.parametrize(
+    ("reject", "weight_decay", "fisher"), [(True, 1e-2, "type-2"), (False, 0.0, "monte-carlo")]
+)
 def test_the_next_loss_judges_as_another_pass_does(
     reject: bool, weight_decay: float, fisher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

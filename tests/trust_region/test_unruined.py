@@ -78,7 +78,7 @@ def saturated(**settings: Any) -> tuple[nn.Module, soframe.TrustRegion, Any]:
     with torch.no_grad():
         model[0].weight.mul_(3)
     damping = settings.pop("damping", LevenbergMarquardt(1e-6, interval=1))
-    own = trust_region(model, "cross-entropy", damping, full_batch=True, parts=1, **settings)
+    own = trust_region(model, "cross-entropy", damping, full_batch=True, layer_groups=1, **settings)
     return model, own, lambda: F.cross_entropy(model(x), y)
 
 
@@ -298,14 +298,13 @@ class Chained(nn.Module):
         return hidden, self.second(self.first(x).tanh() if self.again else hidden)
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_an_output_may_be_made_of_another(reuse: bool) -> None:
+def test_an_output_may_be_made_of_another() -> None:
     found = []
     x, y, z = randn(8, 3), randn(8, 4, seed=1), randn(8, 2, seed=2)
     for again in (False, True):
         model = fill(Chained(again))
         loss = SumLoss([Term("squared-error", output=0), Term("squared-error", output=1)])
-        own = trust_region(model, loss, 0.1, reuse_activations=reuse, layers="all")
+        own = trust_region(model, loss, 0.1, layers="all")
 
         def closure(model: nn.Module = model) -> Tensor:
             one, other = model(x)
@@ -317,7 +316,7 @@ def test_an_output_may_be_made_of_another(reuse: bool) -> None:
     # K-FAC averages over calls of a reused layer, so only the model and its slope are the same.
     assert found[0][0] == pytest.approx(found[1][0], rel=0.2)
     model = fill(Chained(False))
-    own = trust_region(model, loss, 1e-9, reuse_activations=reuse, lr=1e-4)
+    own = trust_region(model, loss, 1e-9, lr=1e-4)
     before = closure(model).item()
     own.step(lambda: closure(model))
     assert closure(model).item() - before == pytest.approx(own.last["predicted"], rel=1e-3)

@@ -42,14 +42,6 @@ def test_a_few_losses_are_a_wider_limit_and_none_is_said_without_a_limit_or_a_sc
     assert watch([1.0] * WINDOW).rises(1.6, undoable=True)
 
 
-def test_it_continues_from_a_state() -> None:
-    own = watch([1.0] * WINDOW)
-    again = LossWatch(1.5)
-    again.load(own.state())
-    assert again.rises(1.6, undoable=True)
-    assert again.state() == own.state()
-
-
 @pytest.mark.parametrize("limit", [1.0, 0.5, math.nan])
 def test_a_limit_is_above_one(limit: float) -> None:
     with pytest.raises(ValueError, match="max_increase must be above 1, or None, not"):

@@ -41,7 +41,7 @@ FOUR = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=4, max_size=4)
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(lrs=FOUR.filter(any), decays=FOUR, momentum=st.booleans())
 def test_steps_of_groups_are_the_dense_ones(
     lrs: list[float], decays: list[float], momentum: bool
@@ -171,7 +171,7 @@ def test_training_goes_on_bit_by_bit_while_layers_are_frozen_and_thawed(full_bat
     whole, first = in_groups(full_batch=full_batch)
     files = train(whole, first, 0)
     for step, file in enumerate(files):
-        if step in (3, 6):
+        if step not in (1, 4, 8):
             continue  # the layers of the state are those of before the change
         model, own = in_groups(full_batch=full_batch)
         for number in (0, 2):
@@ -269,7 +269,7 @@ def test_dampings_of_parts_follow_what_is_frozen(first: bool) -> None:
     damping = AdaptiveDamping(interval=1, longest=1)
     model[0].requires_grad_(not first)
     own = trust_region(
-        model, "cross-entropy", solver="inverse", preconditioner_damping=damping, parts=3
+        model, "cross-entropy", solver="inverse", preconditioner_damping=damping, layer_groups=3
     )
     x, y = classes_of(0)
     losses, counts = [], []

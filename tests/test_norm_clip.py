@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soframe.gradients.norm_clip import norm_clip_factor
 from torch import Tensor
 
 import soframe
 from soframe.testing import compare
-from soframe.trust_region import norm_clip_factor
 from tests.curvature import closing
 from tests.examples import examples
-from tests.trust_region.test_kl_clip import clip, net, step
+from tests.test_kl_clip import clip, net, step
 
 
 def norm_clip(p: Sequence[Tensor], lrs: Sequence[float], bound: float) -> float:

@@ -15,8 +15,8 @@ import soframe
 from soframe.testing import compare
 from tests.curvature import closing
 from tests.examples import examples
-from tests.trust_region.test_kl_clip import clip, net, step
-from tests.trust_region.test_norm_clip import norm_clip
+from tests.test_kl_clip import clip, net, step
+from tests.test_norm_clip import norm_clip
 
 RATES = [0.4, 0.2, 0.3]
 LOWERED = [0.3, 0.2, 0.25]

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from soframe.derivatives.twice import Direction
-from soframe.kernels import products
 from soframe.testing import compare
 from soframe.trust_region import Quadratic, quadratic
-from soframe.trust_region.parts import part_of_each, split
+from soframe.trust_region.layer_groups import LayerGroups, group_of_each
 from soframe.trust_region.quadratic import combine, inner_products
-from tests.curvature import fill, half_square, randn
+from soframe.trust_region.twice import Direction
+from tests.curvature import randn
 from tests.examples import examples
 from tests.trust_region.kit import classes_of, closures, deep, fisher, flat, trust_region
 from tests.trust_region.test_quadratic import CURVATURES, Tied, curvature, directions_of
@@ -30,7 +29,7 @@ def chain(count: int) -> nn.Module:
 
 def numbers_of(model: nn.Module, parts: int) -> list[int]:
     parameters = list(model.parameters())
-    found = part_of_each(model, parameters, parts)
+    found = group_of_each(model, parameters, parts)
     return [found[p] for p in parameters]
 
 
@@ -60,7 +59,7 @@ def test_shared_and_own_parameters() -> None:
             self.scale = nn.Parameter(torch.ones(1))
 
     model = Own()
-    found = part_of_each(model, list(model.parameters()), 9)
+    found = group_of_each(model, list(model.parameters()), 9)
     of = [model.scale, model.first.weight, model.first.bias, model.second.bias]
     assert [found[p] for p in of] == [0, 4, 4, 8]
     assert len(found) == 4
@@ -71,22 +70,28 @@ def test_frozen_layers_are_not_counted() -> None:
     for parameter in model[3].parameters():
         parameter.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = part_of_each(model, trained, 3)
+    found = group_of_each(model, trained, 3)
     assert [found[p] for p in trained] == [0, 0, 1, 1, 2, 2]
 
 
+def split(parameters: list[nn.Parameter], direction: Direction, numbers: list[int]) -> Any:
+    groups = LayerGroups(nn.Module(), 1, parameters)
+    groups.numbers = dict(zip(parameters, numbers, strict=True))
+    return groups.split(parameters, direction)
+
+
 def test_parts_add_up_and_none_is_empty() -> None:
+    like = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (2, 1, 3, 4)]
     tensors: list[Tensor | None] = [randn(2), None, randn(3, seed=1), None]
-    parts = split(tensors, [0, 1, 2, 2])
+    parts = split(like, tensors, [0, 1, 2, 2])
     assert [[t is not None for t in part] for part in parts] == [
         [True, False, False, False],
         [False, False, True, False],
     ]
-    like = [torch.zeros(n, dtype=torch.float64) for n in (2, 1, 3, 4)]
     total = combine(like, parts, torch.ones(2))
     for tensor, found in zip(tensors, total, strict=True):
         compare(found, torch.zeros_like(found) if tensor is None else tensor, "sum")
-    assert split([None, None], [0, 1]) == []
+    assert split(like[:2], [None, None], [0, 1]) == []
 
 
 def dense(direction: Direction, like: list[Tensor]) -> Tensor:
@@ -100,7 +105,9 @@ def test_curvature_of_parts_is_that_of_the_dense_fisher(name: str) -> None:
     model = make()
     parameters = [p.detach() for p in model.parameters()]
     one, two = directions_of(model, 2)
-    directions = [*split(one, numbers_of(model, 3)), *split(two, numbers_of(model, 2)), two]
+    own = list(model.parameters())
+    three, both = (split(own, d, numbers_of(model, n)) for d, n in ((one, 3), (two, 2)))
+    directions = [*three, *both, two]
     d = torch.stack([dense(direction, parameters) for direction in directions])
     expected = d @ fisher(model, batches, criterion) @ d.T
     compare(curvature(model, closures(model, batches, criterion), directions), expected, name)
@@ -181,7 +188,7 @@ def test_more_parts_promise_more_of_the_same_step() -> None:
     promised = []
     for parts in (1, 2, 3):
         model = deep()
-        own = trust_region(model, "cross-entropy", 0.05, parts=parts)
+        own = trust_region(model, "cross-entropy", 0.05, layer_groups=parts)
         x, y = classes_of(0)
         own.step(lambda model=model, x=x, y=y: F.cross_entropy(model(x), y))
         promised.append(own.last["predicted"])
@@ -191,24 +198,5 @@ def test_more_parts_promise_more_of_the_same_step() -> None:
 
 @pytest.mark.parametrize("parts", [0, -1, 1.5])
 def test_parts_are_counted(parts: int) -> None:
-    with pytest.raises(ValueError, match=f"parts must be a positive integer, not {parts}"):
-        trust_region(deep(), "cross-entropy", parts=parts)
-
-
-def test_late_parts_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tangents begin at a part's first layer: of the last layer's there is one product."""
-    model = chain(4)
-    x, y = randn(8, 2), randn(8, 2, seed=1)
-    taken: list[int] = []
-    linear = products.linear
-
-    def counted(x: Tensor, weight: Tensor, *own: Any, **named: Any) -> Tensor:
-        taken.append(len(weight))
-        return linear(x, weight, *own, **named)
-
-    monkeypatch.setattr(products, "linear", counted)
-    own = trust_region(fill(model), "squared-error", parts=9)
-    own._exact._verified = True
-    own.step(lambda: half_square(model(x), y))
-    # Of each part one for its own layer, and one for each that follows.
-    assert len(taken) == 4 + 3 + 2 + 1
+    with pytest.raises(ValueError, match=f"layer_groups must be a positive integer, not {parts}"):
+        trust_region(deep(), "cross-entropy", layer_groups=parts)

@@ -69,13 +69,7 @@ class AdaptiveDamping:
         self._due = 0  # the step of the next
 
     def at(self, start: float, count: int | None = None) -> list[float]:
-        """Return the dampings.
-
-        Args:
-            start: The damping to begin with; later calls ignore it.
-            count: How many, by default as many as there are, or one. Where they were not as many,
-                all go on from the median of those.
-        """
+        """Return the dampings."""
         if len(self._now) != (count or len(self._now) or 1):
             first = self._middle() if self._now else self._within(start)
             self._now = [first] * (count or 1)
@@ -83,33 +77,17 @@ class AdaptiveDamping:
         return list(self._now)
 
     def trial(self, step: int) -> list[float]:
-        """Return the dampings to try beside those of now, each another one.
-
-        Args:
-            step: Completed steps.
-
-        Returns:
-            An empty list where no trial is due.
-        """
+        """Return the dampings to try beside those of now, each another one."""
         return self._neighbours() if step >= self._due else []
 
     def retreat(self, unsolved: Sequence[bool]) -> None:
-        """Go back where there is a factor that cannot be solved with its damping.
-
-        Args:
-            unsolved: Which dampings are too small. All go back, since they are kept together.
-        """
+        """Go back where there is a factor that cannot be solved with its damping."""
         if any(unsolved):
             self._now = [self._within(damping * self.ratio) for damping in self._now]
             self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
 
     def choose(self, taken: Sequence[bool], step: int) -> None:
-        """Go on with some of the dampings that were tried.
-
-        Args:
-            taken: Which of them.
-            step: Completed steps.
-        """
+        """Go on with some of the dampings that were tried."""
         tried = self._neighbours()
         self._ways = [
             (1 if new > old else -1) * (1 if take else -1)
@@ -146,15 +124,7 @@ class AdaptiveDamping:
         }
 
     def check_state(self, state: Any) -> None:
-        """Check that `load` can take a state.
-
-        Args:
-            state: What `state` returned, perhaps in another run; that of a run whose dampings did
-                not move is empty.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
+        """Check that `load` can take a state."""
         if not isinstance(state, Mapping):
             raise ValueError(f"the state is damaged: preconditioner_damping is {state!r}")
         now, ways = state.get("now", []), state.get("ways", [])
@@ -172,11 +142,7 @@ class AdaptiveDamping:
                 raise ValueError(f"the state is damaged: {key} of its dampings is {count!r}")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state` returned.
-        """
+        """Continue from a state."""
         self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
         self._wait = int(state.get("wait", self.interval))
         self._due = int(state.get("due", 0))

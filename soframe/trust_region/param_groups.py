@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import sharding
-from soframe.blocks.home import GradientHome
 from soframe.checks.numbers import is_number
-from soframe.derivatives.twice import Direction
 from soframe.trust_region.quadratic import inner_products
+from soframe.trust_region.twice import Direction
 
 Group = Mapping[str, Any]
 
@@ -32,15 +31,7 @@ MOST = 1e30
 
 
 def check(model: nn.Module, group: Group) -> None:
-    """Check a group.
-
-    Args:
-        model: The model.
-        group: The group, with every default filled in.
-
-    Raises:
-        ValueError: If a setting is unknown or out of range, or a parameter not the model's.
-    """
+    """Check a group that has every default filled in."""
     unknown = sorted(set(group) - SETTINGS)
     if unknown:
         raise ValueError(f"a param group of TrustRegion has lr and weight_decay, not {unknown}")
@@ -55,15 +46,7 @@ def check(model: nn.Module, group: Group) -> None:
 
 
 def check_last(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Check the group that was added last, and take it out again if it is wrong.
-
-    Args:
-        model: The model.
-        groups: The groups.
-
-    Raises:
-        ValueError: See `check`.
-    """
+    """Check the group that was added last, and remove it if it is wrong."""
     try:
         check(model, groups[-1])
     except ValueError:
@@ -72,16 +55,7 @@ def check_last(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
-    """Check that the groups have the parameters of the model that are trained.
-
-    Args:
-        model: The model.
-        groups: The groups.
-
-    Raises:
-        ValueError: If a parameter that needs a gradient is in no group, or none needs one; or one
-            in a group is not the model's, which may have exchanged a layer; or one is sharded.
-    """
+    """Check that the groups have all trained parameters of the model, whole, and no others."""
     named = list(model.named_parameters())
     sharding.require_whole(named, "TrustRegion")
     grouped = {p for group in groups for p in group["params"]}
@@ -96,23 +70,21 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
         raise ValueError("TrustRegion: no parameter of the model needs a gradient")
 
 
+def check_saved(saved: Any, groups: Sequence[Group]) -> None:
+    """Check that saved param groups have the sizes of these."""
+    if not isinstance(saved, list) or not all(isinstance(group, Mapping) for group in saved):
+        raise ValueError("the state is damaged: param_groups is no list of dicts")
+    sizes, now = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if sizes != now:
+        raise ValueError(f"the state has param groups of {sizes} parameters, TrustRegion of {now}")
+
+
 def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
-    """Return what schedulers may change from step to step, once it is checked.
-
-    Args:
-        groups: The groups.
-
-    Returns:
-        For each group ``lr`` and ``weight_decay``. An ``lr`` may be 0 by now, where its parameters
-        are to stand.
-
-    Raises:
-        ValueError: If one is out of range.
-    """
+    """Return ``lr`` and ``weight_decay`` of each group, which schedulers may change, checked."""
     checked = []
     for group in groups:
         lr, decay = group["lr"], group["weight_decay"]
-        if not is_number(lr) or not lr >= 0:
+        if not is_number(lr) or not lr >= 0:  # at 0 the parameters stand still
             raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
         if not is_number(decay) or not 0 <= decay <= MOST:
             raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
@@ -148,11 +120,7 @@ def mean_decay(groups: Sequence[Group]) -> float:
 
 
 def shares(groups: Sequence[Group]) -> tuple[list[float], float]:
-    """Return by how much each parameter's direction is scaled, and the step along all of them.
-
-    Returns:
-        Of each parameter of `trainable` its ``lr`` over the largest; and that.
-    """
+    """Return the ``lr`` of each parameter of `trainable` over the largest ``lr``, and that."""
     lrs = setting(groups, "lr")
     largest = max(lrs)
     return [1.0 if lr == largest else lr / largest for lr in lrs], largest
@@ -164,34 +132,22 @@ def scaled(direction: Direction, factors: Sequence[float]) -> list[Tensor | None
     return [t if t is None or factor == 1.0 else t * factor for t, factor in rows]
 
 
-def add_decay(
-    parameters: Sequence[nn.Parameter], decays: Sequence[float], home: GradientHome
-) -> list[Tensor]:
-    """Add the gradient of the penalty to the gradients.
-
-    Args:
-        parameters: The parameters; those without a gradient get one.
-        decays: Their weight decays.
-        home: Where their gradients live.
-
-    Returns:
-        Copies of the gradients of the objective.
-    """
+def with_decay(parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> list[Tensor]:
+    """Add the penalty's gradient to ``.grad``, which becomes dense, and return these gradients."""
     gradients = []
     for parameter, decay in zip(parameters, decays, strict=True):
-        gradient = home.fill(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
         if decay:
-            gradient.add_(parameter.detach(), alpha=decay)
-        gradients.append(gradient.clone())
+            parameter.grad.add_(parameter.detach(), alpha=decay)
+        gradients.append(parameter.grad)
     return gradients
 
 
 def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
-    """Return the penalty on weights.
-
-    Args:
-        decayed: Parameters and their weight decays.
-    """
+    """Return the penalty on weights, given parameters and their weight decays."""
     by_decay: dict[float, list[Tensor]] = {}
     for parameter, decay in decayed:
         by_decay.setdefault(decay, []).append(parameter)
@@ -205,18 +161,10 @@ def slope_and_metric(
     decays: Sequence[float],
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the quadratic model has besides the curvature of the loss.
+    """Return what the quadratic model has besides the curvature of the loss; float64, on the CPU.
 
-    Args:
-        gradients: Of the objective.
-        directions: k directions.
-        decays: The weight decay of each parameter.
-        damping: The damping of all.
-
-    Returns:
-        ``[k]``, the inner products of directions and gradient; ``[k, k]``, those of every two
-        directions, weighed by damping and decays; and those of every two as they are. Float64, on
-        the CPU.
+    ``[k]``, the inner products of directions and gradient; ``[k, k]``, those of every two
+    directions, weighted by damping and decays; ``[k, k]``, the same unweighted.
     """
     slope = torch.zeros(len(directions), dtype=torch.float64, device="cpu")
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")

@@ -1,0 +1,66 @@
+"""Layer groups: the quadratic model chooses a coefficient of each direction for each of them.
+
+A block-diagonal curvature has no interaction of layers, so a step that suits the first layers may
+be too long or too short for the others. The exact model has it: given the direction of each layer
+group as a direction of its own, its minimum has a length for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+from torch import nn
+
+from soframe.trust_region.twice import Direction
+
+
+def group_of_each(
+    model: nn.Module, parameters: Sequence[nn.Parameter], count: int
+) -> dict[nn.Parameter, int]:
+    """Divide a model into its last layer, and the others in ``count - 1`` runs of equal length."""
+    given: object = count
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise ValueError(f"layer_groups must be a positive integer, not {count!r}")
+    if count == 1:
+        return dict.fromkeys(parameters, 0)
+    # Layers are the modules that have parameters themselves, in the model's order. A shared
+    # parameter is its first layer's; with fewer layers than groups every layer is a group.
+    wanted = set(parameters)
+    layers: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        layer = [p for p in module.parameters(recurse=False) if p in wanted]
+        wanted.difference_update(layer)
+        if layer:
+            layers.append(layer)
+    *others, last = layers
+    numbers = {p: n * (count - 1) // len(others) for n, layer in enumerate(others) for p in layer}
+    return numbers | dict.fromkeys(last, count - 1)
+
+
+class LayerGroups:
+    """The layer group of each parameter, which follows the parameters that are trained.
+
+    Attributes:
+        numbers: Parameter -> number of its group.
+    """
+
+    def __init__(self, model: nn.Module, count: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._model, self._count = model, count
+        self.numbers = group_of_each(model, parameters, count)
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the model anew if other parameters are trained now."""
+        if set(parameters) != set(self.numbers):
+            self.numbers = group_of_each(self._model, parameters, self._count)
+
+    def split(self, parameters: Sequence[nn.Parameter], direction: Direction) -> list[Direction]:
+        """Return the parts of a direction that are not zero, one for each layer group."""
+        numbers = [self.numbers[p] for p in parameters]
+        parts: list[Direction] = []
+        for number in sorted(set(numbers)):
+            rows = zip(direction, numbers, strict=True)
+            part = [tensor if of_tensor == number else None for tensor, of_tensor in rows]
+            if any(tensor is not None for tensor in part):
+                parts.append(part)
+        return parts

@@ -1,0 +1,180 @@
+"""Derivatives of outputs along directions, by differentiating a gradient: for any function.
+
+``J^T u`` is linear in u, so the gradient of ``(J^T u)^T v`` in u is ``J v``, whatever u is. One
+gradient with its own graph serves all directions; each takes one backward pass through that graph.
+Nothing runs forward again. Source: Townsend, "A new trick for calculating Jacobian vector
+products", 2017.
+
+Fused kernels of attention and recurrent layers have no second derivative, so a forward pass that
+is to be differentiated twice runs them in plain ones (`PlainKernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+Direction = Sequence[Tensor | None]
+"""One tensor for each parameter; None for zero."""
+
+_Kernels = Callable[[], AbstractContextManager[object]]
+
+
+def _unfused_attention() -> AbstractContextManager[object]:
+    context: AbstractContextManager[object] = sdpa_kernel(SDPBackend.MATH)
+    return context
+
+
+@contextmanager
+def _unfused_recurrence() -> Iterator[None]:
+    # Not their ``flags``, which set further options, and warn.
+    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    before = [library.enabled for library in libraries]
+    try:
+        for library in libraries:
+            library.enabled = False
+        yield
+    finally:
+        for library, enabled in zip(libraries, before, strict=True):
+            library.enabled = enabled
+
+
+_PLAIN: dict[Any, _Kernels] = {
+    F.scaled_dot_product_attention: _unfused_attention,
+    F.multi_head_attention_forward: _unfused_attention,
+    torch.lstm: _unfused_recurrence,
+    torch.gru: _unfused_recurrence,
+    torch.rnn_tanh: _unfused_recurrence,
+    torch.rnn_relu: _unfused_recurrence,
+}
+
+
+class PlainKernels(TorchFunctionMode):
+    """Within it, functions whose fused kernels have no second derivative run in plain ones.
+
+    Attributes:
+        differentiates: Whether `torch.autograd.grad` was called within it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differentiates = False
+        self._used: set[_Kernels] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.differentiates |= func is torch.autograd.grad
+        kernels = _PLAIN.get(func)
+        if kernels is None:
+            return func(*args, **(kwargs or {}))
+        self._used.add(kernels)
+        with kernels():
+            return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Use the same kernels in checkpoints that recompute within a backward pass."""
+        with ExitStack() as stack:
+            for kernels in self._used:
+                stack.enter_context(kernels())
+            yield
+
+
+def jacobian_products(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Direction]
+) -> list[tuple[Tensor, ...]]:
+    """Return ``J v`` for each of k directions v, with one tensor for each output."""
+    moved = [i for i in range(len(inputs)) if any(v[i] is not None for v in directions)]
+    ends = [output for output in outputs if output.requires_grad]
+    if not ends or not moved:
+        return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
+    moves = [[v[i] for i in moved] for v in directions]
+    cotangents = [_cotangent(end).requires_grad_() for end in ends]
+    try:
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                ends,
+                [inputs[i] for i in moved],
+                cotangents,
+                create_graph=True,
+                materialize_grads=True,
+            )
+            slopes = [_inner_product(gradients, v) for v in moves]
+        each = [_gradient(slope, cotangents) for slope in slopes]
+    except RuntimeError as error:  # autograd's error for a missing second derivative
+        raise RuntimeError(_remedy(str(error))) from error
+    # Both sides of u^T (J v) = (J^T u)^T v are at hand: they differ where autograd treated a
+    # gradient as constant, which raises nothing.
+    rounding = 1e3 * max(torch.finfo(t.dtype).eps for t in (*cotangents, *gradients))
+    with torch.no_grad():
+        for v, slope, tangents in zip(moves, slopes, each, strict=True):
+            noise = _size(gradients, v) + _size(cotangents, tangents)
+            if abs(float(_inner_product(cotangents, tangents) - slope)) > rounding * noise:
+                raise RuntimeError(
+                    _remedy(
+                        "autograd treated a gradient as constant (does a custom Function have a "
+                        "backward that cannot be differentiated?)"
+                    )
+                )
+    rows = map(iter, each)
+    return [
+        tuple(next(row) if output.requires_grad else torch.zeros_like(output) for output in outputs)
+        for row in rows
+    ]
+
+
+def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not slope.requires_grad:  # the outputs do not depend on the parameters that move
+        return [torch.zeros_like(cotangent) for cotangent in cotangents]
+    gradients: Sequence[Tensor] = torch.autograd.grad(
+        slope, cotangents, retain_graph=True, materialize_grads=True
+    )
+    return gradients
+
+
+def _inner_product(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
+    pairs = zip(tensors, others, strict=True)
+    products = [(one * other).sum() for one, other in pairs if other is not None]
+    return torch.stack(products).sum() if products else tensors[0].new_zeros(())
+
+
+def _size(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> float:
+    """Bound the inner product; its rounding is relative to this."""
+    # In double precision: squares of tiny numbers would underflow.
+    pairs = zip(tensors, others, strict=True)
+    return sum(float(_norm(one) * _norm(other)) for one, other in pairs if other is not None)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
+def _cotangent(tensor: Tensor) -> Tensor:
+    """Return a fixed pseudo-random cotangent of this shape."""
+    count = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
+    return count.sin().to(tensor.dtype).view(tensor.shape)
+
+
+def _remedy(problem: str) -> str:
+    if "modified by an inplace" in problem:
+        return (
+            "TrustRegion differentiates the forward pass twice, and a tensor of it has been "
+            "changed in place since: give each closure inputs of its own, change no buffer that "
+            "another closure uses (DistributedDataParallel(broadcast_buffers=False)), or pass all "
+            "samples in one closure"
+        )
+    return (
+        f"TrustRegion needs derivatives of the model along directions of the parameters, and its "
+        f"gradient cannot be differentiated: {problem}. Write the model in other functions, give "
+        f"an autograd.Function a backward that can be differentiated, or use "
+        f"soframe.Preconditioner, which needs no second derivative"
+    )
