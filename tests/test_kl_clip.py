@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from soframe.gradients.applying import Directions
 from torch import Tensor, nn
 
 import soframe
@@ -160,21 +159,10 @@ def test_rates_whose_squares_are_out_of_range(lr: float, size: float) -> None:
     )
 
 
-class Clipped:
-    """As much of a block as a clip looks at."""
-
-    method = SimpleNamespace(clipped=True)
-
-
-def test_every_device_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_is_scaled() -> None:
     """Also where some are on another one: here without values, which cannot be scaled together."""
-    monkeypatch.setattr(clipping, "kl_clip_factor", lambda *_, **__: torch.tensor(0.5))
     here, there = torch.ones(1, 2, 3), torch.ones(1, 2, 2, device="meta")
-    results: Any = {Clipped(): here, Clipped(): there}
-    known: Any = SimpleNamespace(spoken_for=list, total=None)
-    rates: Any = SimpleNamespace(of=lambda blocks, step: [1.0 for _ in blocks])
-    limits = clipping.Bounds.of(kl=1e-3, norm=None).at(0)
-    clipping.clip(Directions(results, {}), results, known, limits=limits, rates=rates, step=0)
+    clipping._scale([here, there], torch.tensor(0.5))
     assert torch.equal(here, torch.full((1, 2, 3), 0.5))
 
 

@@ -4,7 +4,7 @@
   no curvature: it vanishes where the model fits its data (Kunstner et al., 2019).
 - ``"monte-carlo"``: those at targets drawn from the model's predictive distribution, unbiased for
   the true Fisher. One more backward pass per sample, to the layers' outputs only.
-- ``"forward-only"``: nobody's. The factor of the outputs is the identity, and the block of a layer
+- ``"forward-only"``: none. The factor of the outputs is the identity, and the block of a layer
   ``A ⊗ I`` (Benzing, 2022, who calls it FOOF). It costs less than the empirical Fisher.
 - ``"type-2"``: the columns of a square root of the loss's Hessian, exact (Eschenhagen et al., 2023,
   section 2.1). One more backward pass per column.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from soframe.blocks import dtensors
+from soframe.blocks import sharding
 from soframe.capture.counting import Samples, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
@@ -31,12 +31,12 @@ KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo",
 
 @dataclass(frozen=True)
 class Fisher:
-    """A Fisher and what it needs.
+    """A Fisher and its settings.
 
     Attributes:
         kind: One of ``KINDS_OF_FISHER``.
-        loss: The loss; needed by those that are probed.
-        samples: Samples per datum of the Monte-Carlo Fisher.
+        loss: The loss; needed by the kinds that are probed.
+        samples: Targets drawn per datum of the Monte-Carlo Fisher.
         generator: Their source of randomness; None for torch's.
     """
 
@@ -62,18 +62,7 @@ class Fisher:
     def observe(
         self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"
     ) -> None:
-        """Send vectors backward from a model's outputs to the layers', where a capture asks.
-
-        The outputs tell how many samples the loss is a mean over.
-
-        Args:
-            outputs: The outputs, with their graph.
-            capture: Sees what reaches the layers.
-            samples: What the loss averages over, see `soframe.Preconditioner`.
-
-        Raises:
-            RuntimeError: If the Fisher is empirical, which needs no observation.
-        """
+        """Send vectors backward from a model's outputs, which have the loss's batch, to layers."""
         if self.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
         heads = heads_of(outputs)
@@ -94,14 +83,10 @@ class Fisher:
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield gradients in the outputs whose weighted outer products add up to the Hessian.
+        """Yield gradients ``[N, ...]`` in each output (None for zeros), with a weight.
 
-        Args:
-            outputs: ``[N, ...]``, or several of them.
-
-        Yields:
-            ``[N, ...]`` for each output (None for zeros), and a weight. Exactly for type-2, in
-            expectation for Monte-Carlo.
+        Their weighted outer products add up to the Hessian: exactly for type-2, in expectation for
+        Monte-Carlo.
 
         Raises:
             TypeError: If there are several outputs, and the loss is no sum over them.
@@ -131,24 +116,14 @@ class Fisher:
 
 
 def heads_of(outputs: Any) -> list[Tensor]:
-    """Return a model's outputs as a list.
-
-    Args:
-        outputs: A tensor, or several.
-
-    Returns:
-        The tensors.
-
-    Raises:
-        TypeError: If they are something else.
-    """
+    """Return the output tensors of a model as a list."""
     heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if not all(isinstance(head, Tensor) for head in heads):
         raise TypeError(
             f"observe takes the tensors that the loss is of, one or a sequence of them, not "
             f"{type(outputs).__name__}"
         )
-    if any(map(dtensors.is_dtensor, heads)):
+    if any(map(sharding.is_distributed, heads)):
         raise TypeError(
             "observe takes whole outputs, and these are DTensors: pass output.full_tensor()"
         )

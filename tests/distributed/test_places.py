@@ -324,7 +324,7 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
         held.extend(bool(block.window.sums) for block, _ in placed)
 
     held: list[bool] = []
-    monkeypatch.setattr("soframe.solving.solution.settle", settle)
+    monkeypatch.setattr("soframe.step.solves.settle", settle)
     own.step()
     assert held == [False] * 4, "the window's sums are freed before anything is solved"
 

@@ -239,7 +239,7 @@ def test_a_block_s_damping_within_is_as_if_all_had_it(solver: str) -> None:
         model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
         own = soframe.Preconditioner(model, damping=0.7, solver=solver, lr=0.1, kl_clip=None)
         for block, damping in zip(own.blocks, dampings, strict=True):
-            block.second_order.damp(damping)
+            block.damp(damping)
         F.cross_entropy(model(x), y).backward()
         own.step()
         found[dampings] = [p.grad.clone() for p in model.parameters() if p.grad is not None]

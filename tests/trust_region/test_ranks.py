@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from soframe.comm import board
-from soframe.trust_region import LevenbergMarquardt, agreeing, param_groups
+from soframe.trust_region import LevenbergMarquardt
 from tests.distributed.harness import run_ranks
 from tests.trust_region.kit import classes_of, deep
 
@@ -109,70 +106,3 @@ def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
         assert others[number].startswith(f"step 1: {theirs}"), (what, others[number])
         if what == "lr":
             assert "lr and weight_decay of the param groups: rank(s) [1] have [(0.5," in own[number]
-
-
-def raise_between_agreements(rank: int, ranks: int) -> str:
-    """At the second step rank 1 raises where ranks do not compare errors."""
-    board.LOOK = 0.2
-    wrapped = DistributedDataParallel(deep())
-    own = soframe.TrustRegion(wrapped, "cross-entropy", weight_decay=1e-3)
-    x, y = classes_of(rank)
-    plain, step = param_groups.with_decay, 0
-
-    def broken(*args: Any) -> list[Tensor]:
-        if step == 1 and rank == 1:
-            raise OSError("no gradient today")
-        return plain(*args)
-
-    param_groups.with_decay = broken
-    try:
-        for step in range(2):  # noqa: B007
-            own.step(lambda: F.cross_entropy(wrapped(x), y))
-    except (OSError, RuntimeError) as error:
-        return f"step {step}: {type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_what_one_rank_raises_between_agreements() -> None:
-    other, own = run_ranks(raise_between_agreements, 2, timeout=30)
-    assert own == "step 1: OSError: no gradient today"
-    assert other.startswith("step 1: RuntimeError: another rank"), other
-    assert "rank 1: OSError: no gradient today" in other
-
-
-def go_on(rank: int, ranks: int) -> list[str]:
-    """Rank 1's closure raises at the first judgement, and all go on; later rank 0 waits for it."""
-    board.LOOK = 0.1
-    wrapped = DistributedDataParallel(deep())
-    damping = LevenbergMarquardt(1.0, interval=1)
-    own = soframe.TrustRegion(wrapped, "cross-entropy", damping=damping)
-    x, y = classes_of(rank)
-    said, runs, step = [], 0, 0
-    plain = agreeing.gradients_in_common
-
-    def late(*args: Any) -> dict[str, object]:
-        if step == 1 and rank == 1:
-            time.sleep(0.5)
-        return plain(*args)
-
-    agreeing.gradients_in_common = late
-
-    def closure() -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 2 and rank == 1:
-            raise ZeroDivisionError("no second run")
-        return F.cross_entropy(wrapped(x), y)
-
-    for step in range(2):  # noqa: B007
-        try:
-            own.step(closure)
-        except (ZeroDivisionError, RuntimeError) as error:
-            said.append(type(error).__name__)
-    return [*said, f"{own.counters['rejected_steps']} rejected"]
-
-
-def test_an_error_that_all_ranks_had_leaves_no_note() -> None:
-    other, own = run_ranks(go_on, 2, timeout=30)
-    assert own == ["ZeroDivisionError", "0 rejected"]
-    assert other == ["RuntimeError", "0 rejected"]
