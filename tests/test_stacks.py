@@ -1,0 +1,257 @@
+"""Stacks against their plain twin, in which every block is a stack of its own; in float64.
+
+The network has layers of every shape, three or four of each, so that every phase batches some.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.methods import Shampoo
+from soframe.solvers import Eigen, Inverse
+from soframe.strategies import work
+from tests.curvature import randn
+from tests.distributed.harness import run_ranks
+
+METHODS = (
+    "kfac",
+    "ekfac",
+    "tnt",
+    "eva",
+    "foof",
+    "diagonal",
+    Shampoo(epsilon=0.01),
+    "kl-shampoo",
+    "soap",
+)
+SAMPLES = 40  # more than any side: without full rank rounding decides EKFAC's eigenbasis
+METHODS += ("kl-soap", "muon", "newton-muon", "kfac-muon", "soap-normuon", "adamw", "sgd")
+
+
+class Net(nn.Module):
+    """Wide, tall and square matrices, grouped convolutions, some without bias, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, groups=2) for _ in range(3))
+        self.wide = nn.ModuleList(nn.Linear(36, 5) for _ in range(3))
+        self.tall = nn.ModuleList(nn.Linear(5, 12, bias=False) for _ in range(3))
+        self.square = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor, used: int = 3) -> Tensor:
+        y = torch.zeros(len(x), 12, dtype=x.dtype)
+        for conv, wide, tall in list(zip(self.convs, self.wide, self.tall, strict=True))[:used]:
+            y = y + tall(wide(conv(x).tanh().flatten(1)).tanh())
+        for square in self.square[:used]:  # the last one is never used
+            y = y + square(y).tanh()
+        return self.head(y)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it to give every block a stack of its own."""
+    yield lambda: monkeypatch.setattr(work, "SMALL", 0)
+
+
+def train(steps: int = 8, used: Callable[[int], int] = lambda step: 3, **settings: Any) -> Net:
+    model, batches = net(), 2
+    settings = {
+        "method": "kfac",
+        "auxiliary": "adamw",
+        "auxiliary_lr": 0.01,
+        "solve_every": 3,
+    } | settings
+    own = soframe.Optimizer(model, lr=0.02, statistics_every=1, **settings)
+    for step in range(steps):
+        own.zero_grad()
+        for part in range(batches):
+            x = randn(SAMPLES, 4, 3, 3, seed=10 * step + part)
+            y = randn(SAMPLES, 2, seed=100 + 10 * step + part)
+            ((model(x, used(step)) - y).square().mean() / batches).backward()
+        own.step()
+    model.own = own  # type: ignore[assignment]
+    return model
+
+
+def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> None:
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=tolerance, atol=tolerance), name
+
+
+def sizes(model: Net) -> list[int]:
+    return sorted(len(stack.blocks) for stack in model.own.preconditioner._placed.stacks)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], None]) -> None:
+    together = train(method=method)
+    assert max(sizes(together)) >= 3
+    apart()
+    alone = train(method=method)
+    assert set(sizes(alone)) == {1}
+    same(together, alone)
+
+
+@pytest.mark.parametrize("solver", [Inverse(), Eigen(follows=True), "orthogonal-iteration"])
+@pytest.mark.parametrize("more", [{"stagger": True}, {"background": 1}, {"rows": 0.5}])
+def test_solvers_turns_and_the_background(
+    solver: Any, more: dict[str, Any], apart: Callable[[], None]
+) -> None:
+    together = train(solver=solver, **more)
+    apart()
+    same(together, train(solver=solver, **more))
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw", "kfac-muon"])
+def test_blocks_that_are_used_at_some_steps_only(method: str, apart: Callable[[], None]) -> None:
+    """Weights of averages, numbers of updates and first solves differ inside a stack."""
+
+    def used(step: int) -> int:
+        return (3, 1, 2, 3, 2, 1, 3, 3)[step] if step else 1
+
+    together = train(used=used, method=method)
+    blocks = [b for b in together.own.preconditioner.blocks if b.name.startswith("tall")]
+    assert len({block.record.updates for block in blocks}) == 3
+    apart()
+    same(together, train(used=used, method=method))
+
+
+def test_dampings_of_their_own(apart: Callable[[], None]) -> None:
+    def run() -> Net:
+        model = net()
+        own = soframe.Preconditioner(model, solver="inverse", kl_clip=None, statistics_every=1)
+        own.damp({"wide.1": 0.3, "tall.2": 0.01})
+        model(randn(5, 4, 3, 3)).square().mean().backward()
+        own.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= p.grad if p.grad is not None else 0
+        return model
+
+    together = run()
+    apart()
+    same(together, run())
+
+
+def test_a_failed_solve_costs_its_block_alone(apart: Callable[[], None]) -> None:
+    class Failing(Inverse):
+        def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+            data = super().solve(matrix, damping)
+            bad = (matrix[:, 0, 0] > 100) & (matrix.shape[-1] == 37)  # one layer's inputs are large
+            return {name: tensor.masked_fill(bad[:, None, None], torch.nan)
+                    for name, tensor in data.items()}  # fmt: skip
+
+    def run() -> tuple[Net, dict[str, int]]:
+        model = net()
+        with torch.no_grad():
+            model.wide[1].weight.mul_(0.02)
+        own = soframe.Preconditioner(model, solver=Failing(), kl_clip=None, statistics_every=1)
+        hook = model.wide[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 50,))
+        for seed in range(2):
+            model.zero_grad()
+            model(randn(5, 4, 3, 3, seed=seed)).square().mean().backward()
+            raw = [p.grad.clone() for p in model.wide[1].parameters()]
+            own.step()
+        hook.remove()
+        for p, gradient in zip(model.wide[1].parameters(), raw, strict=True):
+            assert torch.equal(p.grad, gradient), "without data the gradient stays"
+        return model, {b.name: sum(b.record.failures.values()) for b in own.blocks}
+
+    together, failures = run()
+    assert [name for name, count in failures.items() if count] == ["wide.1"]
+    apart()
+    alone, counts = run()
+    assert counts == failures
+    for p, q in zip(together.parameters(), alone.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "soap"])
+def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None]) -> None:
+    whole = train(steps=8, method=method)
+    half = train(steps=4, method=method)
+    state, weights = copy.deepcopy(half.own.state_dict()), copy.deepcopy(half.state_dict())
+
+    def go_on() -> Net:
+        model = net()
+        own = soframe.Optimizer(
+            model, method, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
+            solve_every=3,
+        )  # fmt: skip
+        model.load_state_dict({k: v for k, v in weights.items()})
+        own.load_state_dict(state)
+        for step in range(4, 8):
+            own.zero_grad()
+            for part in range(2):
+                x = randn(SAMPLES, 4, 3, 3, seed=10 * step + part)
+                y = randn(SAMPLES, 2, seed=100 + 10 * step + part)
+                ((model(x) - y).square().mean() / 2).backward()
+            own.step()
+        return model
+
+    for p, q in zip(go_on().parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q), "to the bit on the same layout"
+    apart()
+    same(go_on(), whole)
+
+
+def test_tensors_lie_in_one_and_former_data_stay() -> None:
+    model = train(steps=2, method="kfac", solver="inverse", solve_every=1)
+    (stack,) = [
+        s for s in model.own.preconditioner._placed.stacks if "wide.0" in str(s.blocks[0].name)
+    ]
+    one = stack.blocks[1].second_order["A"]["inverse"]
+    assert (
+        one.untyped_storage().data_ptr() == stack.data["A"]["inverse"].untyped_storage().data_ptr()
+    )
+    former, values = stack.blocks[1].snapshot(), one.clone()
+    model.own.zero_grad()
+    model(randn(5, 4, 3, 3, seed=77)).square().mean().backward()
+    model.own.step()
+    assert torch.equal(former.data["A"]["inverse"], values)
+    assert not torch.equal(stack.blocks[1].second_order["A"]["inverse"], values)
+
+
+def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
+    """Each rank takes its share of every micro-batch, and averages gradients itself."""
+    model = net()
+    own = soframe.Optimizer(
+        model, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
+        gradients="local", **options,
+    )  # fmt: skip
+    for step in range(5):
+        own.zero_grad()
+        for part in range(2):
+            x, y = randn(12, 4, 3, 3, seed=10 * step + part), randn(12, 2, seed=99 - step - part)
+            mine = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+            ((model(x[mine]) - y[mine]).square().mean() / 2).backward()
+        own.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
+def test_ranks_take_the_steps_of_one_process(strategy: str) -> None:
+    for method in ("kfac", "ekfac", "soap", "muon"):
+        options = {"method": method, "solve_every": 2}
+        alone = on_ranks(0, 1, options)
+        if strategy == "sharded":
+            options["strategy"] = soframe.strategies.Sharded(group=None, deferred=method == "kfac")
+        else:
+            options["strategy"] = strategy
+        for rank, weights in enumerate(run_ranks(on_ranks, 4, options)):
+            for one, other in zip(weights, alone, strict=True):
+                assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (method, rank)
