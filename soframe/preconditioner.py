@@ -1,4 +1,4 @@
-"""The preconditioner: the step, as data flows.
+"""The preconditioner: its settings, how it is built, and what users read; the step is the engine's.
 
 Two lines add it to a training script::
 
@@ -11,11 +11,10 @@ Two lines add it to a training script::
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -35,25 +34,14 @@ from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Rows, Sampler
 from soframe.capture.untraced import untraced
 from soframe.checks import arguments
-from soframe.comm.agreement import (
-    Poll,
-    fingerprint,
-    require_all_ranks,
-    require_common,
-    require_no_failure,
-)
 from soframe.comm.base import Backend
-from soframe.comm.stages import PHASE, STAGES, Seen
+from soframe.comm.stages import PHASE, STAGES
 from soframe.damping.policies import DampingChoice
-from soframe.damping.saved import check_damping, damping_at
+from soframe.damping.saved import check_damping
 from soframe.diagnostics.measuring import Measuring
-from soframe.diagnostics.metrics import Spectra, Taken
-from soframe.diagnostics.norms import measure
-from soframe.gradients.effect import Effect
+from soframe.diagnostics.metrics import Spectra
 from soframe.layers.base import LayerHelper
-from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
-from soframe.methods.returned import observed_by
 from soframe.methods.scaling import LossAverage, Scale, Scaling
 from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
@@ -64,72 +52,20 @@ from soframe.state import saving as state
 from soframe.state.transfer import Watch, hand_over
 from soframe.statistics.window import Statistics
 from soframe.step import gradients as averaging
-from soframe.step import magnitude
-from soframe.step.averages import observe
-from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
-from soframe.step.gradients import Gradients
-from soframe.step.moving import check_settings
+from soframe.step.clip import Bounds
+from soframe.step.effect import Effect
+from soframe.step.engine import Engine
 from soframe.step.rates import ClipLR, LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
-from soframe.step.updates import Update, alike, commit, exchange, precondition, write
+from soframe.step.updates import exchange, precondition, write
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
-
-OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
-"""What the stages of a pipeline must have in common of what all ranks of one must."""
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
 
-@dataclass(frozen=True)
-class Now:
-    """The settings of one step, evaluated.
-
-    Attributes:
-        damping: The damping of blocks without one of their own.
-        decay: What running factors keep of their past.
-        limits: The bounds of the clips.
-    """
-
-    damping: float
-    decay: float
-    limits: Limits
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a rank sees before a step, and tells the others.
-
-    Attributes:
-        seen: What the stages of a pipeline put together first.
-        present: Which gradients there are, see `soframe.step.gradients`.
-        reached: Which blocks the backward passes have reached, see `soframe.gradients.effect`.
-        error: What this rank is about to raise.
-    """
-
-    seen: Seen
-    present: list[float]
-    reached: list[float]
-    error: Exception | None
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks have agreed on before a step.
-
-    Attributes:
-        finite: Whether the gradients of all ranks are finite.
-        weights: What the statistics of all ranks weigh together; None where they are not used.
-        now: The settings of this step.
-    """
-
-    finite: bool
-    weights: list[float] | None
-    now: Now
-
-
-class Preconditioner:
+class Preconditioner(Engine):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -332,7 +268,7 @@ class Preconditioner:
         """Let the stages of a model meet, build this one, and check that settings are read."""
         if self._stages.backend is not None:
             self._meet_stages()
-        with self._shaped(), self._stages.together():
+        with self.home.shaped(self._model.parameters()), self._stages.together():
             self._build()
         try:
             self._require_read()
@@ -400,141 +336,19 @@ class Preconditioner:
         Raises:
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
                 gradients, or was not given; or if a block has a gradient and no statistics in its
-                first windows, or the reverse (`soframe.gradients.effect`).
+                first windows, or the reverse (`soframe.step.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range; if layers
                 tell different numbers of samples, and `count` none.
         """
         self._require_open()
-        with self._shaped():
-            self._take_shaped_step()
+        with self.home.shaped(self._model.parameters()):
+            self._take_step()
 
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
         if self._capture.closed:
             raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
-
-    def _shaped(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters that ZeRO has cut have their shapes."""
-        return self.home.shaped(self._model.parameters())
-
-    def _take_shaped_step(self) -> None:
-        phase = self.backend.phases
-        self._statistics.arrive()
-        with phase("agree"):
-            agreed = self._agree()
-        try:
-            self._take_agreed_step(agreed)
-        except BaseException:
-            # Once more, it would take its statistics again, of sums that have been emptied.
-            self.reset_batch()
-            raise
-
-    def _take_agreed_step(self, agreed: Agreed) -> None:
-        now, phase = agreed.now, self.backend.phases
-        if agreed.weights is not None:
-            with phase("reduce"):
-                self._statistics.fold(agreed.weights, now.decay, self._steps)
-        with phase("average"):
-            gradients = self._raw.raw()
-        if agreed.finite:
-            self._observe(gradients, now, after=False)
-        self._solves.update(
-            self._placed,
-            self._due(after=False),
-            damping=now.damping,
-            counters=self.counters,
-            step=self._steps,
-            changed=() if agreed.weights is None else self._statistics.due,
-        )
-        updates = precondition(self._placed, gradients, now.damping)
-        exchange(self._placed, updates)
-        with phase("write"):
-            self._write(gradients, updates, now, finite=agreed.finite)
-        self._steps += 1
-        self._refresh.end_step()
-        self._begin()
-
-    def _write(
-        self, gradients: Gradients, updates: Sequence[Update], now: Now, *, finite: bool
-    ) -> None:
-        """Clip the updates and write them, if all is finite; then solve what is due after."""
-        clipped = Clipped(finite=False)
-        if finite:
-            clipped = clip(
-                updates,
-                self._raw,
-                limits=now.limits,
-                rates=self._lrs,
-                step=self._steps,
-                stages=self._stages,
-            )
-        self.updated = clipped.finite
-        self._measuring.note(self._taken(gradients, updates, now, clipped))
-        if self.updated:
-            # Before anything is written: what was read may be views of them.
-            self._observe(gradients, now, after=True)
-            write(updates, self.home)
-            commit(updates)
-            self._solves.update(
-                self._placed,
-                self._due(after=True),
-                damping=now.damping,
-                counters=self.counters,
-                step=self._steps,
-            )
-        else:
-            self.counters["skipped_updates"] += finite
-            magnitude.discard(self._model, self.home)
-
-    def _taken(
-        self, gradients: Gradients, updates: Sequence[Update], now: Now, clipped: Clipped
-    ) -> Taken:
-        """Return what `metrics` has to know of this step, before gradients are overwritten."""
-        norms = None
-        if self._measuring.norms and clipped.finite:
-            norms = measure(self._blocks, gradients, updates)
-        return Taken(
-            step=self._steps,
-            damping=now.damping,
-            decay=now.decay,
-            kl_clip=now.limits.kl,
-            norm_clip=now.limits.norm,
-            clipped=clipped,
-            norms=norms,
-        )
-
-    def _observe(self, gradients: Gradients, now: Now, *, after: bool) -> None:
-        """Let methods that read averaged gradients take their statistics."""
-        for stack, gradient in gradients.items():
-            like = stack.like
-            reads = len(like.captured) < len(like.factors)
-            if not reads or like.method.refreshes_after != after:
-                continue
-            # Where data are lost, nothing stands in for them: the block is solved first.
-            members = tuple(m for m in gradient.members if not stack.blocks[m].lost)
-            for chosen in alike(stack, members):
-                with self.backend.phases("observe"):
-                    factors: Mapping[str, Tensor] = {}
-                    matrix = gradient.of(chosen)
-                    if matrix is not None and self.backend.rank in stack.place.gradient_workers:
-                        data = stack.data_of(chosen)
-                        specs = like.method.factors(BlockShape(*matrix.shape))
-                        factors = observed_by(
-                            like.method, specs, matrix, data, check=like.mass == 0
-                        )
-                    observe(
-                        stack,
-                        chosen,
-                        factors,
-                        rank=self.backend.rank,
-                        decay=now.decay,
-                        step=self._steps,
-                    )
-
-    def _due(self, *, after: bool) -> list[Block]:
-        due = self._refresh.due(self._placed, self._steps)
-        return [block for block in due if block.method.refreshes_after == after]
 
     # -- for an optimizer that tries several dampings between step() and its update ----------------
 
@@ -558,7 +372,7 @@ class Preconditioner:
         able = [block for block in self._blocks if not block.remembers]
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
         damping = self.damping
-        with self._shaped():
+        with self.home.shaped(self._model.parameters()):
             self._solves.update(self._placed, due, damping=damping, counters=self.counters)
             gradients = {
                 stack: gradient
@@ -595,102 +409,6 @@ class Preconditioner:
         """
         return tuple(self._blocks)
 
-    def _agree(self) -> Agreed:
-        """Agree with all ranks on what is finite and what the statistics weigh."""
-        now, common, error = self._settings_now()
-        look = self._look(error)
-        of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
-        seen, error = self._stages.put_together(look.seen, of_stages, look.error)
-        error = error or self._stages.miscounted(seen.passes)
-        self._statistics.complete(int(seen.passes), int(seen.samples))
-        said = Poll(
-            failed=float(error is not None or seen.failed > 0),
-            changed=look.seen.changed,
-            rebuilt=[] if self._stages.backend is None else [seen.changed],
-            bad_gradient=seen.bad_gradient,
-            large=seen.large,
-            bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
-            common=fingerprint(common),
-            weights=self._statistics.weights(),
-            present=look.present,
-            waits=self._solves.waits(),
-            reached=look.reached,
-        ).over_ranks(self.backend)
-        if said.failed > 0:
-            error = self._stages.spread(error)
-        require_no_failure(self.backend, error, said.failed)
-        self._stages.require_none(self._problem(said, common))
-        self._raw.agree(said.present)
-        self._solves.agree(said.waits)
-        if said.changed or any(said.rebuilt):
-            self._rebuild(changed=said.changed > 0)
-            return self._agree()
-        return self._conclude(said, seen, now)
-
-    def _look(self, error: Exception | None) -> Look:
-        """Return what this rank sees of its gradients and statistics, and what looking raised.
-
-        Args:
-            error: What evaluating the settings of this step has raised.
-        """
-        with_statistics, due = self.takes_statistics, self._statistics.due
-        size, bad_statistics = math.nan, False
-        present, reached = self._raw.none_present(), self._effect.nothing_said(due)
-        try:
-            size = magnitude.magnitude(self._watch.parameters(), self.home)
-            bad_statistics = with_statistics and not self._statistics.finite()
-            present, reached = self._raw.present(), self._effect.said(due)
-        except Exception as raised:  # whatever it is: the other ranks wait, and must be told
-            error = error or raised
-        bad_gradient = not math.isfinite(size)
-        bad_statistics = bad_statistics or (with_statistics and bad_gradient)
-        passes, samples = self._statistics.seen()
-        seen = Seen(
-            failed=float(error is not None),
-            changed=float(self._watch.changed()),
-            bad_gradient=float(bad_gradient),
-            # With little curvature left of earlier batches, results are large whatever is given.
-            large=float(size > 0 or self._relatively_damped),
-            bad_statistics=float(bad_statistics),
-            due=float(with_statistics),
-            curved=float(any(block.mass > 0 for block in self._blocks)),
-            passes=float(passes),
-            samples=float(samples) if self._scaling == "fisher" else 0.0,
-        )
-        return Look(seen=seen, present=present, reached=reached, error=error)
-
-    def _conclude(self, said: Poll, seen: Seen, now: Now) -> Agreed:
-        """Return how the step is taken, from what all ranks said; count what is skipped.
-
-        Args:
-            said: What all ranks said.
-            seen: What all stages have seen.
-            now: The settings of this step.
-        """
-        self.counters["skipped_updates"] += said.bad_gradient > 0
-        self.counters["skipped_statistics"] += said.bad_statistics > 0
-        if said.bad_statistics and seen.curved == 0:
-            self._refresh.owe(2)  # this step's went, and without any there is no curvature
-        used = self.takes_statistics and not said.bad_statistics
-        careful = said.large > 0 or now.damping < UNDAMPED
-        return Agreed(
-            finite=not said.bad_gradient,
-            weights=list(said.weights) if used else None,
-            now=replace(now, limits=replace(now.limits, careful=careful)),
-        )
-
-    def _problem(self, said: Poll, common: Mapping[str, object]) -> Exception | None:
-        """Return why the copies of this stage cannot go on, the same on all of them."""
-        try:
-            require_common(self.backend, common, said.common)
-            if said.changed:
-                require_all_ranks(self.backend, said.changed)
-            elif not (any(said.rebuilt) or said.bad_gradient or said.bad_statistics):
-                self._effect.require(self._statistics.due, said.reached)
-        except Exception as error:  # whatever it is: other stages wait, and must be told
-            return error
-        return None
-
     def _rebuild(self, *, changed: bool) -> None:
         """Register the model anew if it has changed, before any stage goes on."""
         with self._stages.together():
@@ -698,35 +416,6 @@ class Preconditioner:
                 self._build()
         self._stages.look_over(self._registration)
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
-
-    def _settings_now(self) -> tuple[Now, dict[str, object], Exception | None]:
-        """Evaluate the settings that may change from step to step, before ranks agree on them.
-
-        Returns:
-            Their values; those of them and of others that all ranks must have in common; and what
-            evaluating them raised.
-        """
-        step = self._steps
-        try:
-            self._loss_scale.check(self._optimizer, half=self._capture.half)
-            self._statistics.require_counted()
-            self._effect.check(self._statistics.due)
-            self._raw.check()
-            now = Now(damping_at(self._damping, step), self._decay.at(step), self._bounds.at(step))
-            self._lrs.begin(step)
-            check_settings(self._optimizer)
-            # What decides which collectives are entered. Which blocks take statistics next is part
-            # of the status of the next step.
-            refresh = self._refresh
-            common: dict[str, object] = {
-                "step": step,
-                "statistics_every of the next step": refresh.statistics_every.at(step + 1),
-                "solve_every": refresh.solve_every.at(step),
-                "blocks with gradients": self._raw.alike(),
-            }
-        except Exception as error:  # whatever it is: the other ranks wait, and must be told
-            return Now(math.nan, math.nan, Limits(None, None)), {}, error
-        return now, common, None
 
     @property
     def changed(self) -> bool:
@@ -1120,21 +809,6 @@ class Preconditioner:
         state.load_history(saved["history"], self._blocks)
         self._measuring.note(None)
         self._begin()
-
-    def _begin(self) -> None:
-        """Begin a window, in which nothing has happened."""
-        self.reset_batch()
-        self._effect.begin(self._statistics.due)
-
-    def reset_batch(self) -> None:
-        """Forget what the backward passes since the last step have gathered.
-
-        Call it, on every rank, where gradients are zeroed without a ``step``.
-        """
-        due = self._refresh.observed(self._placed, self._steps)
-        self._statistics.begin(due, self._steps)
-        self._loss_scale.begin()
-        self._capture.reset()
 
     def gradients_were_zeroed(self) -> None:
         """Forget the batch that a ``GradScaler`` found an overflow in, and so had no step.

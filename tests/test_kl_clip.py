@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch

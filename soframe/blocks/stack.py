@@ -167,6 +167,17 @@ class Stack:
         """Return the members that some blocks are."""
         return tuple(sorted(block.member for block in blocks))
 
+    def alike(self, members: Members) -> list[tuple[int, ...]]:
+        """Return sets of blocks for which a method is called once: those in the same state."""
+        same: dict[tuple[object, ...], list[int]] = {}
+        for member in members:
+            block = self.blocks[member]
+            record = block.record
+            known = tuple(factor.name in record.masses for factor in block.unsolved)
+            key = (record.updates, record.damping, block.solved, known)
+            same.setdefault(key, []).append(member)
+        return list(map(tuple, same.values()))
+
     # -- the window -------------------------------------------------------------------------------
 
     def begin_window(self, members: Members | None = None) -> None:

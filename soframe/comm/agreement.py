@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from itertools import zip_longest
 
 import torch
@@ -113,52 +112,6 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 
 
 # -- in each step ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Poll:
-    """Status of one rank before a step; summed by one all-reduce.
-
-    Every field is a number or a list of numbers, equally long on every rank.
-
-    Attributes:
-        failed: Whether this rank is about to raise an error instead of taking the step.
-        changed: Whether parameters or modules of the model have changed.
-        bad_gradient: Whether a gradient is not finite.
-        large: Whether gradients are so large that products with them may not be finite.
-        bad_statistics: Whether the statistics of the window are not finite.
-        common: The `fingerprint` of what decides which collectives are entered.
-        weights: The weights of this rank's statistics.
-        present: Which gradients this rank has, where gradients are local.
-        rebuilt: Under a pipeline, whether any stage's model has changed.
-        waits: Whether this rank still solves in the background, where that matters.
-        reached: Gradients and statistics of each block, see `soframe.gradients.effect`.
-    """
-
-    failed: float
-    changed: float
-    bad_gradient: float
-    large: float
-    bad_statistics: float
-    common: Sequence[float]
-    weights: Sequence[float] = ()
-    present: Sequence[float] = ()
-    rebuilt: Sequence[float] = ()
-    waits: Sequence[float] = ()
-    reached: Sequence[float] = ()
-
-    def over_ranks(self, backend: Backend) -> Poll:
-        """Return the sums over all ranks, the same on every rank."""
-        mine = {field.name: getattr(self, field.name) for field in fields(self)}
-        flat: list[float] = []
-        for value in mine.values():
-            flat += [value] if isinstance(value, float) else value
-        sums = iter(add_over_ranks(backend, flat))
-        added = {
-            name: next(sums) if isinstance(value, float) else [next(sums) for _ in value]
-            for name, value in mine.items()
-        }
-        return Poll(**added)  # type: ignore[arg-type]  # each as it was
 
 
 def fingerprint(common: Mapping[str, object]) -> list[float]:

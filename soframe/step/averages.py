@@ -31,7 +31,10 @@ from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
 from soframe.kernels.devices import sent
+from soframe.layers.layout import BlockShape
+from soframe.methods.returned import observed_by
 from soframe.specs import FactorSpec
+from soframe.step.gradients import Gradients
 
 
 @dataclass
@@ -210,6 +213,37 @@ def _accumulate(one: Contribution, decay: float, rank: int) -> None:
 
 
 def observe(
+    placed: PlacedBlocks, gradients: Gradients, *, decay: float, step: int, after: bool
+) -> None:
+    """Average statistics of the averaged gradients into running factors; every rank must call.
+
+    They are the same on every gradient worker, so nothing travels.
+
+    Args:
+        placed: All blocks, with their places.
+        gradients: The averaged gradients.
+        decay: What running averages keep of their past.
+        step: Completed steps.
+        after: Whether updates are made already, which some methods wait for.
+    """
+    for stack, gradient in gradients.items():
+        like = stack.like
+        if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
+            continue
+        # Where data are lost, nothing stands in for them: the block is solved first.
+        members = [member for member in gradient.members if not stack.blocks[member].lost]
+        for chosen in stack.alike(members):
+            matrix, factors = gradient.of(chosen), {}
+            with placed.backend.phases("observe"):
+                if matrix is not None and placed.rank in stack.place.gradient_workers:
+                    specs = like.method.factors(BlockShape(*matrix.shape))
+                    first = stack.blocks[chosen[0]].mass == 0
+                    data = stack.data_of(chosen)
+                    factors = observed_by(like.method, specs, matrix, data, check=first)
+                _observe(stack, chosen, factors, rank=placed.rank, decay=decay, step=step)
+
+
+def _observe(
     stack: Stack,
     members: tuple[int, ...],
     factors: Mapping[str, Tensor],
@@ -218,18 +252,7 @@ def observe(
     decay: float,
     step: int,
 ) -> None:
-    """Average statistics of the averaged gradient into the running factors; every rank must call.
-
-    They are the same on every gradient worker, so nothing travels.
-
-    Args:
-        stack: The stack.
-        members: The blocks that have a gradient.
-        factors: The statistics, on gradient workers; empty elsewhere.
-        rank: This rank.
-        decay: What running averages keep of their past.
-        step: Completed steps.
-    """
+    """Average statistics of some blocks, ``[groups, n, n]`` by factor, on gradient workers."""
     for index, factor in enumerate(stack.like.factors):
         if factor.captured:
             continue

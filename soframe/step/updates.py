@@ -75,25 +75,13 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
     with placed.backend.phases("direct"):
         for stack, gradient in gradients.items():
             active = [m for m in gradient.members if stack.blocks[m].active]
-            for members in alike(stack, active):
+            for members in stack.alike(active):
                 matrix = gradient.of(members)
                 update = Update(stack, members, matrix)
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     _direct(update, matrix, damping)
                 updates.append(update)
     return updates
-
-
-def alike(stack: Stack, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return sets of blocks for which a method is called once: those in the same state."""
-    same: dict[tuple[object, ...], list[int]] = {}
-    for member in members:
-        block = stack.blocks[member]
-        record = block.record
-        known = tuple(factor.name in record.masses for factor in block.unsolved)
-        key = (record.updates, record.damping, block.solved, known)
-        same.setdefault(key, []).append(member)
-    return list(map(tuple, same.values()))
 
 
 def _direct(update: Update, gradient: Tensor, damping: float) -> None:

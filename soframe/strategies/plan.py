@@ -23,8 +23,8 @@ Stacked = Sequence[tuple[BlockWork, BlockPlacement, int]]
 Items = list[tuple[Hashable, int]]
 """The route and the bytes of tensors that may share a buffer."""
 
-_FLAGS = 7  # of every step, see `soframe.comm.agreement.Poll`
-_REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.gradients.effect.Effect.said`
+_FLAGS = 7  # of every step, see `soframe.step.status.Poll`
+_REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
 _AGREED_BYTES = 8  # statuses are reduced in float64,
 _OUTCOME_BYTES = 4  # outcomes of solves in float32
 _OUTCOMES = 2  # failed, retried

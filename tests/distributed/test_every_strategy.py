@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from soframe.gradients import applying
 from soframe.solving import solution as solving
 from torch import Tensor
 
 import soframe
 from soframe.comm import TorchDistributed
-from soframe.gradients import applying
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
 from soframe.strategies import Strategy

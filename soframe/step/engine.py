@@ -1,0 +1,303 @@
+"""The step, from top to bottom: `Engine._take_step`.
+
+Ranks agree first (`Engine._agree`): one all-reduce tells all of them which gradients and statistics
+are finite, what the statistics weigh, whether the model has changed and whether a rank is about to
+raise. From there on they enter the same collectives, whatever they find.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
+from soframe.blocks.placed import PlacedBlocks
+from soframe.capture.hooks import Capture
+from soframe.capture.loss_scale import LossScale
+from soframe.comm.agreement import (
+    fingerprint,
+    require_all_ranks,
+    require_common,
+    require_no_failure,
+)
+from soframe.comm.base import Backend
+from soframe.comm.stages import Seen, Stages
+from soframe.damping.policies import DampingPolicy
+from soframe.damping.saved import damping_at
+from soframe.diagnostics.measuring import Measuring
+from soframe.diagnostics.metrics import Taken
+from soframe.diagnostics.norms import measure
+from soframe.schedules import Scheduled
+from soframe.state.transfer import Watch
+from soframe.statistics.window import Statistics
+from soframe.step import magnitude
+from soframe.step.averages import observe
+from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
+from soframe.step.effect import Effect
+from soframe.step.gradients import AveragedGradients, Gradients
+from soframe.step.moving import check_settings
+from soframe.step.rates import LearningRates
+from soframe.step.refresh import Refresh
+from soframe.step.solves import Solves
+from soframe.step.status import Poll, Settings, Status
+from soframe.step.updates import Update, commit, exchange, precondition, write
+
+OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
+"""The common settings of the copies of a stage that all stages of a pipeline share."""
+
+
+class Engine:
+    """Takes the steps of one model; `soframe.Preconditioner` builds it and its parts.
+
+    Attributes:
+        backend: The backend.
+        home: Where gradients live.
+        counters: Updates and statistics that were skipped, solves that were retried or failed.
+        updated: Whether the last step rewrote gradients; False where it zeroed them.
+    """
+
+    backend: Backend
+    home: GradientHome
+    counters: dict[str, int]
+    updated: bool
+    _model: nn.Module
+    _placed: PlacedBlocks
+    _blocks: list[Block]
+    _steps: int
+    _relatively_damped: bool
+    _scaling: str
+    _stages: Stages
+    _capture: Capture
+    _statistics: Statistics
+    _effect: Effect
+    _watch: Watch
+    _raw: AveragedGradients
+    _refresh: Refresh
+    _solves: Solves
+    _lrs: LearningRates
+    _loss_scale: LossScale
+    _measuring: Measuring
+    _damping: DampingPolicy
+    _decay: Scheduled
+    _bounds: Bounds
+
+    def _take_step(self) -> None:
+        placed, phase, step = self._placed, self.backend.phases, self._steps
+        for stack in placed.stacks:
+            stack.arrive()  # statistics of earlier steps that travel still
+        with phase("agree"):
+            status = self._agree()
+        placed, settings = self._placed, status.settings
+        try:
+            if status.weights is not None:
+                with phase("reduce"):
+                    self._statistics.fold(status.weights, settings.decay, step)
+            with phase("average"):
+                gradients = self._raw.raw()
+            if status.finite:
+                observe(placed, gradients, decay=settings.decay, step=step, after=False)
+            changed = () if status.weights is None else self._statistics.due
+            self._solve(settings, after=False, changed=changed)
+            updates = precondition(placed, gradients, settings.damping)
+            exchange(placed, updates)
+            clipped = self._clip(updates, settings) if status.finite else Clipped(finite=False)
+            self.updated = clipped.finite
+            self._note(gradients, updates, settings, clipped)
+            if self.updated:
+                # Before anything is written: gradients may be views of what is overwritten.
+                observe(placed, gradients, decay=settings.decay, step=step, after=True)
+                with phase("write"):
+                    write(updates, self.home)
+                commit(updates)
+                self._solve(settings, after=True)
+            else:
+                self.counters["skipped_updates"] += status.finite
+                magnitude.discard(self._model, self.home)
+        except BaseException:
+            self.reset_batch()  # the sums of this window are gone
+            raise
+        self._steps += 1
+        self._refresh.end_step()
+        self._begin()
+
+    def _solve(self, settings: Settings, *, after: bool, changed: Sequence[Block] = ()) -> None:
+        """Solve the blocks that are due before updates are made, or after they are written."""
+        due = self._refresh.due(self._placed, self._steps)
+        self._solves.update(
+            self._placed,
+            [block for block in due if block.method.refreshes_after == after],
+            damping=settings.damping,
+            counters=self.counters,
+            step=self._steps,
+            changed=changed,
+        )
+
+    def _clip(self, updates: Sequence[Update], settings: Settings) -> Clipped:
+        return clip(
+            updates,
+            self._raw,
+            limits=settings.limits,
+            rates=self._lrs,
+            step=self._steps,
+            stages=self._stages,
+        )
+
+    def _note(
+        self,
+        gradients: Gradients,
+        updates: Sequence[Update],
+        settings: Settings,
+        clipped: Clipped,
+    ) -> None:
+        """Keep the numbers of this step for `metrics`, before gradients are overwritten."""
+        norms = None
+        if self._measuring.norms and clipped.finite:
+            norms = measure(self._blocks, gradients, updates)
+        taken = Taken(
+            step=self._steps,
+            damping=settings.damping,
+            decay=settings.decay,
+            kl_clip=settings.limits.kl,
+            norm_clip=settings.limits.norm,
+            clipped=clipped,
+            norms=norms,
+        )
+        self._measuring.note(taken)
+
+    # -- agreement ----------------------------------------------------------------------------
+
+    def _agree(self) -> Status:
+        """Agree with all ranks on the status of the step, and build anew if the model changed."""
+        settings, common, error = self._evaluate()
+        seen, present, reached, error = self._see(error)
+        changed = seen.changed
+        of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
+        seen, error = self._stages.put_together(seen, of_stages, error)
+        error = error or self._stages.miscounted(seen.passes)
+        self._statistics.complete(int(seen.passes), int(seen.samples))
+        status = Poll(
+            failed=float(error is not None or seen.failed > 0),
+            changed=changed,
+            rebuilt=[] if self._stages.backend is None else [seen.changed],
+            bad_gradient=seen.bad_gradient,
+            large=seen.large,
+            bad_statistics=max(seen.bad_statistics, min(seen.due, seen.bad_gradient)),
+            common=fingerprint(common),
+            weights=self._statistics.weights(),
+            present=present,
+            waits=self._solves.waits(),
+            reached=reached,
+        ).over_ranks(self.backend)
+        if status.failed > 0:
+            error = self._stages.spread(error)
+        require_no_failure(self.backend, error, status.failed)
+        self._stages.require_none(self._problem(status, common))
+        self._raw.agree(status.present)
+        self._solves.agree(status.waits)
+        if status.changed or any(status.rebuilt):
+            self._rebuild(changed=status.changed > 0)
+            return self._agree()
+        self.counters["skipped_updates"] += status.bad_gradient > 0
+        self.counters["skipped_statistics"] += status.bad_statistics > 0
+        if status.bad_statistics and seen.curved == 0:
+            self._refresh.owe(2)  # without the statistics of this step no block has curvature
+        used = bool(self._statistics.due) and not status.bad_statistics
+        careful = status.large > 0 or settings.damping < UNDAMPED
+        limits = replace(settings.limits, careful=careful)
+        return Status(
+            finite=not status.bad_gradient,
+            weights=status.weights if used else None,
+            settings=replace(settings, limits=limits),
+        )
+
+    def _evaluate(self) -> tuple[Settings, dict[str, object], Exception | None]:
+        """Return the settings of this step, those that ranks must share, and the error of one."""
+        step = self._steps
+        try:
+            self._loss_scale.check(self._optimizer, half=self._capture.half)
+            self._statistics.require_counted()
+            self._effect.check(self._statistics.due)
+            self._raw.check()
+            damping = damping_at(self._damping, step)
+            settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
+            self._lrs.begin(step)
+            check_settings(self._optimizer)
+            # Those that decide which collectives are entered. Which blocks take statistics next is
+            # part of the status of the next step.
+            refresh = self._refresh
+            common: dict[str, object] = {
+                "step": step,
+                "statistics_every of the next step": refresh.statistics_every.at(step + 1),
+                "solve_every": refresh.solve_every.at(step),
+                "blocks with gradients": self._raw.alike(),
+            }
+        except Exception as error:  # whatever it is: all ranks raise together
+            return Settings(math.nan, math.nan, Limits(None, None)), {}, error
+        return settings, common, None
+
+    def _see(
+        self, error: Exception | None
+    ) -> tuple[Seen, list[float], list[float], Exception | None]:
+        """Return the status of this rank, which gradients and blocks it has, and its error."""
+        due = self._statistics.due
+        size, bad_statistics = math.nan, False
+        present, reached = self._raw.none_present(), self._effect.nothing_said(due)
+        try:
+            size = magnitude.magnitude(self._watch.parameters(), self.home)
+            bad_statistics = bool(due) and not self._statistics.finite()
+            present, reached = self._raw.present(), self._effect.said(due)
+        except Exception as raised:  # whatever it is: all ranks raise together
+            error = error or raised
+        bad_gradient = not math.isfinite(size)
+        passes, samples = self._statistics.seen()
+        seen = Seen(
+            failed=float(error is not None),
+            changed=float(self._watch.changed()),
+            bad_gradient=float(bad_gradient),
+            # With little curvature left of earlier batches, updates may be large for any gradient.
+            large=float(size > 0 or self._relatively_damped),
+            bad_statistics=float(bad_statistics or (bool(due) and bad_gradient)),
+            due=float(bool(due)),
+            curved=float(any(block.mass > 0 for block in self._blocks)),
+            passes=float(passes),
+            samples=float(samples) if self._scaling == "fisher" else 0.0,
+        )
+        return seen, present, reached, error
+
+    def _problem(self, status: Poll, common: Mapping[str, object]) -> Exception | None:
+        """Return the error for which the copies of this stage cannot continue, alike on all."""
+        try:
+            require_common(self.backend, common, status.common)
+            if status.changed:
+                require_all_ranks(self.backend, status.changed)
+            elif not (any(status.rebuilt) or status.bad_gradient or status.bad_statistics):
+                self._effect.require(self._statistics.due, status.reached)
+        except Exception as error:  # whatever it is: all stages raise together
+            return error
+        return None
+
+    @abstractmethod
+    def _rebuild(self, *, changed: bool) -> None:
+        """Register the model anew if it has changed, before any stage goes on."""
+
+    # -- windows ------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin a window, in which nothing has happened."""
+        self.reset_batch()
+        self._effect.begin(self._statistics.due)
+
+    def reset_batch(self) -> None:
+        """Forget what the backward passes since the last step have gathered.
+
+        Call it, on every rank, where gradients are zeroed without a ``step``.
+        """
+        due = self._refresh.observed(self._placed, self._steps)
+        self._statistics.begin(due, self._steps)
+        self._loss_scale.begin()
+        self._capture.reset()
