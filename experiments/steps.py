@@ -31,7 +31,7 @@ LIBRARIES = ("sgd", "soframe", "kfac-pytorch")
 WORDS = frozenset(
     {
         *("eigen", "inverse", "own", "channels_last", "compiled", "a quarter of the rows"),
-        *("staggered", "staggered solves", "background", "background ready"),
+        *("staggered", "background", "background ready"),
     }
 )
 """What a contender's name says after the library's, separated by commas."""
@@ -243,8 +243,8 @@ def _preconditioner(
         return None
     statistics_every, solve_every = every
     common: dict[str, Any] = {"damping": DAMPING, "kl_clip": KL_CLIP}
-    if "staggered" in said or "staggered solves" in said:
-        common["stagger"] = True if "staggered" in said else "solves"
+    if "staggered" in said:
+        common["stagger"] = True
     if "background" in said or "background ready" in said:
         common["background"] = LANDS if "background" in said else "ready"
     if "a quarter of the rows" in said:

@@ -829,4 +829,6 @@ class Preconditioner(Engine):
         """
         self._capture.close()
         self._solves.close()
+        for stack in self._placed.stacks:
+            stack.arrive()
         self._closed = True

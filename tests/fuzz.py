@@ -228,7 +228,7 @@ PRECONDITIONER: Mapping[str, Values] = {
     "lr": Values([0.1, 0.0, 1e30, *schedules(0.1)], ODD_NUMBERS),
     "statistics_every": Values(INTERVALS, [*schedules(0, 1.5, None), True]),
     "solve_every": Values(INTERVALS, [*schedules(0, 1.5, None), True]),
-    "stagger": Values([False, True, "solves"]),
+    "stagger": Values([False, True]),
     "background": Values([0, 1, 3, "ready"]),
     "skip": Values([(), ["0"], ["Conv2d"], ["nowhere"]], [[".*"], ["*"]]),
     "scaling": Values(["fisher", "kaisa"]),

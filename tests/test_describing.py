@@ -49,7 +49,7 @@ CHOSEN: dict[str, Any] = {
     "lr": 0.5,
     "statistics_every": 3,
     "solve_every": 6,
-    "stagger": "solves",
+    "stagger": True,
     "background": 2,
     "skip": ("^0$",),
     "scaling": "fisher",

@@ -35,7 +35,7 @@ class Waits(TorchFunctionMode):
         {"solver": "eigen"},
         {"solver": "inverse", "norm_clip": 1.0, "kl_clip": None},
         {"solver": Eigen(follows=True), "damping": "relative"},
-        {"solver": "newton-schulz", "stagger": "solves"},
+        {"solver": "newton-schulz", "stagger": True},
         {"solver": "orthogonal-iteration", "damping": lambda step: 0.0},
     ],
     ids=lambda options: str(options["solver"]),

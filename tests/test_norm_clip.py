@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from soframe.gradients.norm_clip import norm_clip_factor
 from torch import Tensor
 
 import soframe
+from soframe.step.norm_clip import norm_clip_factor
 from soframe.testing import compare
 from tests.curvature import closing
 from tests.examples import examples

@@ -224,19 +224,3 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
         for line, made in without_a_device(ast.parse(file.read_text(encoding="utf-8"))):
             found.append(f"{file.relative_to(ROOT)}:{line}: {made}")
     assert not found, "name the device, that of what it works with or device='cpu'"
-
-
-def test_folders_give_what_the_modules_of_their_names_had() -> None:
-    from soframe.solving import Solution
-
-    from soframe.blocks import Block
-    from soframe.capture import Capture, Probe
-    from soframe.statistics import Statistics
-
-    assert {c.__name__ for c in (Block, Capture, Probe, Solution, Statistics)} == {
-        "Block",
-        "Capture",
-        "Probe",
-        "Solution",
-        "Statistics",
-    }

@@ -106,7 +106,7 @@ def solved(steps: int, **options: Any) -> tuple[Preconditioner, list[list[int]]]
 
 @pytest.mark.parametrize("interval", [1, 2, 4, 9])
 def test_every_block_is_solved_once_in_any_interval(interval: int) -> None:
-    own, found = solved(STEPS, solve_every=interval, stagger="solves")
+    own, found = solved(STEPS, solve_every=interval, stagger=True)
     every = list(range(len(WIDTHS) - 1))
     assert sorted(found[0]) == every
     for step in range(1, STEPS - interval + 1):
@@ -126,7 +126,7 @@ def test_unstaggered_solves_all_at_once() -> None:
 )
 def test_intervals_may_change(schedule: Any) -> None:
     """Where one becomes another, a block waits for less than both together."""
-    own, found = solved(24, solve_every=schedule, stagger="solves")
+    own, found = solved(24, solve_every=schedule, stagger=True)
     for step in range(1, 24):
         its = turns(own.placement, schedule(step))
         assert found[step] == [b for b, turn in enumerate(its) if turn == step % schedule(step)]
@@ -140,7 +140,7 @@ def test_intervals_may_change(schedule: Any) -> None:
 @pytest.mark.parametrize("solver", [Eigen(), Inverse()], ids=["eigen", "inverse"])
 def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
     weights = []
-    for stagger in (False, "solves"):
+    for stagger in (False, True):
         options = {"statistics_every": 100, "solve_every": 3, "solver": solver, "stagger": stagger}
         run = Run(Case(options))
         for step in range(6):
@@ -151,7 +151,7 @@ def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_what_stagger_cannot_be(value: Any) -> None:
-    with pytest.raises(TypeError, match="stagger must be True, 'solves' or False"):
+    with pytest.raises(TypeError, match="stagger must be True or False"):
         preconditioner(fill(nn.Linear(2, 2)), stagger=value)
 
 
@@ -200,12 +200,11 @@ def step_once(own: Any, model: nn.Module) -> None:
     own.step()
 
 
-@pytest.mark.parametrize("stagger", [True, "solves"])
-def test_turns_of_an_endless_interval(stagger: Any) -> None:
+def test_turns_of_an_endless_interval() -> None:
     """There are no more turns than blocks, however many steps there are."""
-    options = {"statistics_every": 10**9, "solve_every": 10**9, "stagger": stagger}
+    options = {"statistics_every": 10**9, "solve_every": 10**9, "stagger": True}
     model = fill(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with closing(preconditioner(model, **options)) as own:
         for _ in range(2):
             step_once(own, model)
-        assert own._refresh._turns(own._placed, 2).solves == (0, 1)
+        assert own._refresh._turns(own._placed, 2) == (0, 1)

@@ -73,16 +73,16 @@ def test_running_factors_are_whole_once_somebody_looks() -> None:
             model.zero_grad()
             log_cosh(model(randn(4, 300, seed=seed)), randn(4, 2, seed=9)).backward()
             own.step()
-            looked.append(not block.running.lower)
-            whole = block.running.arrived["A"]
+            looked.append(not block.stack.lower)
+            whole = block.stack.factors["A"]
             assert looked[-1] == torch.equal(whole, whole.mT)
         assert looked == [True, False, False, True, False]
-        before = {name: factor.clone() for name, factor in block.running.arrived.items()}
+        before = {name: factor.clone() for name, factor in block.stack.factors.items()}
         assert not torch.equal(before["A"], before["A"].mT)
         for name, factor in block.running.items():
             assert torch.equal(factor, factor.mT), name
             assert torch.equal(factor.tril(), before[name].tril()), name
-        assert not block.running.lower
+        assert not block.stack.lower
 
 
 def test_one_batch_over_and_over_is_its_own_average() -> None:

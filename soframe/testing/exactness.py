@@ -268,7 +268,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     given = Given(
         gradient=matrix,
         incoming=matrix,
-        data=block.data,
+        data=block.stack.data_of((block.member,)),
         state=dict(block.state),
         updates=block.state.updates,
         solver=block.solver,

@@ -175,7 +175,7 @@ def test_close_removes_every_hook(end: Callable[[Any], None]) -> None:
     end(preconditioner)
     assert hooks(model) == 1
     late.backward()  # its hooks are there still, and do nothing
-    assert not any(block.window.sums for block in preconditioner._blocks)
+    assert not any(block.stack.sums for block in preconditioner._blocks)
     gradients = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="closed"):
         preconditioner.step()

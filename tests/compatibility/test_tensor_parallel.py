@@ -104,22 +104,6 @@ def test_the_cases_are_not_all_one() -> None:
         assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
 
 
-def inputs_in_common(rank: int, ranks: int) -> dict[str, str]:
-    run = Run(CASES["stagger"], ranks)
-    run.step(0)
-    blocks = run.preconditioner.blocks
-    return {block.name: block.window.cost.input_of for block in blocks if block.captured}
-
-
-def test_layers_of_one_input_take_their_turns_together() -> None:
-    """Queries, keys and values, of which each has a DTensor of its own for the input."""
-    for own in run_ranks(inputs_in_common, 2, timeout=120):
-        assert {n: first for n, first in own.items() if n != first} == {
-            "attention.k": "attention.q",
-            "attention.v": "attention.q",
-        }
-
-
 # -- states ----------------------------------------------------------------------------------------
 
 

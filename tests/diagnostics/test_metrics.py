@@ -76,7 +76,7 @@ def test_data_of_the_background_are_as_old_as_what_was_solved() -> None:
 
 
 def test_blocks_take_turns() -> None:
-    training = Training(solve_every=4, stagger="solves")
+    training = Training(solve_every=4, stagger=True)
     found = [training.step()["blocks"] for _ in range(9)]
     each = [[one[name]["factors"]["A"]["solve_age"] for one in found] for name in ("0", "2")]
     assert each[0] != each[1]

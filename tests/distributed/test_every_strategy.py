@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from soframe.gradients import applying
-from soframe.solving import solution as solving
 from torch import Tensor
 
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
+from soframe.step import solves, updates
 from soframe.strategies import Strategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, train_on_paper
@@ -66,18 +65,18 @@ def test_where_all_ranks_have_the_same_data_they_are_one_process(ranks, gradient
 def test_nothing_is_solved_or_preconditioned_twice(name, monkeypatch):
     """With one gradient worker each, over all ranks together; whose gradients are local."""
     done: Counter[tuple[Any, ...]] = Counter()
-    precondition, solve = applying.Batch._apply, solving._Job.solve
+    direct, solve = updates._direct, solves.Run.solve
 
-    def count(batch: Any) -> Any:
-        done.update(("preconditioned", block.name) for block in batch.gradients)
-        return precondition(batch)
+    def count(update: Any, *args: Any) -> Any:
+        done.update(("preconditioned", block.name) for block in update.blocks)
+        return direct(update, *args)
 
-    def count_solve(job: Any, *args: Any) -> Any:
-        done["solved", job.block.name, job.factor.name] += 1
-        return solve(job, *args)
+    def count_solve(run: Any) -> Any:
+        done.update(("solved", b.name, job.factor.name) for job in run.mine for b in run.blocks)
+        return solve(run)
 
-    monkeypatch.setattr(applying.Batch, "_apply", count)
-    monkeypatch.setattr(solving._Job, "solve", count_solve)
+    monkeypatch.setattr(updates, "_direct", count)
+    monkeypatch.setattr(solves.Run, "solve", count_solve)
     widths, ranks = [3, 5, 4, 6, 2], 3
     for rank in range(ranks):
         own, *_ = train_on_paper(

@@ -56,7 +56,7 @@ def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trac
     for step in range(case.steps):
         run.step(step)
         own = run.preconditioner
-        under_way.append(sum(len(block.running.under_way) for block in own._blocks))
+        under_way.append(len({id(p) for stack in own._placed.stacks for p in stack._pending}))
     run.preconditioner.close()
     return Trace(
         run.weights(),
@@ -198,7 +198,7 @@ def solve_badly(rank: int, ranks: int, case: Case, overlap: bool) -> tuple[Any, 
     for step in range(3):
         run.step(step)
     own = run.preconditioner
-    solved = {block.name: sorted(block.second_order.solved) for block in own._blocks}
+    solved = {block.name: sorted(block.second_order) for block in own._blocks}
     return run.weights(), own.counters, solved
 
 

@@ -305,9 +305,9 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     )
     kept = []
 
-    def sink(helper, inputs, *args):
-        kept.append((helper.module.in_features, len(inputs)))
-        return add(helper, inputs, *args)
+    def sink(call):
+        kept.append((call.helper.module.in_features, len(call.inputs)))
+        return add(call)
 
     add, own._capture.sink = own._capture.sink, sink
     model(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
@@ -315,13 +315,13 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert 0 < len(mine) < 4
     assert sorted(computed) == [(s, n) for s in ("input_moment", "output_moment") for n in mine]
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
-    assert [bool(block.window.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
+    assert [bool(block.stack.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
     assert own.memory_usage()["statistics"] == plan.window(
         own.placement.pairs, own.placement.stacks, 1
     )
 
-    def settle(backend, placed):
-        held.extend(bool(block.window.sums) for block, _ in placed)
+    def settle(placed, members):
+        held.extend(bool(stack.sums) for stack in members)
 
     held: list[bool] = []
     monkeypatch.setattr("soframe.step.solves.settle", settle)

@@ -54,7 +54,7 @@ def train_and_count(
 )
 def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: Any) -> None:
     names = list(EVERY) if ranks > 2 else ["deferred", "pairs"]
-    options = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves"}
+    options = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": True}
     work = (names, {**options, "solver": solver}, STEPS)
     for rank, own in enumerate(run_ranks(train_and_count, ranks, *work)):
         for name, (placement, totals) in zip(names, own, strict=True):
@@ -72,7 +72,7 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[torch.Tensor]:
     [(2, "eigen"), pytest.param(3, "inverse", marks=[pytest.mark.slow, pytest.mark.thorough])],
 )
 def test_ranks_are_one_process(ranks: int, solver: str) -> None:
-    every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": "solves", "solver": solver}
+    every = {"statistics_every": 1, "solve_every": INTERVAL, "stagger": True, "solver": solver}
     cases = {
         name: Case({"strategy": strategy, **every}, steps=STEPS)
         for name, strategy in STRATEGIES.items()
@@ -111,7 +111,7 @@ class Fails(Inverse):
 
 def solve_badly(rank: int, ranks: int) -> tuple[Tensor, dict[str, int]]:
     Fails.times.clear()
-    case = Case({"solver": Fails(), "solve_every": INTERVAL, "stagger": "solves"}, steps=STEPS)
+    case = Case({"solver": Fails(), "solve_every": INTERVAL, "stagger": True}, steps=STEPS)
     run = train_rank(rank, ranks, case)
     return run.weights(), run.preconditioner.counters
 

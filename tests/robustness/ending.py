@@ -103,7 +103,7 @@ def script(store: str, strategy: str, how: str) -> None:
     run = Run(case, rank, ranks, average=mean_over())
     for step in range(STEPS):
         run.step(step)
-    if any(block.running.under_way for block in run.preconditioner._blocks):
+    if any(stack._pending for stack in run.preconditioner._placed.stacks):
         print(TRAVELLING, flush=True)
     if how == "raises" or (how == "one raises" and rank == 1):
         raise ValueError("the script's own")
