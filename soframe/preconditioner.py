@@ -27,6 +27,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.stack import Solved
+from soframe.blocks.watch import Watch
 from soframe.capture.counting import Samples, declare
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
@@ -39,7 +40,8 @@ from soframe.comm.stages import PHASE, STAGES
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping
 from soframe.diagnostics.measuring import Measuring
-from soframe.diagnostics.metrics import Spectra
+from soframe.diagnostics.metrics import Spectra, Taken
+from soframe.diagnostics.norms import measure
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scale, Scaling
@@ -49,16 +51,18 @@ from soframe.settings import Cadence, Clips, Curvature, merged
 from soframe.setup import building, describing
 from soframe.state import checksums
 from soframe.state import saving as state
-from soframe.state.transfer import Watch, hand_over
-from soframe.statistics.window import Statistics
+from soframe.state.transfer import hand_over
 from soframe.step import gradients as averaging
-from soframe.step.clip import Bounds
+from soframe.step.clip import Bounds, Clipped
 from soframe.step.effect import Effect
 from soframe.step.engine import Engine
+from soframe.step.gradients import Gradients
 from soframe.step.rates import ClipLR, LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
-from soframe.step.updates import exchange, precondition, write
+from soframe.step.statistics import Statistics
+from soframe.step.status import Settings
+from soframe.step.updates import Update, exchange, precondition, write
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
@@ -349,6 +353,27 @@ class Preconditioner(Engine):
             raise RuntimeError("this preconditioner is closed")
         if self._capture.closed:
             raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
+
+    def _note(
+        self,
+        gradients: Gradients,
+        updates: Sequence[Update],
+        settings: Settings,
+        clipped: Clipped,
+    ) -> None:
+        norms = None
+        if self._measuring.norms and clipped.finite:
+            norms = measure(self._blocks, gradients, updates)
+        taken = Taken(
+            step=self._steps,
+            damping=settings.damping,
+            decay=settings.decay,
+            kl_clip=settings.limits.kl,
+            norm_clip=settings.limits.norm,
+            clipped=clipped,
+            norms=norms,
+        )
+        self._measuring.note(taken)
 
     # -- for an optimizer that tries several dampings between step() and its update ----------------
 

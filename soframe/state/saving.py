@@ -244,7 +244,9 @@ def agree(
 def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
     """Return when factors took statistics and were solved: kind -> block -> factor -> step."""
     return {
-        "statistics": {b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at},
+        "statistics": {
+            b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at
+        },
         "solves": {b.name: dict(b.record.solved_at) for b in blocks if b.record.solved_at},
     }
 

@@ -17,6 +17,7 @@ from torch import nn
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.watch import Watch
 from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.comm.agreement import (
@@ -29,12 +30,7 @@ from soframe.comm.base import Backend
 from soframe.comm.stages import Seen, Stages
 from soframe.damping.policies import DampingPolicy
 from soframe.damping.saved import damping_at
-from soframe.diagnostics.measuring import Measuring
-from soframe.diagnostics.metrics import Taken
-from soframe.diagnostics.norms import measure
 from soframe.schedules import Scheduled
-from soframe.state.transfer import Watch
-from soframe.statistics.window import Statistics
 from soframe.step import magnitude
 from soframe.step.averages import observe
 from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
@@ -44,6 +40,7 @@ from soframe.step.moving import check_settings
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
+from soframe.step.statistics import Statistics
 from soframe.step.status import Poll, Settings, Status
 from soframe.step.updates import Update, commit, exchange, precondition, write
 
@@ -81,7 +78,6 @@ class Engine:
     _solves: Solves
     _lrs: LearningRates
     _loss_scale: LossScale
-    _measuring: Measuring
     _damping: DampingPolicy
     _decay: Scheduled
     _bounds: Bounds
@@ -147,6 +143,7 @@ class Engine:
             stages=self._stages,
         )
 
+    @abstractmethod
     def _note(
         self,
         gradients: Gradients,
@@ -155,19 +152,6 @@ class Engine:
         clipped: Clipped,
     ) -> None:
         """Keep the numbers of this step for `metrics`, before gradients are overwritten."""
-        norms = None
-        if self._measuring.norms and clipped.finite:
-            norms = measure(self._blocks, gradients, updates)
-        taken = Taken(
-            step=self._steps,
-            damping=settings.damping,
-            decay=settings.decay,
-            kl_clip=settings.limits.kl,
-            norm_clip=settings.limits.norm,
-            clipped=clipped,
-            norms=norms,
-        )
-        self._measuring.note(taken)
 
     # -- agreement ----------------------------------------------------------------------------
 

@@ -142,12 +142,15 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
             if worker == backend.rank:
                 parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
             parcels.append((stack, active, parcel))
-    with backend.phases("exchange"):
-        every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)
-        pending = [send(backend, bucket, "exchange") for bucket in every]
-        for one in pending:
-            one.wait()
-        _scatter(placed, of_stack)
+    if parcels:
+        with backend.phases("exchange"):
+            every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)
+            pending = [send(backend, bucket, "exchange") for bucket in every]
+            for one in pending:
+                one.wait()
+    if any(stack.like.shards for stack in of_stack):
+        with backend.phases("exchange"):
+            _scatter(placed, of_stack)
     for stack, active, parcel in parcels:
         assert parcel.tensors is not None
         for update in of_stack.get(stack, ()):

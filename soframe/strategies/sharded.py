@@ -15,7 +15,7 @@ of ``group`` ranks, deferred           T group / (P K)        T group / P
 of the owner (``group=1``)             nothing                nothing
 =====================================  =====================  ==================================
 
-Deferred and eager reduction give the same factors (`soframe.statistics.running`). Statistics of a
+Deferred and eager reduction give the same factors (`soframe.step.averages`). Statistics of a
 group are those of fewer samples: a group of m of P ranks that draw their data alike estimates the
 same factors from m/P of the batch, which averages over time make up for. With the owner's data
 alone that is DP-KFAC (Zhang et al., 2022).

@@ -271,7 +271,9 @@ def test_lost_data_are_waited_for(method: Method) -> None:
                     kept = pack_triangle(kept)
                 assert torch.equal(kept, before[factor.name]), (block.name, factor.name)
             assert block.solved
-        data = {block: copy.deepcopy(block.stack.data_of((block.member,))) for block in with_factors}
+        data = {
+            block: copy.deepcopy(block.stack.data_of((block.member,))) for block in with_factors
+        }
         old = {block: {n: t.clone() for n, t in block.running.items()} for block in with_factors}
         model.zero_grad()
         stages.loss_of(model, 4).backward()

@@ -56,14 +56,14 @@ def profiled(model: nn.Module, preconditioner: soframe.Preconditioner, rank: int
 def test_a_step_on_one_process() -> None:
     model, preconditioner = make("kfac")
     names = first(profiled(model, preconditioner))
-    # K-FAC's gradients are first asked for once factors are solved; nothing is exchanged.
+    # Nothing is exchanged.
     assert names == [
         "accumulate",
         "agree",
         "reduce",
+        "average",
         "solve",
         "share",
-        "average",
         "direct",
         "write",
     ]

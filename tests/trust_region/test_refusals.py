@@ -49,7 +49,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "damping": ((OWN, "damping", "now"), math.nan, "now of the damping is nan"),
     "groups": (("param_groups",), {}, "param_groups is no list of dicts"),
     "few params": (("param_groups", 0, "params"), [0], r"groups of \[1\] parameters"),
-    "curvature": (("curvature", "step"), "x", "step is 'x'"),
+    "curvature": (("curvature", "step"), "x", "another checksum"),
     "curvature type": (("curvature",), 5, "not the state of a soframe.Preconditioner"),
 }
 

@@ -176,11 +176,15 @@ def test_closures(case: Any, name: str) -> None:
 
 
 def test_a_model_that_returns_a_scalar() -> None:
-    class Scalar(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).square().mean()
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
 
-    net = Scalar(3, 2)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).square().mean()
+
+    net = Scalar()
     own = trust_region(net, SquaredError())
     with pytest.raises(RuntimeError, match="the model returns a scalar"):
         own.step(lambda: net(torch.ones(4, 3)))

@@ -3,7 +3,7 @@
 A window is everything since the last step. Each call adds its moments to the block's sums as soon
 as its output gradient arrives; nothing else is kept of it. At the step, every rank says how much
 its sums weigh; once the weights of all ranks are known, the sums are added up and enter the
-running average (`soframe.statistics.running`). Sums that are not finite, on any rank, are dropped
+running average (`soframe.step.averages`). Sums that are not finite, on any rank, are dropped
 on all.
 
 A rank that does not contribute to a factor only counts samples, which N is made of. So it is for
@@ -33,9 +33,9 @@ from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
-from soframe.statistics.weights import BlockWeights
 from soframe.step.averages import Contribution as Entry
 from soframe.step.averages import enter
+from soframe.step.weights import BlockWeights
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,42 @@
+"""Watches a model for parameters and modules that change."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from soframe.blocks import sharding
+
+
+class Watch:
+    """Tells whether the parameters of a model are still those that were registered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [module._parameters for module in model.modules()]
+        self._children = [module._modules for module in model.modules()]
+        self._sharded = sharding.sharded_modules(model)
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
+        parameters = self.parameters()
+        # By name, too: pruning renames a parameter, and computes the weight from it from then on.
+        trained: list[tuple[object, ...]] = [
+            (name, id(p), p.requires_grad, p.dtype, p.device)
+            for slots in self._slots
+            for name, p in slots.items()
+            if p is not None
+        ]
+        children = [id(child) for slots in self._children for child in slots.values()]
+        return trained, children, sharding.zero_count(parameters)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the known modules have now, without walking the modules."""
+        sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
+        return [p for slots in self._slots for p in slots.values() if p is not None]
+
+    def changed(self) -> bool:
+        """Return whether parameters, modules or the owner of the gradients have changed.
+
+        Parameters may be frozen, thawed, renamed, cast, moved, replaced or added, and DeepSpeed's
+        ZeRO may have taken over the gradients.
+        """
+        return self._look() != self._seen
