@@ -44,10 +44,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import soframe
-from experiments.display import aligned
-from experiments.libraries import import_kfac_pytorch
-from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
-from experiments.steps import (
+from benchmarks.timing import (
     DAMPING,
     NETWORKS,
     Contender,
@@ -62,6 +59,9 @@ from experiments.steps import (
     spread,
     table,
 )
+from experiments.display import aligned
+from experiments.libraries import import_kfac_pytorch
+from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
 
 LR = 1e-5  # so small that no method leaves what it began with
 SOLVE_EVERY = 10  # steps of GPT-2
@@ -387,7 +387,7 @@ RESNET_NAMES = {
     "soframe-kfac-eigen": "soframe, eigen",
     "soframe-shampoo": "soframe, shampoo",
 }
-"""Their names in `experiments.steps`, but for the last."""
+"""Their names in `benchmarks.timing`, but for the last."""
 
 
 def resnet50(preset: Preset, device: torch.device, kfac_path: Path | None) -> Workload:

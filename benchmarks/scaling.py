@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.timing import PHASES, Network, contender, figures, gpt, race
 from experiments.display import save
 from experiments.launch import Worker, launch
-from experiments.steps import PHASES, Network, contender, figures, gpt, race
 from soframe.strategies.placement import Placement
 
 PARTS = ("plain", *PHASES)

@@ -27,9 +27,7 @@ from typing import Any
 
 import torch
 
-from experiments.display import aligned
-from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
-from experiments.steps import (
+from benchmarks.timing import (
     INTERVALS,
     NETWORKS,
     Contender,
@@ -40,6 +38,8 @@ from experiments.steps import (
     table,
     words_of,
 )
+from experiments.display import aligned
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "resnet20": {"solver": "inverse", "channels_last": True},

@@ -126,7 +126,7 @@ def _cluttered_digits(count: int) -> Workload:
 
 
 def _problem(name: str) -> Workload:
-    make, title, batch_size = importlib.import_module("experiments.problems").PROBLEMS[name]
+    make, title, batch_size = importlib.import_module("benchmarks.problems").PROBLEMS[name]
 
     def task(seed: int, dtype: torch.dtype) -> Task:
         with models.own_randomness():
