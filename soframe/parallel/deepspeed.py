@@ -101,7 +101,6 @@ class Partitions(GradientHome):
         """Return further reasons for which it may not be served, and whether they hold."""
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
-        """See `GradientHome.groups`."""
         while optimizer is not None:
             if optimizer is self._optimizer or optimizer is self._optimizer.optimizer:
                 found: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
@@ -112,7 +111,6 @@ class Partitions(GradientHome):
         return []
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """See `GradientHome.incomplete`."""
         if not self._in_use():
             return (
                 "deepspeed.initialize was called again since this model was registered: close the "
@@ -132,7 +130,6 @@ class Partitions(GradientHome):
         )
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `GradientHome.read`."""
         place = self.places[parameter]
         entries = self._optimizer.averaged_gradients.get(place.group)
         if entries is None:
@@ -150,7 +147,6 @@ class Partitions(GradientHome):
         return part[: stop - start]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`."""
         part = self.read(parameter)
         if part is None:
             if gradient is None:
@@ -160,7 +156,6 @@ class Partitions(GradientHome):
         part.copy_(torch.zeros_like(part) if gradient is None else gradient)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
-        """See `GradientHome.shards`."""
         place = self.places[parameter]
         others = torch.distributed.get_process_group_ranks(self._process_group(place.group))
         if sorted(others) != sorted(ranks):
@@ -232,7 +227,6 @@ class Flat(Partitions):
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         place = self.places[parameter]
         start, stop = place.ranges[place.own]
         return parameter.detach().view(-1)[start:stop]
@@ -282,7 +276,6 @@ class Shared(Partitions):
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         place = self.places[parameter]
         start, stop = place.ranges[place.own]
         part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
@@ -296,7 +289,6 @@ class LeftOut(PlainGrad):
     """Parameters beside those of the ZeRO optimizer, which may not be trained."""
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
-        """See `GradientHome.shards`."""
         raise ValueError(
             "it is trained, and not in the optimizer that deepspeed.initialize was given, so "
             "nobody averages its gradient: give it to the optimizer, freeze it before "

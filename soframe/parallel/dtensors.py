@@ -61,12 +61,10 @@ class DTensorGrad(GradientHome):
     filled_by_autograd = True
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `GradientHome.read`."""
         gradient: Any = parameter.grad
         return local(gradient) if isinstance(gradient, DTensor) else gradient
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`."""
         of: Any = parameter
         if gradient is not None and not isinstance(gradient, DTensor):
             with torch.no_grad():
@@ -81,23 +79,19 @@ class DTensorGrad(GradientHome):
         parameter.grad = gradient
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         of: Any = parameter
         return local(of)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
-        """See `GradientHome.shards`."""
         of: Any = parameter
         return shards(of, ranks)
 
     def is_partial(self, parameter: nn.Parameter) -> bool:
-        """See `GradientHome.is_partial`."""
         of: Any = parameter
         gradient: Any = parameter.grad
         return isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(of.placements)
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """See `GradientHome.settle`."""
         of: Any = parameter
         gradient: Any = parameter.grad
         with torch.no_grad():

@@ -104,7 +104,6 @@ class Pipeline(Stages):
     # -- at the start -------------------------------------------------------------------------
 
     def require_backend(self, backend: Backend | None) -> None:
-        """See `Stages.require_backend`."""
         if backend is None:
             if self.backend.world_size < dist.get_world_size():
                 raise ValueError(
@@ -120,7 +119,6 @@ class Pipeline(Stages):
                 )
 
     def require_settings(self, *, probed: bool, scaled: bool) -> None:
-        """See `Stages.require_settings`."""
         if probed:
             raise ValueError(
                 "fisher='monte-carlo' and 'type-2' send vectors backward from the model's outputs "
@@ -135,7 +133,6 @@ class Pipeline(Stages):
             )
 
     def require_uncounted(self) -> None:
-        """See `Stages.require_uncounted`."""
         if self._schedule is not None:
             raise ValueError(
                 "count() says something of the next forward pass, and a schedule runs those of all "
@@ -144,7 +141,6 @@ class Pipeline(Stages):
             )
 
     def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        """See `Stages.require_served`."""
         _require_untied(model, blocks)
         if self._schedule is None:
             return
@@ -178,7 +174,6 @@ class Pipeline(Stages):
             )
 
     def say_failed(self, error: BaseException) -> None:
-        """See `Stages.say_failed`."""
         say_failed(self.backend, error)
 
     def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
@@ -197,7 +192,6 @@ class Pipeline(Stages):
         return ranks.get(self.largest(max(ranks, default=0)))
 
     def look_over(self, registration: Registration) -> None:
-        """See `Stages.look_over`."""
         mine = json.dumps([[block.name for block in registration.blocks], registration.unused])
         every = [json.loads(text) for text in gather_texts(self.backend, mine, PHASE)]
         self._names = [names for names, _ in every]
@@ -239,7 +233,6 @@ class Pipeline(Stages):
     # -- micro-batches ------------------------------------------------------------------------
 
     def part_of(self, block: Block) -> int:
-        """See `Stages.part_of`."""
         return self._parts.get(next(iter(block.parameters.values())), 0)
 
     @property
@@ -249,11 +242,9 @@ class Pipeline(Stages):
         return float(self._schedule._n_microbatches) if scales else 1.0
 
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
-        """See `Stages.scaled`."""
         return lambda: loss_scale() * self._divisor
 
     def miscounted(self, passes: float) -> Exception | None:
-        """See `Stages.miscounted`."""
         divisor = self._divisor
         if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
             return None
@@ -270,7 +261,6 @@ class Pipeline(Stages):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """See `Stages.together`."""
         try:
             yield
         except Exception as error:  # whatever it is: the other stages wait for it
@@ -307,7 +297,6 @@ class Pipeline(Stages):
         return most, None
 
     def spread(self, error: Exception | None) -> Exception | None:
-        """See `Stages.spread`."""
         texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
         if error is not None or not any(texts):
             return error
@@ -317,17 +306,14 @@ class Pipeline(Stages):
         )
 
     def require_none(self, problem: Exception | None) -> None:
-        """See `Stages.require_none`."""
         if self.any(problem is not None):
             problem = self.spread(problem)
         super().require_none(problem)
 
     def any(self, flag: bool) -> bool:
-        """See `Stages.any`."""
         return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())
 
     def largest(self, number: float) -> float:
-        """See `Stages.largest`."""
         return float(self._gather(torch.tensor([number], dtype=torch.float64, device="cpu")).max())
 
     def total(self, number: Tensor) -> Tensor:
@@ -335,7 +321,6 @@ class Pipeline(Stages):
         return self._gather(number.detach().double().reshape(1)).sum().to(number)
 
     def totals(self, numbers: Sequence[float]) -> Sequence[float]:
-        """See `Stages.totals`."""
         return add_over_ranks(self.backend, numbers)
 
     def _gather(self, numbers: Tensor) -> Tensor:
