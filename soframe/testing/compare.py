@@ -24,7 +24,7 @@ def dense_preconditioned(fisher: Tensor, gradient: Tensor, damping: float) -> Te
 
     Args:
         fisher: ``[P, P]``.
-        gradient: Any shape of P elements, read row-major (a layer matrix ``[out, in(+1)]``, say).
+        gradient: Any shape of P elements, read row-major, such as a matrix ``[out, in(+1)]``.
         damping: Added to the diagonal.
 
     Returns:

@@ -276,7 +276,7 @@ def _value(loss: Loss, output: Any, target: Any) -> Tensor:
 
 
 def _flat_gradient(scalar: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """Return d scalar / d leaves as one vector; zero for leaves that the scalar does not depend on."""
+    """Return d scalar / d leaves as one vector; zero for leaves outside the scalar's graph."""
     if not scalar.requires_grad:
         return torch.cat([torch.zeros_like(leaf).flatten() for leaf in leaves])
     gradients = torch.autograd.grad(scalar, leaves, retain_graph=True, materialize_grads=True)
