@@ -9,11 +9,11 @@ Its minimum is a quotient of means. A mean of minima, each of them a quotient, w
 batch happens to have little curvature.
 
 Steps of one length get no further than the noise of gradients allows, and a batch that can be
-fitted by itself gives a good reduction ratio at every step, even if it raises the loss on others. Both show
-on unseen batches: there the average of the iterates is compared with an earlier one, on the same
-samples, so that their noise cancels. Steps become shorter if several such differences show that the
-average got worse, or if more of them do not show that it got better, and longer again, up to the
-model's own length, if it did.
+fitted by itself gives a good reduction ratio at every step, even if it raises the loss on others.
+Both show on unseen batches: there the average of the iterates is compared with an earlier one, on
+the same samples, so that their noise cancels. Steps become shorter if several such differences show
+that the average got worse, or if more of them do not show that it got better, and longer again, up
+to the model's own length, if it did.
 """
 
 from __future__ import annotations
