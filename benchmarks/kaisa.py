@@ -226,7 +226,7 @@ def report(
 
     Args:
         names: Contenders; SGD is always one.
-        size: What is trained on.
+        size: The training data.
         lrs: Their learning rates.
         seeds: Of the runs.
         processes: How many share each batch.
@@ -319,7 +319,7 @@ def table(found: Mapping[str, Any], size: Size) -> Table:
 
 
 def figure(found: Mapping[str, Any], size: Size) -> Any:
-    """Draw what runs of each length end with, against epochs and against SGD's seconds."""
+    """Draw the final results of runs by length, against epochs and against SGD's seconds."""
     made = require("matplotlib.figure").Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = made.subplots(1, 2, sharey=True)
     for name, row in found["rows"].items():
@@ -369,7 +369,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Of figures and plots.")] = Path("runs/kaisa"),
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
-    """Train until SGD's accuracy is reached, and say in how many epochs and seconds."""
+    """Train until SGD's accuracy is reached, and print the epochs and seconds."""
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")

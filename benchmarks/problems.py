@@ -599,7 +599,7 @@ def ranking(seed: int) -> Task:
     return Task(Ranking(users, things), loss, criterion, (triples,))
 
 
-#: By name: what makes it, a few words, and the examples of a step, None for all of them.
+#: By name: its maker, a few words, and the examples of a step, None for all of them.
 PROBLEMS = {
     "logistic": (logistic, "logistic regression, raw ill-conditioned features", None),
     "narrow-tanh": (narrow_tanh, "20 narrow layers, tanh", None),

@@ -44,8 +44,8 @@ PEERS = tuple(SPACES)
 FIXED: dict[str, dict[str, Any]] = {"soap": {"betas": (0.95, 0.95)}, "muon": {"momentum": 0.95}}
 
 #: Peers with the defaults of their library: three find their rate themselves, one needs no
-#: schedule, and the last is an AdamW that nobody has tuned. Those without a schedule have the trust
-#: regions' time, the other one has that of the tuned peers.
+#: schedule, and the last is an untuned AdamW. Peers without a schedule have the trust regions'
+#: time, the other one has the tuned peers'.
 UNTUNED = ("prodigy", "prodigy-cosine", "dadapt-adam", "schedule-free", "adamw-default")
 
 

@@ -39,7 +39,7 @@ PEERS = ("sgd", "adamw", "soap", "muon", "shampoo")
 BASELINE = "adamw"  # the denominator of ratios, beside the best peer
 TUNED = tuning.FOLDER / "time-to-target.json"
 
-#: What is measured if nothing is named; the transformer is where the trust region gains nothing.
+#: The workloads by default; the transformer is where the trust region gains nothing.
 DEFAULT = ("curves", "digits-autoencoder")
 QUICK = 0.2
 THREADS = 2  # networks as small as these gain nothing from more

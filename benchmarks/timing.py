@@ -34,7 +34,7 @@ WORDS = frozenset(
         *("staggered", "staggered solves", "background", "background ready"),
     }
 )
-"""What a contender's name says after the library's, separated by commas."""
+"""The words in a contender's name after the library's, separated by commas."""
 
 Times = Mapping[str, list[list[float]]]
 """For each of `STEP_KINDS`, for each round, the seconds of the steps."""
@@ -105,7 +105,7 @@ class Contender:
         model: Its copy of the network.
         step: Takes a step.
         clock: Returns seconds, once the device has nothing more to do.
-        preconditioner: A library's preconditioner, if there is one.
+        preconditioner: A library's preconditioner, or None.
         taken: Completed steps.
         times: The seconds of the steps of each kind in each round.
     """
@@ -200,7 +200,7 @@ def contender(
         model: Its weights, which are copied.
         device: The device.
         own: The settings of ``"soframe, own"``.
-        every: Intervals of statistics and solves; None for those of `kind_of`.
+        every: Intervals of statistics and solves; None for `kind_of`'s.
         wrap: Wraps the model.
     """
     library, said = words_of(name)
