@@ -56,7 +56,7 @@ def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Gather the parts of tensors on their workers, which get ``whole`` in the dtype of travel.
 
     A collective: every rank passes the same tensors in the same order, each with its own part. If a
-    worker has the whole already, it is filled in place.
+    worker's part is the whole tensor, ``whole`` is a view of it unless the dtype differs.
     """
     for split in splits:
         if backend.rank in split.workers:

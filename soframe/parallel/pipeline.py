@@ -177,7 +177,7 @@ class Pipeline(Stages):
         say_failed(self.backend, error)
 
     def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """Raise a ValueError if settings differ, or a stage cannot start."""
+        """Return the module with the head; a ValueError if settings differ or a stage cannot start."""
         compare_settings(self.backend, _NOTHING, settings)
         # The head is a weight that is tied to an embedding, or else the last linear layer.
         if self._schedule is None:
@@ -271,7 +271,7 @@ class Pipeline(Stages):
     def put_together(
         self, seen: Seen, common: Mapping[str, object], error: Exception | None
     ) -> tuple[Seen, Exception | None]:
-        """Return a ValueError if stages differ."""
+        """Reduce the status over stages; a ValueError is returned if they differ."""
         names = [field.name for field in fields(seen)]
         mine = [*(getattr(seen, name) for name in names), *fingerprint(common)]
         rows = self._gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
@@ -317,7 +317,7 @@ class Pipeline(Stages):
         return float(self._gather(torch.tensor([number], dtype=torch.float64, device="cpu")).max())
 
     def total(self, number: Tensor) -> Tensor:
-        """Return the sum, in float64."""
+        """Return the sum over stages, computed in float64."""
         return self._gather(number.detach().double().reshape(1)).sum().to(number)
 
     def totals(self, numbers: Sequence[float]) -> Sequence[float]:

@@ -77,11 +77,11 @@ class AdaptiveDamping:
         return list(self._now)
 
     def trial(self, step: int) -> list[float]:
-        """Return the dampings to try beside the present ones, all of them different."""
+        """Return a neighbour of each damping if a trial is due, or an empty list."""
         return self._neighbours() if step >= self._due else []
 
     def retreat(self, unsolved: Sequence[bool]) -> None:
-        """Go back for groups with a factor that cannot be solved with its damping."""
+        """Raise all dampings if some factor cannot be solved with its own."""
         if any(unsolved):
             self._now = [self._within(damping * self.ratio) for damping in self._now]
             self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
