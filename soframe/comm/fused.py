@@ -97,7 +97,7 @@ class Parcel:
 def buckets(
     backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
 ) -> list[list[Parcel]]:
-    """Return this rank's parcels by buffer, sorted by source; then those that stay, one in each list.
+    """Return this rank's parcels by buffer, sorted by source; then single lists that stay.
 
     All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
     buffers, from any source.

@@ -177,7 +177,7 @@ class Pipeline(Stages):
         say_failed(self.backend, error)
 
     def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """Return the module with the head; a ValueError if settings differ or a stage cannot start."""
+        """Return the module with the head; raise if settings differ or a stage cannot start."""
         compare_settings(self.backend, _NOTHING, settings)
         # The head is a weight that is tied to an embedding, or else the last linear layer.
         if self._schedule is None:
