@@ -1,7 +1,7 @@
-"""What a solve and an application take, per solver and size, in float32.
+"""Times of a solve and of preconditioning, per solver and size, in float32.
 
-The factor is that of 2n samples, its damping a hundredth of its mean eigenvalue. A solve that is
-*again* starts from that of the factor before one further statistics step.
+The factor is made of 2n samples, its damping is a hundredth of its mean eigenvalue. A solve that is
+*again* starts from the result for the factor before one further statistics step.
 """
 
 from __future__ import annotations

@@ -3,21 +3,20 @@
     python -m benchmarks.distributed_step --kfac-path DIR       # 4 processes over Gloo
     python -m benchmarks.distributed_step --solver inverse --statistics-every 10 --json
 
-All variants live in the same processes and take turns, cycle by cycle, so that whatever else the
-machine does meets them alike. They have the same model, data, intervals, damping, decay, clip and
+All variants live in the same processes and take turns, cycle by cycle, so that other work on the
+machine meets them alike. They have the same model, data, intervals, damping, decay, clip and
 solver; soframe takes the constants of kfac-pytorch (``scaling="kaisa"``), so that both compute the
 same updates: after the first cycle the weights must agree to rounding, or the exit status is 1.
-Gradients are averaged by DistributedDataParallel, except where it says `local`: there by soframe.
+Gradients are averaged by DistributedDataParallel, in rows with `local` by soframe.
 
 - *sent*: MB (10^6 bytes) that a rank sends in a step, the mean over ranks and a cycle, counted at
-  ``torch.distributed`` for both and turned into what a ring sends: an all-reduce of n bytes over m
+  ``torch.distributed`` for both and converted to a ring's traffic: an all-reduce of n bytes over m
   ranks 2 (m - 1) / m n per rank, a reduction or a broadcast (m - 1) / m n, an all-gather (m - 1) n.
-- *all*: with DistributedDataParallel's own all-reduce of the gradients, where there is one.
+- *all*: with DistributedDataParallel's own all-reduce of the gradients, if it averages them.
 - *calls*: collectives that a rank enters in a step, without DistributedDataParallel's.
-- *memory*: MB that the library says it holds between steps (`memory_usage()`): factors and
-  second-order data. *held*: MB of all tensors that building and running it left in the process
-  besides the model and its gradients, between steps with nothing under way. Both of the rank with
-  most.
+- *memory*: MB that the library reports between steps (`memory_usage()`): factors and second-order
+  data. *held*: MB of all tensors that building and running it left in the process beside the model
+  and its gradients, between steps with nothing under way. Both of the rank with most.
 - *median*, *p99*: ms of a step (forward, backward, preconditioner, SGD) on the slowest rank.
 - *CPU*: ms of processor time per step, all threads of all ranks.
 """
@@ -48,7 +47,7 @@ from soframe.solvers import Eigen, Inverse
 
 LR = 1e-3
 LOOKS = 3
-"""Further looks at what is held."""
+"""Repetitions of counting held memory."""
 PAUSE = 0.1
 """Seconds between two of them, in which other threads run."""
 SHARED = {"damping": 0.01, "kl_clip": 1e-3, "lr": LR}
@@ -88,11 +87,11 @@ VARIANTS = (
 )
 
 
-# -- what is counted -------------------------------------------------------------------------
+# -- counting ----------------------------------------------------------------------------------
 
 
 class Wire:
-    """Counts what passes through ``torch.distributed``, whoever calls it."""
+    """Counts all calls of ``torch.distributed``."""
 
     SHARE: Mapping[str, Callable[[int], float]] = {
         "all_reduce": lambda m: 2 * (m - 1) / m,
@@ -122,7 +121,7 @@ class Wire:
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of the memory of every tensor in the process that Python knows of."""
+    """Return address -> bytes of every tensor storage that Python has in the process."""
     gc.collect()
     kinds = (Tensor, nn.Parameter)
     own = [o.untyped_storage() for o in gc.get_objects() if type(o) in kinds]
@@ -130,10 +129,10 @@ def storages() -> dict[int, int]:
 
 
 def lasting_storages() -> dict[int, int]:
-    """Address -> bytes of the memory that is there at each of some looks, as `storages`.
+    """Return address -> bytes of the storages that are in all of several counts.
 
-    A thread of Gloo lets go of the buffer of a collective after it has told that the collective is
-    complete: as late as the scheduler lets it run. Such a buffer is not held.
+    A thread of Gloo releases the buffer of a collective after it has signalled completion: as late
+    as the scheduler lets it run. Such a buffer is not held.
     """
     found = storages()
     for _ in range(LOOKS):
@@ -143,7 +142,7 @@ def lasting_storages() -> dict[int, int]:
     return found
 
 
-# -- what runs -------------------------------------------------------------------------------
+# -- variants ----------------------------------------------------------------------------------
 
 
 def make_model(width: int) -> nn.Sequential:
@@ -192,7 +191,7 @@ class Runner:
         self.variant, self.options, self.wire = variant, options, wire
         model = make_model(options.width)
         local = variant.how == "local"
-        # Built alike for all, so that nobody's buckets are another's.
+        # Build all alike, so that no variant reuses another's buckets.
         self.model: nn.Module = model if local else DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         self.preconditioner = attach(variant, self.model, options)
@@ -246,7 +245,7 @@ class Runner:
         }
 
     def measure_held(self, before: Iterable[int]) -> None:
-        self.preconditioner.memory_usage()  # resolves what kfac-pytorch holds as futures
+        self.preconditioner.memory_usage()  # resolves kfac-pytorch's futures
         self.model.zero_grad(set_to_none=False)
         parameters = [t for p in self.model.parameters() for t in (p.data, p.grad)]
         known = {*before, *(t.untyped_storage().data_ptr() for t in parameters if t is not None)}
@@ -256,7 +255,7 @@ class Runner:
 def work(
     worker: Worker, names: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """What one rank measures."""
+    """Measure on one rank."""
     if any(name.startswith(PEER) for name in names):
         import_kfac_pytorch(options.kfac_path)
     wire = Wire()
@@ -269,7 +268,7 @@ def work(
         runner = Runner(variant, options, wire)
         runner.run(1)  # warms up
         runner.measure_held(before)
-        if variant.strategy != "owner-local":  # whose statistics are those of other data
+        if variant.strategy != "owner-local":  # its statistics come from other data
             gone = runner.gone()
             reference = gone if reference is None else reference
             runner.apart = float((gone - reference).norm() / reference.norm())
@@ -284,7 +283,7 @@ def work(
 
 
 def measure(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Variant -> its figures, those of all ranks together."""
+    """Variant -> its figures, over all ranks together."""
     by_rank = launch(work, options.ranks, timeout=options.timeout)(list(names), options)
     found: dict[str, dict[str, Any]] = {}
     for variant in VARIANTS:
@@ -317,10 +316,10 @@ TIMED = ("median", "p99", "mean", "cpu")
 
 
 def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Variant of soframe -> column -> what kfac-pytorch's mode has more of.
+    """Variant of soframe -> column -> kfac-pytorch's number over it.
 
     Returns:
-        Times one needs as much; of what is timed the median over repeats, the least and the most.
+        Ratios; for times the median over repeats, the least and the most.
     """
     result: dict[str, dict[str, Any]] = {}
     for variant in VARIANTS:

@@ -1,12 +1,12 @@
-"""What each strategy sends and holds, counted by its placement: nothing is trained, nothing runs.
+"""Traffic and memory of each strategy, counted by its placement: nothing is trained, nothing runs.
 
     python -m benchmarks.distribution                     # BERT-Large and ResNet-50 on 64 ranks
     python -m benchmarks.distribution --ranks 256 --solve-every 500
     python -m benchmarks.distribution --json
 
-Bytes are those of the tensors that a rank gives to or receives from a collective, as
-`Preconditioner.traffic` counts them; memory is what is held between steps, as
-`Preconditioner.memory_usage` counts it. Float32, K-FAC, the eigen solver.
+Bytes count the tensors that a rank gives to or receives from a collective, as
+`Preconditioner.traffic` does; memory is held between steps, as `Preconditioner.memory_usage` counts
+it. Float32, K-FAC, the eigen solver.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ MODELS: dict[str, list[BlockWork]] = {"BERT-Large": bert_large(), "ResNet-50": r
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank; those of traffic a mean over steps."""
+    """Bytes of one rank; of traffic the mean over steps."""
 
-    statistics: float  # to the holders of running factors, and what is agreed
+    statistics: float  # to the holders of running factors, and agreements
     second_order: float  # to the gradient workers
     exchange: float  # preconditioned gradients
     memory: float  # between steps
-    window: float  # besides, while a backward pass gathers statistics
+    window: float  # in addition, while a backward pass gathers statistics
 
     @property
     def curvature(self) -> float:

@@ -44,7 +44,7 @@ FORMS = {"by owner": False, "fused": True}
 
 
 def exchange(own: soframe.Preconditioner) -> Callable[[], None]:
-    """What travels in a step, and nothing else of it."""
+    """The traffic of a step, without its computation."""
     owners = [place.gradient_workers[0] for place in own.placement.blocks]
     tensors = [torch.ones(tuple(work.shape)) for work in own.placement.work]
     everyone = tuple(range(own.backend.world_size))

@@ -4,9 +4,9 @@
     python -m benchmarks.factors --rounds 3 --threads 1 --networks ResNet-20 --json
 
 Inputs and output gradients are random, of each layer's shapes; nothing is trained. In every round
-each way computes each distinct layer once, one after another, so that what else the machine does
+each way computes each distinct layer once, one after another, so that other work on the machine
 meets all of them; a round's total counts a layer as often as the network has it. Ratios are taken
-round by round. Peak memory is that of a process that does nothing else.
+round by round. Peak memory is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ NETWORKS: dict[str, tuple[int, list[Layer]]] = {
     "ResNet-20": (64, resnet20()),
     "ResNet-50": (8, resnet50()),
 }
-# That of the processor leaves out what other processes take. It counts threads that wait as busy,
-# so it is for one thread.
+# The processor's clock leaves out other processes. It counts waiting threads as busy, so it is for
+# one thread.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Way = Callable[[nn.Conv2d, Tensor, Tensor], object]
 
@@ -142,7 +142,7 @@ def measure(
 def most_resident() -> int:
     """Bytes that were resident at most in this process so far."""
     status = Path("/proc/self/status")
-    if status.exists():  # what getrusage says begins, on Linux, with the parent's
+    if status.exists():  # on Linux getrusage's value begins with the parent's
         (line,) = [x for x in status.read_text().splitlines() if x.startswith("VmHWM")]
         return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

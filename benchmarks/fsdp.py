@@ -1,25 +1,25 @@
-"""What curvature adds to a model that fully_shard has sharded: memory, bytes and time per rank.
+"""The cost of curvature for a model that fully_shard has sharded: memory, bytes and time per rank.
 
     python -m benchmarks.fsdp                      # the GPT on 1, 2 and 4 processes over Gloo
     python -m benchmarks.fsdp --ranks 4 --rounds 9 --strategies sharded
 
 Every process trains copies of the byte GPT of the experiments: one with fully_shard and SGD with
 momentum alone, and one for each strategy with K-FAC before it. They take turns, step by step, so
-that whatever else the machine does meets all alike. Processes have a torch thread each.
+that other work on the machine meets all alike. Processes have a torch thread each.
 
 - *memory*: MB (10^6 bytes) between steps, of the rank with most: parameters and gradients (the
-  local parts), factors, and second-order data, as `memory_usage()` says them.
+  local parts), factors, and second-order data, by `memory_usage()`.
 - *bytes*: MB that a rank gives to others and takes from them, the mean over ranks. FSDP's own are
   computed from shapes: each parameter is gathered for the forward and for the backward pass (once
   where it stays in between, which it does for the outermost module's own), and its gradient is
-  reduced. soframe's are those that `traffic()` counts: the parts of gradients that their workers
-  lack, and the directions back, in every step; statistics, in a statistics step; second-order
-  data, in a solve step.
-- *ratio*: a step's time over that of the plain model in the same round, the median over rounds: of
-  a step without statistics, of one with, and of one that solves too; and the mean over 100 steps
-  with statistics every 10 and solves every 100, which has 90, 9 and 1 of these. The slowest rank
-  counts. *CPU at 10/100* is the same mean of processor time, over all threads of all ranks, which
-  other programs on the machine change less.
+  reduced. soframe's are counted by `traffic()`: the parts of gradients that their workers lack, and
+  the updates back, in every step; statistics, in a statistics step; second-order data, in a solve
+  step.
+- *ratio*: a step's time over the plain model's in the same round, the median over rounds: of a step
+  without statistics, of one with, and of one that solves too; and the mean over 100 steps with
+  statistics every 10 and solves every 100, which has 90, 9 and 1 of these. The slowest rank counts.
+  *CPU at 10/100* is the same mean of processor time, over all threads of all ranks, which other
+  programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STRATEGIES: dict[str, Any] = {
     "sharded": Sharded(group=None),
 }
 STEP_KINDS = {"plain": (90, 1), "statistics": (9, 2), "solve": (1, 0)}
-"""What a step does besides: how many of 100 do it, and where in a round of four one is measured."""
+"""Kinds of steps: how many of 100 are of a kind, and where in a round of four one is measured."""
 MEGA = 10**6
 
 
@@ -70,7 +70,7 @@ def held(tensors: Sequence[Tensor | None]) -> int:
 
 
 def fsdp_bytes(model: nn.Module, ranks: int) -> float:
-    """What fully_shard sends and receives in a step, for one rank in the mean."""
+    """Return fully_shard's traffic in a step, for one rank in the mean."""
     inner = {id(p) for layer in model.layers for p in layer.parameters()}  # type: ignore[union-attr]
     whole = sum(p.numel() * p.itemsize * (3 if id(p) in inner else 2) for p in model.parameters())
     return 2 * whole * (ranks - 1) / ranks

@@ -9,11 +9,11 @@ interval of its solves, between two waits for the device, so that all periodic w
 ``resnet50`` is ResNet-50 in single precision. There three kinds of steps are timed, as
 `benchmarks/steps.py` does, and the means at two settings are computed from them. Ratios are to the
 first contender of the workload in the same round; their median over rounds is printed, with the
-quartiles. Tokens and images are random and fixed by a seed, and learning rates are tiny: nothing is
-learned, only time counts.
+quartiles. Tokens and images are random and fixed by a seed, and learning rates are tiny: only time
+counts, not learning.
 
-Peak memory is what a contender adds while nobody else computes: the most that is allocated while it
-is built and warmed up, over what was allocated before.
+Peak memory is a contender's own while no other computes: the most that is allocated while it is
+built and warmed up, over the allocation before.
 
 With ``--profile`` nothing is compared: an interval of each contender that is named runs under
 torch.profiler. A contender that fails is dropped, and the exit status is then 1. Needs torch and
@@ -44,10 +44,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import soframe
-from experiments.display import aligned
-from experiments.libraries import import_kfac_pytorch
-from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
-from experiments.steps import (
+from benchmarks.timing import (
     DAMPING,
     NETWORKS,
     Contender,
@@ -62,15 +59,18 @@ from experiments.steps import (
     spread,
     table,
 )
+from experiments.display import aligned
+from experiments.libraries import import_kfac_pytorch
+from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
 
-LR = 1e-5  # so small that no method leaves what it began with
+LR = 1e-5  # so small that weights stay near their start
 SOLVE_EVERY = 10  # steps of GPT-2
 LONGEST_SIDE = 8192  # with a factor, of Shampoo by either library
 MEGABYTE = 2**20
 
 
 class Trainee(Protocol):
-    """What takes part in a workload, set up and in training."""
+    """A contender of a workload, set up and in training."""
 
     def warm_up(self) -> None:
         """Take steps that are not timed, until periodic work has been done twice."""
@@ -79,7 +79,7 @@ class Trainee(Protocol):
         """Take the steps of an interval, and note their times."""
 
     def close(self) -> None:
-        """End what it does beside its steps."""
+        """End background work."""
 
 
 class Training:
@@ -92,7 +92,7 @@ class Training:
 
     Attributes:
         ms: Of a step, in each turn.
-        host_ms: Likewise, until Python was done with it and had only to wait for the device.
+        host_ms: The part of it until Python only waits for the device.
     """
 
     def __init__(
@@ -122,13 +122,12 @@ class Training:
             optimizer.zero_grad()
 
     def warm_up(self) -> None:
-        """See `Trainee.warm_up`: an interval and one step."""
+        """Take an interval and one step."""
         for _ in range(len(self.batches) + 1):
             self.step()
         self.zero_grad()
 
     def turn(self) -> None:
-        """See `Trainee.turn`."""
         start = self.clock()
         for _ in self.batches:
             self.step()
@@ -139,7 +138,7 @@ class Training:
         self.host_ms.append(1e3 * host / len(self.batches))
 
     def close(self) -> None:
-        """See `Trainee.close`."""
+        """Do nothing: no work is in the background."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, soframe.Optimizer):
                 optimizer.close()
@@ -156,27 +155,24 @@ class Cycle:
         self.contender = contender
 
     def warm_up(self) -> None:
-        """See `Trainee.warm_up`."""
         self.contender.warm_up()
 
     def turn(self) -> None:
-        """See `Trainee.turn`."""
         self.contender.cycle()
 
     def close(self) -> None:
-        """See `Trainee.close`."""
         if isinstance(self.contender.preconditioner, soframe.Optimizer | soframe.Preconditioner):
             self.contender.preconditioner.close()
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What contenders are compared on.
+    """A training problem with its contenders.
 
     Attributes:
-        title: What its table is called.
-        contenders: Set one up each; the first is what ratios are to.
-        rows: Makes a row of each of those that took part, by its name.
+        title: The title of its table.
+        contenders: Functions that set one up each; the first is the reference of ratios.
+        rows: Makes a row of each contender that took part, by its name.
         text: Makes tables of a title and rows.
     """
 
@@ -254,7 +250,7 @@ def torch_muon(model: GPT) -> list[torch.optim.Optimizer]:
 
 
 def soframe_method(method: str, model: GPT, **settings: Any) -> list[torch.optim.Optimizer]:
-    """Return soframe's optimizer by a method; what that does not suit is its AdamW's.
+    """Return soframe's optimizer by a method, with AdamW for parameters without a block.
 
     Args:
         method: The method.
@@ -281,9 +277,9 @@ def pytorch_optimizer_soap(model: GPT) -> list[torch.optim.Optimizer]:
 
 
 def distributed_shampoo(model: GPT) -> list[torch.optim.Optimizer]:
-    """Return Meta's Shampoo for what soframe's Shampoo takes, and AdamW for the embedding.
+    """Return Meta's Shampoo for soframe's Shampoo's parameters, and AdamW for the embedding.
 
-    The work is that of soframe's: no momentum, no grafting, matrices whole.
+    The work equals soframe's: no momentum, no grafting, matrices whole.
     """
     peer = importlib.import_module("distributed_shampoo")
     short = [p for p in model.parameters() if max(p.shape) <= LONGEST_SIDE]
@@ -387,7 +383,7 @@ RESNET_NAMES = {
     "soframe-kfac-eigen": "soframe, eigen",
     "soframe-shampoo": "soframe, shampoo",
 }
-"""Their names in `experiments.steps`, but for the last."""
+"""Their names in `benchmarks.timing`, but for the last."""
 
 
 def resnet50(preset: Preset, device: torch.device, kfac_path: Path | None) -> Workload:
@@ -467,15 +463,15 @@ KNOWN = {"gpt2": list(GPT2_CONTENDERS), "resnet50": list(RESNET_NAMES)}
 
 @dataclass
 class Outcome:
-    """What is found on a workload, and said of it in the file.
+    """The results on a workload, as the file contains them.
 
     Attributes:
         workload: The workload.
         device: The device.
         errors: The error of each contender that failed.
-        trained: Those that take part, by name.
+        trained: The contenders that take part, by name.
         memory: Of each of them, in MB.
-        profiles: What the profiler found, by name.
+        profiles: The profiler's results, by name.
         rounds: That all have taken.
     """
 
@@ -488,14 +484,14 @@ class Outcome:
     rounds: int = 0
 
     def attempt(self, name: str, action: Callable[[], None]) -> bool:
-        """Do something of a contender, and drop the contender where it fails.
+        """Run an action of a contender, and drop the contender if it fails.
 
         Args:
             name: The contender's.
-            action: What is done.
+            action: The action.
 
         Returns:
-            Whether it was done.
+            Whether it succeeded.
         """
         try:
             action()
@@ -510,7 +506,7 @@ class Outcome:
         return False
 
     def free(self) -> None:
-        """Give back the memory of what is no more."""
+        """Free the memory of dropped contenders."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -545,8 +541,8 @@ class Outcome:
 
         Args:
             seconds: For all of them together, once they are warm.
-            least: Rounds, whatever the seconds.
-            save: Writes down what there is, after each round.
+            least: The fewest rounds.
+            save: Writes the results so far, after each round.
         """
         end = time.perf_counter() + seconds
         while self.trained and (self.rounds < least or time.perf_counter() < end):
@@ -604,12 +600,12 @@ class Outcome:
         sys.stdout.flush()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of what was timed."""
+        """Return the rows of timed contenders."""
         timed = self.trained if self.rounds else {}
         return [row | self.memory.get(row["name"], {}) for row in self.workload.rows(timed)]
 
     def written(self) -> dict[str, Any]:
-        """Return what the file says."""
+        """Return the content of the file."""
         found: dict[str, Any] = {"title": self.workload.title, "rounds": self.rounds}
         found |= {"reference": next(iter(self.workload.contenders)), "rows": self.rows()}
         return found | {"profiles": self.profiles, "errors": self.errors}
@@ -623,12 +619,12 @@ class Outcome:
 
 
 def say(text: str) -> None:
-    """Say how far it is, where results are not."""
+    """Print progress on the error output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def missing() -> dict[str, str]:
-    """Return those that cannot take part, and what is not there."""
+    """Return contenders that cannot take part, with the missing library."""
     absent = {}
     if not hasattr(torch.optim, "Muon"):
         absent["torch-muon"] = "torch.optim.Muon"
@@ -644,7 +640,7 @@ def missing() -> dict[str, str]:
 
 
 def settings_of(device: torch.device) -> dict[str, Any]:
-    """Return what results depend on, besides the code."""
+    """Return the settings that results depend on."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
     return {
@@ -670,12 +666,12 @@ def run(
 
     Args:
         workload: The workload.
-        names: Of those that take part, in order.
+        names: The contenders that take part, in order.
         options: The command's.
-        save: Writes down what there is.
+        save: Writes the results so far.
 
     Returns:
-        What came of it.
+        The results.
     """
     outcome = Outcome(workload, torch.device(options.device))
     if options.profile:

@@ -47,7 +47,7 @@ SGD = "SGD"
 TUNED = FOLDER / "learning-rates" / "cluttered-digits.json"
 WEIGHT_DECAY = 5e-4
 AUXILIARY_LR = 0.008
-PERIOD, TURN = 100, 10  # steps: of the rarest thing that anyone does, and of a turn
+PERIOD, TURN = 100, 10  # steps: of the longest interval, and of a turn
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Contender:
 
     Attributes:
         optimizer: See `RunConfig`.
-        lrs: What tuning tries: as many for each.
+        lrs: The learning rates of tuning: as many for each.
         weight_decay: Added to the gradient by SGD, decoupled elsewhere.
         preconditioner: Arguments of the preconditioner.
         options: Arguments of the optimizer.
@@ -102,7 +102,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained on, and for how long.
+    """The training data, and the length of training.
 
     Attributes:
         images: Training images.
@@ -124,7 +124,7 @@ class Size:
 
     @property
     def key(self) -> str:
-        """What tuned learning rates are kept under."""
+        """The key of tuned learning rates."""
         return f"{self.images} images, batch {self.batch}, {self.epochs:g} epochs"
 
     @property
@@ -143,7 +143,7 @@ def configuration(name: str, lr: float, size: Size, part: float, seed: int) -> R
     Args:
         name: Of the contender.
         lr: Its learning rate at the first step.
-        size: What is trained on.
+        size: The training data.
         part: Of SGD's epochs.
         seed: Of weights and of the order of images.
 
@@ -196,7 +196,7 @@ class Machinery:
 
 
 def tell(record: RunRecord) -> None:
-    """Say on the error output what was trained."""
+    """Print a trained run on the error output."""
     config, last = record.config, record.last
     said = f"{config.label}, lr {config.lr:g}, {last.step} steps, seed {config.seed}"
     print(
@@ -226,7 +226,7 @@ def report(
 
     Args:
         names: Contenders; SGD is always one.
-        size: What is trained on.
+        size: The training data.
         lrs: Their learning rates.
         seeds: Of the runs.
         processes: How many share each batch.
@@ -319,7 +319,7 @@ def table(found: Mapping[str, Any], size: Size) -> Table:
 
 
 def figure(found: Mapping[str, Any], size: Size) -> Any:
-    """Draw what runs of each length end with, against epochs and against SGD's seconds."""
+    """Draw the final results of runs by length, against epochs and against SGD's seconds."""
     made = require("matplotlib.figure").Figure(figsize=(9.0, 3.6), layout="constrained")
     left, right = made.subplots(1, 2, sharey=True)
     for name, row in found["rows"].items():
@@ -369,7 +369,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Of figures and plots.")] = Path("runs/kaisa"),
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
-    """Train until SGD's accuracy is reached, and say in how many epochs and seconds."""
+    """Train until SGD's accuracy is reached, and print the epochs and seconds."""
     names = [name.strip() for name in only.split(";")] if only else list(CONTENDERS)
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise typer.BadParameter(f"no contender {unknown[0]!r}; there are: {'; '.join(CONTENDERS)}")

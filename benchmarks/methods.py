@@ -1,7 +1,7 @@
-"""Methods on the byte-level GPT: steps and seconds to the loss that tuned Muon ends with.
+"""Methods on the byte-level GPT: steps and seconds to tuned Muon's final loss.
 
     python -m benchmarks.methods                     # report: stored settings, seeds 0, 1, 2
-    python -m benchmarks.methods --tune              # first tune what is not tuned yet, all alike
+    python -m benchmarks.methods --tune              # first tune all untuned ones, all alike
     python -m benchmarks.methods --only "muon; soap-muon" --seeds 0
 
 Orthogonal methods train the matrices within the model; AdamW, of one learning rate for all, trains
@@ -11,15 +11,15 @@ method as many learning rates to try, on a seed of its own. The report trains Mu
 ``--reference``, for `STEPS` steps; the target is the mean of its last held-out losses over the
 seeds. The others train for other numbers of steps, each time with a line of that length, as many of
 `LENGTHS` as it takes to have the target between two; the steps to the target are read off between
-these, from means over the seeds. Seconds are these steps times those of a step; steps are timed in
-one process of one thread, where the contenders take turns, in seconds of the processor, which on an
-idle machine are those of the clock.
+these, from means over the seeds. Seconds are these steps times the seconds of a step; steps are
+timed in one process of one thread, where the contenders take turns, in seconds of the processor,
+which on an idle machine equal the clock's.
 
 Every run that ends is kept in ``--runs``, under all of its settings, and is not repeated: a report
 that was interrupted goes on where it was. Delete that folder once code has changed. ``--trials``
-ranks what tuning has found, and trains nothing. ``--after 100`` compares losses after so many steps
+ranks the trials of tuning, and trains nothing. ``--after 100`` compares losses after so many steps
 at the best learning rate that has been tried so far, or ``--lr``, and looks for no target.
-``--apart 40`` says how far apart contenders are after so many steps of the same run:
+``--apart 40`` measures how far apart contenders are after so many steps of the same run:
 implementations of one method.
 """
 
@@ -69,7 +69,7 @@ class Contender:
         options: Arguments of the optimizer.
         betas: Of optimizers that are no methods.
         modules: See `RunConfig`.
-        lrs: What tuning tries.
+        lrs: The learning rates of tuning.
         rate_of: The contender whose tuned learning rate it has, where it is another implementation
             of the same steps; it is not tuned by itself then.
     """
@@ -120,7 +120,7 @@ _LIGHT: Mapping[str, Any] = {"statistics_every": 2, "solve_every": 20, **_APART}
 """Half of the statistics and of the bases; three Newton-Schulz iterations go with it, of five."""
 _MOMENTA_OF_MUON = {0.9: (0.02, 0.03, 0.04), 0.85: (0.03, 0.04, 0.06), 0.8: (0.04, 0.06)}
 _MOMENTA = {0.9: (0.03, 0.04, 0.06), 0.85: (0.04, 0.06, 0.08), 0.8: (0.04, 0.06, 0.08)}
-"""Momenta besides the usual 0.95, and the learning rates that are tried with each."""
+"""Momenta other than the usual 0.95, and the learning rates that are tried with each."""
 _SOAP = (0.001, 0.002, 0.004, 0.008)
 _ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 _AVERAGED: Mapping[str, Any] = {"momentum": {"beta": 0.95}}
@@ -185,7 +185,7 @@ CONTENDERS: Mapping[str, Contender] = {
     "kl-soap": Contender("soframe:kl-soap", options=every(10), modules=WITHIN, lrs=_SOAP),
     "newton-muon": Contender("soframe:newton-muon", options=every(10)),
     "kfac-muon": Contender("soframe:kfac-muon", options=_CALLS),
-    # What has no length of its own is given Adam's.
+    # Updates without a length of their own get Adam's.
     "kfac, at Adam's length": Contender(
         "soframe:kfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
     ),
@@ -199,7 +199,7 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
     ),
     "adamw, all parameters": Contender("adamw", lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
-    # All of its defaults: there is nothing to tune.
+    # All of its defaults, so nothing to tune.
     "stochastic trust region, all parameters": Contender("stochastic-trust-region", lrs=(0.7,)),
 }
 
@@ -224,7 +224,7 @@ class Runs:
 
 
 def tell(record: RunRecord) -> None:
-    """Say on the error output what was trained."""
+    """Print a trained run on the error output."""
     config = record.config
     said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
     print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)
@@ -368,7 +368,7 @@ def best_so_far(name: str) -> float:
         name: The contender.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If none has been tried.
     """
     of = CONTENDERS[name].rate_of or name
     tried = TUNED.scores(f"{STEPS} steps").get(of)
@@ -386,8 +386,8 @@ def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float,
         seed: Of their runs.
 
     Returns:
-        For each how far its weights are from those of the first, over how far these have moved, and
-        its held-out loss.
+        For each the distance of its weights from the first's, over the distance that these have
+        moved, and its held-out loss.
     """
     lr = best_so_far(names[0])
     ends = {}
@@ -437,7 +437,7 @@ def losses_after(
 
 
 def trials_table() -> Table:
-    """Return what tuning has found as a table, the least loss first."""
+    """Return the trials of tuning as a table, the least loss first."""
     result = Table(title=f"Byte-level GPT, held-out losses of tuning after {STEPS} steps")
     for header in ("place", "method", "lr", "loss", "lr: loss of the others"):
         result.add_column(header, justify="left" if header == "method" else "right")
@@ -506,7 +506,7 @@ def main(
     figure: Annotated[Path | None, typer.Option("--plot", help="A figure to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
-    """Train until the reference's loss is reached, and say in how many steps and seconds."""
+    """Train until the reference's loss is reached, and print the steps and seconds."""
     screen = console()
     screen.width = max(screen.width, 120)
     if trials:

@@ -3,23 +3,22 @@
     python -m benchmarks.muon_over_ranks --processes 2 --dion-path DIR
     python -m benchmarks.muon_over_ranks --processes 4 --json
 
-All contenders live in the same processes and take turns, so that whatever else the machine does
-meets them alike. Each trains a byte-level GPT over Gloo: the matrices within the model by Muon of
-five Newton-Schulz steps, embeddings, vectors and the head by AdamW. Gradients are averaged by
-DistributedDataParallel, except where it says `local`: there by soframe, those of a matrix on its
-gradient worker alone.
+All contenders live in the same processes and take turns, so that other work on the machine meets
+them alike. Each trains a byte-level GPT over Gloo: the matrices within the model by Muon of five
+Newton-Schulz steps, embeddings, vectors and the head by AdamW. Gradients are averaged by
+DistributedDataParallel; in rows with `local` by soframe, a matrix's on its gradient worker alone.
 
 - *sent*: MB (10^6 bytes) that a rank writes in a step, the mean over ranks, as the system counts
-  them: gradients, updates and whatever else the library sends, through any interface.
+  them: gradients, updates and all other traffic of the library, through any interface.
 - *ms*: median of a step (forward, backward, optimizer) on the slowest rank; *of the least*: over
-  that of the fastest contender, cycle by cycle, the median.
+  the fastest contender's, cycle by cycle, the median.
 - *CPU*: ms of processor time per step, of all threads of all ranks.
 - *made*: matrices that a rank makes orthogonal in a step, the mean over ranks: ``1 / ranks`` of
-  them where a contender is known to make each once for all ranks, else all. It is not counted.
+  them if a contender is documented to make each once for all ranks, else all. It is not counted.
 
-``--dion-path`` names a folder with the package `dion` (https://github.com/microsoft/dion), which
-is on no package index; without it that contender is left out. Its functions are compiled; here
-they run as they are written, since what a compiler saves is the same for every contender.
+``--dion-path`` names a folder with the package `dion` (https://github.com/microsoft/dion), which is
+on no package index; without it that contender is left out. Its functions are compiled; here they
+run as they are written, since compilation saves the same for every contender.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ CONTENDERS = {
 
 @dataclass
 class Measured:
-    """What was measured of a contender on a rank.
+    """The measurements of a contender on a rank.
 
     Attributes:
         seconds: Of each step.
@@ -205,16 +204,16 @@ def written() -> int:
 def one_rank(
     worker: Worker, names: Sequence[str], cycles: int, dion: str | None
 ) -> dict[str, Measured]:
-    """Let contenders take turns.
+    """Let contenders take turns, and return their measurements.
 
     Args:
         worker: This rank.
         names: The contenders.
-        cycles: How many turns each has, besides one that warms up.
-        dion: Where dion is.
+        cycles: The number of turns of each, after one that warms up.
+        dion: The folder of dion.
 
     Returns:
-        What was measured.
+        The measurements by contender.
     """
     if dion is not None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -255,7 +254,7 @@ def rows(
     """Return the table.
 
     Args:
-        ranks: What each rank measured.
+        ranks: Each rank's measurements.
         names: The contenders.
 
     Returns:

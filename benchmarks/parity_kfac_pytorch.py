@@ -4,8 +4,8 @@
 
 Both start from the same weights and see the same batches, in float64, for a few steps of SGD; with
 ``scaling="kaisa"`` every factor and every preconditioned gradient must agree to rounding. The exit
-status is 1 where they do not, 2 where kfac-pytorch cannot be imported. ``--store`` writes down what
-kfac-pytorch computed, for the tests (`tests/parity`), which run without it.
+status is 1 if they do not, 2 if kfac-pytorch cannot be imported. ``--store`` writes kfac-pytorch's
+results for the tests (`tests/parity`), which run without it.
 
 All numbers come from numpy's legacy generator, whose stream never changes.
 """
@@ -115,7 +115,7 @@ def train(
 
     Args:
         case: The case.
-        attach: Attaches a preconditioner and returns its step and what reads its factors.
+        attach: Attaches a preconditioner and returns its step and a reader of its factors.
 
     Returns:
         For every step, tensors by name.
@@ -201,12 +201,12 @@ def attach_kfac_pytorch(
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference over that of the second."""
+    """Return the norm of the difference over the second tensor's."""
     return float((one - other).norm() / other.norm())
 
 
 class DoubleTorch:
-    """torch, except that what asks for float32 gets float64."""
+    """torch with float64 in place of float32."""
 
     float32 = torch.float64
 
@@ -215,7 +215,7 @@ class DoubleTorch:
 
 
 def import_double_kfac(path: Path | None) -> None:
-    """Import kfac-pytorch; it decomposes in float32 whatever it is asked for: not here.
+    """Import kfac-pytorch with decompositions in float64: its own are always in float32.
 
     Args:
         path: A folder to look in first.

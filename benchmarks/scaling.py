@@ -4,10 +4,10 @@
     python -m benchmarks.scaling --axes width ranks --rounds 5 --json
 
 A byte-level GPT (width 128, 2 layers, 8 x 64 tokens on every rank) is timed as in
-`benchmarks/steps.py`; along each axis one of its numbers changes. What applying, factors and solves
-add to a step of SGD is set against the multiply-adds that they take by count. Ranks are processes
-over Gloo on this machine, with DistributedDataParallel and the batch of a rank unchanged: more of
-them than cores share the cores.
+`benchmarks/steps.py`; along each axis one of its numbers changes. The times that preconditioning,
+factors and solves add to a step of SGD are plotted against their multiply-adds by count. Ranks are
+processes over Gloo on this machine, with DistributedDataParallel and the batch of a rank unchanged:
+more of them than cores share the cores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.timing import PHASES, Network, contender, figures, gpt, race
 from experiments.display import save
 from experiments.launch import Worker, launch
-from experiments.steps import PHASES, Network, contender, figures, gpt, race
 from soframe.strategies.placement import Placement
 
 PARTS = ("plain", *PHASES)
@@ -61,14 +61,14 @@ BASE = Point()
 
 
 def operations(placement: Placement, rows: int, attention: float = 0.0) -> dict[str, float]:
-    """Count what a step takes on the rank that has most to do.
+    """Count the operations of a step on the rank with the most.
 
     Every layer sees the same number of rows, as in a transformer.
 
     Returns:
         ``"plain"``: forward and backward pass, three products for each layer. ``"apply"``: a
-        product with the inverse of each factor. ``"factors"``: one triangle for each factor.
-        ``"solve"``: a Cholesky factorisation, n^3 / 6, and the inverse from it, n^3 / 3.
+            product with the inverse of each factor. ``"factors"``: one triangle for each factor.
+            ``"solve"``: a Cholesky factorisation, n^3 / 6, and the inverse from it, n^3 / 3.
     """
     plain = 3 * attention
     parts = {part: [0.0] * placement.world_size for part in PHASES}
@@ -85,7 +85,7 @@ def operations(placement: Placement, rows: int, attention: float = 0.0) -> dict[
 
 
 def measure(worker: Worker, point: Point, strategy: str, rounds: int) -> dict[str, Any]:
-    """What one rank measures at one point: ms of every part, and its multiply-adds."""
+    """Measure one point on one rank: ms of every part, and its multiply-adds."""
     warnings.filterwarnings("ignore", category=UserWarning)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model  # noqa: E731
     if worker.world_size > 1:

@@ -1,15 +1,14 @@
-"""What a step costs besides arithmetic: steps of a model so narrow that little else is left.
+"""The overhead of a step: steps of a model so narrow that arithmetic hardly counts.
 
     python -m benchmarks.small_steps
     python -m benchmarks.small_steps --kfac-path kfac-pytorch --json
     python -m benchmarks.small_steps --width 0            # CURVES itself, 2000 rows
     python -m benchmarks.small_steps --profile "trust region"
 
-An autoencoder of eight layers, as deep as that of CURVES. Every contender trains its own copy and
-all take turns of 30 steps. A step is counted in milliseconds (the median of turns), in operators
-that torch dispatches and in calls of functions, of Python and of C; the last two do not depend on
-how fast a machine is. ``--profile`` lists the functions in which a contender's steps spend their
-time.
+An autoencoder of eight layers, as deep as CURVES's. Every contender trains its own copy and all
+take turns of 30 steps. A step is counted in milliseconds (the median of turns), in operators that
+torch dispatches and in calls of functions, of Python and of C; the last two do not depend on how
+fast a machine is. ``--profile`` lists the functions in which a contender's steps spend their time.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ def operators(step: Step, steps: int = TURN) -> float:
 
 
 def calls(step: Step, steps: int = TURN) -> float:
-    """Return how many functions a step calls, those written in C among them.
+    """Return the number of functions that a step calls, including C functions.
 
-    What ran in this process before is no part of a step: its garbage, whose finalizers would be
-    counted, is collected first, and nothing is collected meanwhile.
+    Garbage from before the step, whose finalizers would be counted, is collected first; garbage
+    collection is off meanwhile.
     """
     found = 0
 
@@ -117,12 +116,12 @@ def problem(width: int, layers: int = 8, rows: int = 64) -> tuple[nn.Module, Ten
 
 
 def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> dict[str, Step]:
-    """Return the steps of those who take part; the first only runs forward and backward.
+    """Return the steps of all contenders; the first only runs forward and backward.
 
     Args:
-        model: Of which each has a copy.
+        model: Each contender trains a copy.
         x: Inputs and targets.
-        kfac_path: A folder with kfac-pytorch, else it is looked for among what is installed.
+        kfac_path: A folder with kfac-pytorch; None for the installed one.
     """
     found: dict[str, Step] = {"forward and backward": _first_order(model, x, lambda m: None)}
     found["SGD"] = _first_order(

@@ -5,11 +5,11 @@
 
 Every contender trains its own copy of the network on the same batch, and all take turns. Three
 kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
-one that also solves. What a setting costs is their mean over an interval: at statistics every F and
-solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are to
-SGD at the same places of the same round; their median over rounds is printed, with the quartiles.
-With ``--whole`` every contender takes all steps of an interval of 100 instead, one after the other:
-what the mean and the slowest steps are, and what staggering and solving in the background change.
+one that also solves. The cost of a setting is their mean over an interval: at statistics every F
+and solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1 solve``. Ratios are
+to SGD at the same places of the same round; their median over rounds is printed, with the
+quartiles. With ``--whole`` every contender takes all steps of an interval of 100 instead, one after
+the other, for the mean and the slowest steps, with and without staggered and background solves.
 Needs torch and the repository only; kfac-pytorch if it is found.
 """
 
@@ -27,9 +27,7 @@ from typing import Any
 
 import torch
 
-from experiments.display import aligned
-from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
-from experiments.steps import (
+from benchmarks.timing import (
     INTERVALS,
     NETWORKS,
     Contender,
@@ -40,6 +38,8 @@ from experiments.steps import (
     table,
     words_of,
 )
+from experiments.display import aligned
+from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "resnet20": {"solver": "inverse", "channels_last": True},
@@ -55,8 +55,8 @@ USUAL = tuple(name for name in NETWORKS if name != "resnet18")  # whose steps ta
 def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
     """Take all steps of an interval, in turns, and return a row for each contender.
 
-    Those that solve in the background take theirs in a row, after the others: what they have under
-    way would slow the others down, and be done while they wait for their turns.
+    Contenders with background solves take their steps in a row, after the others: their threads
+    would slow the others down, and finish while they wait for their turns.
 
     Args:
         contenders: SGD first.

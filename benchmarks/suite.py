@@ -1,14 +1,14 @@
-"""The trust regions on problems that nobody tuned them to, against tuned AdamW, SOAP and Muon.
+"""The untuned trust regions on many problems, against tuned AdamW, SOAP and Muon.
 
     python -m benchmarks.suite                        # everything that is not in `--output` yet
     python -m benchmarks.suite pinn vae --fresh       # those two anew
-    python -m benchmarks.suite --unseen               # those that are kept for the end, too
+    python -m benchmarks.suite --unseen               # also the problems kept for the end
     python -m benchmarks.suite pinn --tune            # tune the peers there anew
 
-The target is the loss that tuned AdamW ends with, on each seed; a ratio says how many times AdamW's
-own time to it an optimizer took. Time is processor time of the steps, so that a busy machine slows
-nobody. AdamW's trial with the lowest loss is its setting, and that loss the target of the other
-peers' trials, which are stored in `experiments/tuned/suite.json`.
+The target is tuned AdamW's final loss, on each seed; a ratio is an optimizer's time to it over
+AdamW's own. Time is processor time of the steps, so that other work on the machine does not count.
+AdamW's trial with the lowest loss is its setting, and that loss the target of the other peers'
+trials, which are stored in `experiments/tuned/suite.json`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.problems import PROBLEMS, UNSEEN
 from experiments import display, tuning
 from experiments.config import TRUST_REGIONS, RunConfig
-from experiments.problems import PROBLEMS, UNSEEN
 from experiments.records import RunRecord, jsonable
 from experiments.runs import digest, kept, race
 from experiments.train import ALONE, Run
@@ -44,8 +44,8 @@ PEERS = tuple(SPACES)
 FIXED: dict[str, dict[str, Any]] = {"soap": {"betas": (0.95, 0.95)}, "muon": {"momentum": 0.95}}
 
 #: Peers with the defaults of their library: three find their rate themselves, one needs no
-#: schedule, and the last is an AdamW that nobody has tuned. Those without a schedule have the trust
-#: regions' time, the other one has that of the tuned peers.
+#: schedule, and the last is an untuned AdamW. Peers without a schedule have the trust regions'
+#: time, the other one has the tuned peers'.
 UNTUNED = ("prodigy", "prodigy-cosine", "dadapt-adam", "schedule-free", "adamw-default")
 
 
@@ -103,10 +103,10 @@ def tune(problem: str, seconds: float, trials: int, path: Path = TUNED) -> None:
 
 
 def resolved(loss: float) -> float:
-    """Return a loss, or what single precision tells from zero where that is more.
+    """Return a loss, or the resolution of single precision if that is larger.
 
-    Of classes that are far apart every loss of a sample rounds to zero: a mean of zero says no more
-    than that it is below the rounding of one.
+    For well separated classes every sample's loss rounds to zero: a mean of zero is only below one
+    sample's rounding.
     """
     return max(loss, torch.finfo(torch.float32).eps) if loss >= 0 else loss
 
@@ -131,13 +131,13 @@ class Row:
     """One optimizer on one problem, over seeds.
 
     Attributes:
-        problem: Which.
-        optimizer: Which.
-        ratios: Of each seed the time to the target over AdamW's own; None if it never was there.
-        steps: Likewise, steps.
-        lowest: Of each seed the lowest loss.
-        targets: Of each seed AdamW's lowest loss, see `resolved`.
-        error: Why it did not run, if so.
+        problem: Its name.
+        optimizer: Its name.
+        ratios: For each seed the time to the target over AdamW's own; None if it was not reached.
+        steps: The same ratios, in steps.
+        lowest: For each seed the lowest loss.
+        targets: For each seed AdamW's lowest loss, see `resolved`.
+        error: The reason why it did not run, or None.
     """
 
     problem: str
@@ -161,7 +161,7 @@ def measure(
     configure: Callable[[str, str, int], RunConfig],
     folder: Path,
 ) -> list[Row]:
-    """Run what is missing, the optimizers of a seed in turns, and return a row for each.
+    """Train missing runs, the optimizers of a seed in turns, and return a row for each.
 
     `configure` returns the run of a problem, an optimizer and a seed.
     """
@@ -212,7 +212,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The folder of runs.")] = Path("runs/suite"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run what is missing, and print how everybody fared."""
+    """Train missing runs, and print the comparison."""
     names = optimizers.split(",")
     if unknown := set(names) - {*TRUST_REGIONS, *PEERS, *UNTUNED}:
         raise typer.BadParameter(f"no optimizer {min(unknown)!r} here")

@@ -4,20 +4,19 @@
     sudo python -m benchmarks.thin_wire --gbit 1 --ranks 2 --json
 
 Each rank runs in a network namespace of its own, whose only link (a veth pair with a token bucket
-at both ends) leads to a bridge in another namespace. Nothing of the host's network is touched, and
-deleting the namespaces removes everything. It needs root, `ip` and `tc`, and says so where it
-lacks them.
+at both ends) leads to a bridge in another namespace. The host's network is not touched, and
+deleting the namespaces removes everything. It needs root, `ip` and `tc`, and fails with a message
+without them.
 
-It says on the error output what it has measured, and shows the rates that are complete if it is
-interrupted.
+Measurements are printed on the error output; if it is interrupted it shows the complete rates.
 
-A step is forward, backward with DistributedDataParallel, the preconditioner and SGD. Where it says
-`local`, there is no DistributedDataParallel, and the preconditioner averages gradients. `median` is
-that of a step that takes statistics and does not solve; `mean` is over whole cycles, solves
-included. Where every step takes statistics, all steps of a cycle but the first and the last are
-alike: `--between` says how many are run between two solves, and the others count like these. Bytes
-are those of one rank in one step, a mean over cycles: `curvature` those that soframe's collectives
-carry, `sent` what really left the rank's link, gradients and TCP included.
+A step is forward, backward with DistributedDataParallel, the preconditioner and SGD. In rows with
+`local` the preconditioner averages gradients instead of DistributedDataParallel. `median` is over
+steps that take statistics and do not solve; `mean` is over whole cycles, solves included. If every
+step takes statistics, all steps of a cycle but the first and the last are alike: `--between` is the
+number of them that run between two solves, and the others count like these. Bytes are one rank's in
+one step, a mean over cycles: `curvature` in soframe's collectives, `sent` all bytes that left the
+rank's link, gradients and TCP included.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run it; None if it can."""
+    """Return the reason why this machine cannot run it; None if it can."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux's network namespaces"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -104,7 +103,7 @@ def remove_leftovers() -> None:
 
 @contextmanager
 def network(ranks: int, gbit: float) -> Iterator[list[str]]:
-    """Namespaces, one per rank, with addresses 10.77.0.1 and up; removed whatever happens."""
+    """Namespaces, one per rank, with addresses 10.77.0.1 and up; always removed at the end."""
     name = f"wire{os.getpid()}"
     switch, hosts = f"{name}-switch", [f"{name}-{rank}" for rank in range(ranks)]
     try:
@@ -131,7 +130,7 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
 def run_on(
     hosts: Sequence[str], options: argparse.Namespace, tell: Callable[[str, dict[str, float]], None]
 ) -> dict[str, Any]:
-    """Run the workers, one per namespace; return what the first one found, and tell it before."""
+    """Run the workers, one per namespace; report the first one's results, and return them."""
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:
         answer = Path(folder) / "answer.json"
@@ -174,7 +173,7 @@ def run_on(
 
 
 def read(answer: Path) -> dict[str, Any]:
-    """What the first worker has measured so far."""
+    """Return the first worker's measurements so far."""
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     return found
 
@@ -269,10 +268,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def over_cycles(rows: Sequence[Sequence[float]], interval: int, left_out: int) -> list[float]:
-    """The mean of each column over whole cycles, of which some steps were not run.
+    """Return the mean of each column over whole cycles, in which some steps were left out.
 
-    What a step still has under way travels in the next one. So those left out are like the others
-    between solves but the first, before which nothing is.
+    A transfer still under way at the end of a step counts in the next one. So steps left out are
+    like the others between solves but the first, which has none before it.
     """
     means = []
     for column in zip(*rows, strict=True):
@@ -342,7 +341,7 @@ def main() -> int:
     if reason := why_not():
         print(f"thin_wire: skipped, {reason}", file=sys.stderr)
         return 0
-    # So that what is asked to end cleans up.
+    # So that a terminated process cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ignored where started with "&"
     remove_leftovers()
@@ -352,7 +351,7 @@ def main() -> int:
             tell = functools.partial(say, f"{gbit:g} Gbit/s")
             with network(options.ranks, gbit) as hosts:
                 found[f"{gbit:g}"] = run_on(hosts, options, tell)
-    finally:  # also of a run that is ended: what is complete is not lost
+    finally:  # also of a terminated run: complete measurements are not lost
         if options.json:
             print(json.dumps(found, indent=2))
         elif found:

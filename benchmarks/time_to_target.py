@@ -36,10 +36,10 @@ from experiments.workloads import workload
 
 TRUST_REGION = "trust-region"
 PEERS = ("sgd", "adamw", "soap", "muon", "shampoo")
-BASELINE = "adamw"  # what ratios refer to, besides the best peer
+BASELINE = "adamw"  # the denominator of ratios, beside the best peer
 TUNED = tuning.FOLDER / "time-to-target.json"
 
-#: What is measured if nothing is named; the transformer is where the trust region gains nothing.
+#: The workloads by default; the transformer is where the trust region gains nothing.
 DEFAULT = ("curves", "digits-autoencoder")
 QUICK = 0.2
 THREADS = 2  # networks as small as these gain nothing from more
@@ -52,9 +52,10 @@ class Benchmark:
     Attributes:
         targets: Losses to reach, descending.
         seconds: Of training, for each reported run.
-        tuning_seconds: Likewise, for a trial.
+        tuning_seconds: Of training, for each trial.
         evaluate_every: Steps between evaluations of the peers.
-        trust_region_evaluate_every: Likewise of the trust region, whose steps are longer.
+        trust_region_evaluate_every: Steps between evaluations of the trust region, which are
+            longer.
         weight_decay: Choices of tuning: where the loss is one on held-out data, weights may decay.
     """
 
@@ -80,7 +81,7 @@ def configuration(
 ) -> RunConfig:
     """Return a reported run: of the settings that tuning chose, or of the trust region's defaults.
 
-    With a target the settings are those of the trial that was there first, and the run ends there.
+    With a target it has the settings of the trial that was there first, and ends there.
     """
     tuning.require_other_seed(fields["seed"])
     benchmark, settings = BENCHMARKS[name], {"lr": 1.0}
@@ -140,16 +141,16 @@ class Line:
         optimizer: Its name.
         label: Its name in tables.
         target: The loss to reach.
-        reached: How many runs reached it.
+        reached: The number of runs that reached it.
         steps: To the target.
-        seconds: Likewise.
+        seconds: To the target.
         milliseconds_per_step: The mean over a run, as a median over the seeds.
         best_loss: The lowest loss of a run, as a median over the seeds.
         trained: The seconds of a run, as a median over the seeds.
-        against_baseline: The baseline's median seconds over this one's; with ``>`` where it did not
-            get there, so that the seconds are those that it spent in vain.
-        against_peer: Likewise of the peer that gets there first.
-        steps_against_peer: Likewise, in steps.
+        against_baseline: The baseline's median seconds over this one's; with ``>`` if it did not
+            get there, for the seconds that it spent in vain.
+        against_peer: The seconds of the fastest peer over this one's.
+        steps_against_peer: The same ratio, in steps.
     """
 
     optimizer: str
@@ -339,14 +340,14 @@ def main(
     ),
     tuned: Annotated[Path, typer.Option(help="Where settings are kept.")] = TUNED,
 ) -> None:
-    """Train until targets are reached, and say how long it took."""
+    """Train until targets are reached, and print the times."""
     names = optimizers.split(",")
     if unknown := [name for name in names if name not in (TRUST_REGION, *PEERS)]:
         raise typer.BadParameter(f"no optimizer {unknown[0]!r} here")
     if unknown := [name for name in workloads or () if name not in BENCHMARKS]:
         raise typer.BadParameter(f"no workload {unknown[0]!r} here")
     fields: dict[str, Any] = {"clock": "cpu" if cpu_clock else "wall"}
-    # Processor time is that of all threads.
+    # Processor time counts all threads.
     fields["threads"] = threads or (1 if cpu_clock else min(THREADS, torch.get_num_threads()))
     for name in workloads or DEFAULT:
         if tune_first or tune_only:

@@ -3,12 +3,12 @@
     python -m benchmarks.track                        # report, one seed
     python -m benchmarks.track --tune --seeds 0,1,2   # tune all alike first
     python -m benchmarks.track --target 2.1           # a loss of your own
-    python -m benchmarks.track --figures runs/methods.json   # rank what methods.py has found
+    python -m benchmarks.track --figures runs/methods.json   # rank a report of methods.py
     python -m benchmarks.track --figures experiments/tuned/learning-rates/byte-gpt.json
 
 Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
 pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
-"optimization") has a GPT-2 on FineWeb, and its loss is 3.28; here the target is what Muon ends with
+"optimization") has a GPT-2 on FineWeb, and its loss is 3.28; here the target is Muon's final loss
 after `--steps`. Each method is trained for lengths of a grid, each time with learning rates that
 fall along a line of that length, and two neighbours with the target between them are searched for
 by bisection. The public ranking of the same methods is printed beside.
@@ -51,13 +51,13 @@ PARTS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Entry:
-    """A method, and where the public track has it.
+    """A method, and its place on the public track.
 
     Attributes:
         optimizer: See `RunConfig`.
-        public: What the track calls it.
-        public_steps: How many steps it takes there (autumn 2026).
-        lrs: What tuning tries.
+        public: Its name on the track.
+        public_steps: Its number of steps there (autumn 2026).
+        lrs: The learning rates of tuning.
         options: Arguments of the optimizer.
     """
 
@@ -91,7 +91,7 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 _NAMES = {"adamw, all parameters": "adamw"}
-"""What `methods.py` calls an entry otherwise."""
+"""Entries with another name in `methods.py`."""
 
 
 def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
@@ -122,14 +122,14 @@ def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
 
 
 def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
-    """Ask about neighbours of an ascending grid until the least that reaches is known.
+    """Bisect an ascending grid for the least index that reaches, with its neighbour.
 
     Args:
-        reaches: Says whether the length of an index reaches.
-        count: Of lengths.
-        first: The index that is asked about first.
+        reaches: Whether the length of an index reaches.
+        count: The number of lengths.
+        first: The index to try first.
     """
-    low, high = -1, count  # the one does not reach, as far as is known, the other does
+    low, high = -1, count  # `low` does not reach, as far as is tested; `high` does
     index = first
     while True:
         if reaches(index):
@@ -138,7 +138,7 @@ def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
             low = index
         if high - low <= 1:
             return
-        # The last one says first whether any does.
+        # The last index decides whether any reaches.
         index = count - 1 if high == count else (low + high) // 2
 
 
@@ -214,13 +214,13 @@ def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> di
     """Rank methods here and on the public track.
 
     Args:
-        reached: The steps of each to the target, or what else is less where it is better; None
-            where it is not reached.
+        reached: The steps of each to the target, or another number that is better if less; None if
+            it is not reached.
         lrs: Their learning rates.
 
     Returns:
-        The rank correlation of three methods or more, and for each method its steps, what they are
-        of Muon's, and its place, here and there; methods of one number of steps share a place.
+        The rank correlation of three methods or more, and for each method its steps, their ratio to
+        Muon's, and its place, here and there; methods of one number of steps share a place.
     """
 
     def places(steps: Mapping[str, float]) -> dict[str, int]:
@@ -278,10 +278,10 @@ def of_methods(found: Mapping[str, Any]) -> dict[str, Any]:
     """Rank the methods of a report of `methods.py` that are on the public track.
 
     Args:
-        found: What it wrote.
+        found: The report.
 
     Returns:
-        What `report` returns, but for the losses.
+        The result of `report` without the losses.
 
     Raises:
         ValueError: If Muon is not there.
@@ -390,7 +390,7 @@ def main(
 
 
 def tell(record: RunRecord) -> None:
-    """Say on the error output what was trained."""
+    """Print a trained run on the error output."""
     config = record.config
     said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
     print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)

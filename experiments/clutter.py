@@ -1,10 +1,10 @@
-"""Cluttered digits: generated images that take a network epochs to tell apart.
+"""Cluttered digits: generated images that take a network epochs to classify.
 
 Scikit-learn's digits (8 x 8 pixels) under random affine maps, in a random bright colour on a
 background of two dark ones, among fragments of further digits, with noise: 32 x 32 pixels, RGB
 (after the cluttered MNIST of Mnih et al., 2014). A fifth of the digits is held out: test images
 show these alone, in their clutter too. The data do not depend on the seed of a run, and the first
-images are the same however many are made.
+images are the same for any number of images.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def cluttered_digits(
 ) -> tuple[Examples, Examples]:
     """Generate a training set and a held-out set, with as many images of each class, to one.
 
-    Images are `(images, 3, 32, 32)`, uint8, and classes `(images,)`, int64. The seed is of what is
-    drawn; the split of the digits has none.
+    Images are `(images, 3, 32, 32)`, uint8, and classes `(images,)`, int64. The seed changes the
+    images; the split of the digits is fixed.
     """
     trained, tested = pools()
     return _examples(trained, count, (seed, 0)), _examples(tested, held_out, (seed, 1))
@@ -105,7 +105,7 @@ def _background(generator: torch.Generator) -> Tensor:
 
 
 def _fragments(digits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return digits of which a window of half their side is left, and moved to the middle."""
+    """Return a window of half the side of each digit, moved to the middle."""
     corner = torch.randint(5, (2, _CHUNK), generator=generator)
     places = torch.arange(4)
     rows = (corner[0].view(-1, 1) + places).view(-1, 1, 4, 1)
@@ -129,7 +129,7 @@ def _placed(digits: Tensor, generator: torch.Generator, low: float, high: float)
     slanted = torch.eye(2).repeat(_CHUNK, 1, 1)
     slanted[:, 0, 1] = shear
     forth = turned @ slanted * torch.stack([size * aspect, size / aspect], dim=1).unsqueeze(1)
-    back = torch.linalg.inv(forth)  # a grid says for each pixel of the image where it comes from
+    back = torch.linalg.inv(forth)  # a grid maps each pixel of the image to its source
     maps = torch.cat([back, -(back @ moved.unsqueeze(2))], dim=2)
     grid = F.affine_grid(maps, [_CHUNK, 1, SIDE, SIDE], align_corners=False)
     return F.grid_sample(digits, grid, align_corners=False)

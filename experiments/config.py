@@ -43,7 +43,7 @@ def method_of(optimizer: str) -> str | None:
     """Return the method of `soframe.Optimizer`, or None for an optimizer of another kind.
 
     Raises:
-        ValueError: If there is no such optimizer.
+        ValueError: If no optimizer has this name.
     """
     if optimizer in OPTIMIZERS:
         return None
@@ -76,7 +76,7 @@ class RunConfig:
         schedule: The learning rate is constant, half a cosine to zero, or a line to zero.
         schedule_steps: Length of the schedule in steps; the budget in steps if None.
         schedule_seconds: Length of the schedule in seconds of training, instead.
-        strategy: Strategy of the preconditioner, if there is one.
+        strategy: Strategy of the preconditioner, for optimizers with one.
         preconditioner: Further arguments of `soframe.Preconditioner`, for "kfac".
         options: Further arguments of a trust region, of `soframe.Optimizer`, or of a peer.
         method: Arguments of the method; for a chain, the arguments of each stage by its name.

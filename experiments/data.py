@@ -14,7 +14,7 @@ from torch import Tensor
 from experiments.libraries import require
 
 Examples = tuple[Tensor, ...]
-"""Tensors of one length: inputs, and mostly targets; what a loss takes behind the model."""
+"""Tensors of one length: inputs, and mostly targets; the arguments of a loss after the model."""
 
 TEST_FRACTION = 0.2
 CONTEXT = 128  # bytes of a window

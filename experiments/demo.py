@@ -1,11 +1,11 @@
-"""The demonstration: what second-order preconditioning brings, and what it costs, on this machine.
+"""The demonstration: benefit and cost of second-order preconditioning on this machine.
 
 Two small workloads, every optimizer with the settings that one tuning protocol chose for it, K-FAC
 under each of KAISA's distribution strategies. On the autoencoder K-FAC with a trust region joins
-them, on the whole training set and with the library's defaults, and there is a lower target, to
-which it leads. The last workload is a small transformer: AdamW, Muon, and a method that is composed
-of SOAP and Muon, near the learning rates that `benchmarks/methods.py` found. All runs of a workload
-have the same budget of training seconds, and end early once they reach the lowest target.
+them, on the whole training set and with the library's defaults; it alone reaches the lower of the
+targets. The last workload is a small transformer: AdamW, Muon, and a method composed of SOAP and
+Muon, near the learning rates that `benchmarks/methods.py` found. All runs of a workload have the
+same budget of training seconds, and end early once they reach the lowest target.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Watch = Callable[[str, train.Progress], None]
 """Called with the label of a run, and how far it is."""
 
-# Okabe and Ito's palette, told apart under every common colour blindness; the dashes tell curves
-# apart that lie on each other, as those of the strategies do against steps.
+# Okabe and Ito's palette, distinguishable under every common colour blindness; dashes separate
+# coinciding curves, such as the strategies' against steps.
 _Style = tuple[str, str | tuple[float, tuple[float, ...]]]
 _FIXED: Mapping[str, _Style] = {
     "sgd": ("#000000", "-"),

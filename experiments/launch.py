@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-#: Imported once by the fork server: what each process would spend seconds on, such as the compiler,
+#: Imported once by the fork server: imports that cost each process seconds, such as the compiler,
 #: which torch imports at the first step of an optimizer.
 PRELOAD = ["torch", "torch._dynamo", "sklearn.datasets", "experiments.train"]
 
@@ -133,8 +133,8 @@ def _wait(group: ProcessContext, listen: Callable[[], None], timeout: float) -> 
 def _start_fork_server() -> None:
     """Start the fork server, if it is not there yet, with interrupts blocked.
 
-    It ignores interrupts itself only once it has imported what it preloads, and it learns where
-    that is from the environment alone.
+    It ignores interrupts itself only after its preloads, whose path it reads from the
+    environment alone.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -62,7 +62,7 @@ def import_kfac_pytorch(path: Path | None = None) -> ModuleType:
         except importlib.metadata.PackageNotFoundError:
             return "not installed"
 
-    # It asks for its own version, which only an installed package has.
+    # It reads its own version, which only an installed package has.
     importlib.metadata.version = known_version
     try:
         with warnings.catch_warnings():

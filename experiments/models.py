@@ -49,7 +49,7 @@ def autoencoder(encoder: Sequence[int], seed: int, dtype: torch.dtype) -> nn.Seq
 def digits_cnn(seed: int, dtype: torch.dtype) -> nn.Sequential:
     """Return three convolutions and two linear layers, from `(batch, 1, 8, 8)` to 10 logits.
 
-    There is no normalisation layer, so that every parameter is in a layer that K-FAC covers.
+    No layer is a normalisation, so that every parameter is in a layer that K-FAC covers.
     """
     with own_randomness():
         model = nn.Sequential(
@@ -174,7 +174,7 @@ def resnet20_of_bytes(seed: int, dtype: torch.dtype) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a GPT; by default those of GPT-2, its vocabulary rounded up to a multiple of 128."""
+    """Sizes of a GPT; by default GPT-2's, its vocabulary rounded up to a multiple of 128."""
 
     vocabulary: int = 50304
     context: int = 1024
@@ -234,7 +234,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer: `(batch, length)` to logits `(batch, vocabulary, length)`.
 
-    Weights are those of GPT-2 (Radford et al., 2019): normal with deviation 0.02, divided by the
+    Weights are GPT-2's (Radford et al., 2019): normal with deviation 0.02, divided by the
     square root of the number of residual additions where a layer ends in one; biases are zero.
 
     Args:

@@ -18,7 +18,7 @@ from soframe.methods import Chain
 from soframe.registry import first_match
 
 Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
-"""Optimizers of soframe that close what they hook."""
+"""Optimizers of soframe, whose hooks `close` removes."""
 
 
 def build_optimizer(

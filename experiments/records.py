@@ -129,7 +129,7 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac"
     difference, so the sentence states figures only.
 
     Raises:
-        ValueError: If there is no run of that optimizer.
+        ValueError: If no record has that optimizer.
     """
     first = next((r for r in records if r.config.optimizer == optimizer), None)
     if first is None:

@@ -1,8 +1,8 @@
-"""Ways of training several runs, and runs that are kept: an interrupted benchmark goes on.
+"""Ways of training several runs, and kept runs: an interrupted benchmark resumes.
 
 Each run is written to a file of its own once it is done. The file's name is a digest of everything
 that decides the run: its settings, the number of processes, the version of torch, and a word for
-what else it depends on. After a change of the code, name another folder.
+all other dependencies. After a change of the code, name another folder.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Train = Callable[[Sequence[RunConfig]], Iterable[RunRecord]]
 
 
 def trainer(processes: int = 1, at_once: int = 1) -> Train:
-    """Return what trains runs of so many processes, so many at a time.
+    """Return a function that trains runs of `processes` processes, `at_once` at a time.
 
     Raises:
-        ValueError: If several runs at a time are asked for, of several processes.
+        ValueError: If both numbers are above 1.
     """
     if processes > 1 and at_once > 1:
         raise ValueError(f"runs of {processes} processes are trained one at a time, not {at_once}")
@@ -131,12 +131,12 @@ def kept(
 
     Args:
         configs: The runs.
-        folder: Where they are kept.
-        train: What trains them; by default `trainer(processes, at_once)`.
+        folder: The folder of their records.
+        train: Trains runs; by default `trainer(processes, at_once)`.
         processes: Ranks that share each batch.
         at_once: Runs at a time.
         word: See `digest`.
-        tell: Called with every run that was trained.
+        tell: Called with every new run.
     """
     paths = [folder / f"{digest(config, processes, word)}.json" for config in configs]
     missing = {

@@ -80,7 +80,7 @@ def run(
 
 
 def train(worker: Worker, config: RunConfig) -> RunRecord:
-    """Train in this process, as one rank of the process group if there is one.
+    """Train in this process, as one rank of the process group, if initialised.
 
     Raises:
         RefusedError: If the batch cannot be split evenly, or exceeds the training set; if an
@@ -284,7 +284,7 @@ class Run:
             self.curvature_bytes = max(self.curvature_bytes, used)
 
     def _evaluation_due(self) -> Callable[[], bool]:
-        """Return whether the next evaluation is due, asked after each step."""
+        """Return whether the next evaluation is due, for use after each step."""
         last, config = self.rows[-1], self.config
         if config.evaluate_seconds is not None:
             at = min(last.seconds + config.evaluate_seconds, config.seconds or math.inf)
@@ -326,9 +326,9 @@ def _warm_up() -> None:
     """Take one step on a model of one weight, and free a large tensor.
 
     The first step of the first optimizer in a process makes torch import its compiler, which is no
-    optimizer's training time. And glibc gives free memory back to the system beyond twice the
-    largest block that it has seen freed, to ask for it again in the next step, page by page: after
-    a large one it keeps what any optimizer here needs.
+    optimizer's training time. And glibc returns free memory to the system beyond twice the largest
+    block that it has seen freed, and requests it again in the next step, page by page: after a
+    large block it keeps enough for any optimizer here.
     """
     torch.zeros(LARGE)
     model = nn.Linear(1, 1)

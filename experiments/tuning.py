@@ -1,4 +1,4 @@
-"""Tuning, the same for every optimizer of every comparison, and what it chose.
+"""Tuning, the same for every optimizer of every comparison, and its results.
 
 Each optimizer gets as many trials on a seed of their own, and Optuna chooses their settings (by the
 tree-structured Parzen estimator; Bergstra et al., 2011). Where the schedule is a cosine, its length
@@ -67,8 +67,8 @@ class Trial:
     Attributes:
         settings: See `configure`.
         reached: The number of targets that it reached.
-        seconds: To the lowest of those; None if there is none.
-        step: Likewise, in steps.
+        seconds: To the lowest of them; None without any.
+        step: The step at that time; None without any.
         loss: The lowest loss.
     """
 
@@ -80,7 +80,7 @@ class Trial:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], record: RunRecord) -> Trial:
-        """Return what tuning compares of a run."""
+        """Return a run's numbers for comparison."""
         rows = [row for target in record.targets if (row := record.reached(target)) is not None]
         seconds, step = (rows[-1].seconds, rows[-1].step) if rows else (None, None)
         return cls(settings, len(rows), seconds, step, record.best_loss)
@@ -175,7 +175,7 @@ def tune(
         targets: Losses to reach, descending; none to search for the lowest loss.
         seconds: Seconds of training of a trial, of processor time.
         trials: How many.
-        space: The settings; those of `SPACES` if None. The length of a cosine is always one.
+        space: The settings; None for `SPACES`'s. The length of a cosine is always one.
         seed: Seed of the runs and of the search.
         on_trial: Called after each trial.
         fields: Further fields of `RunConfig`, such as ``evaluate_every``.
@@ -246,7 +246,7 @@ def configure(
 
 
 def chosen(workload_name: str, optimizer: str, path: Path = DEMO) -> Mapping[str, Any]:
-    """Return the settings that tuning chose, or those of an optimizer that runs without.
+    """Return the tuned settings, or the fixed ones of an optimizer without tuning.
 
     Raises:
         FileNotFoundError: If that optimizer was never tuned on that workload.
@@ -254,7 +254,7 @@ def chosen(workload_name: str, optimizer: str, path: Path = DEMO) -> Mapping[str
     if optimizer in TRUST_REGIONS:
         return {"lr": 1.0 if optimizer == "trust-region" else 0.7}
     if method := method_of(optimizer):
-        # What orthogonalises has steps of its own length; what divides by roots has Adam's.
+        # Orthogonalised updates have lengths of their own; updates divided by roots have Adam's.
         return {"lr": 0.02 if method.endswith("muon") else 0.003}
     return load(path, workload_name, optimizer).best.settings
 
@@ -303,7 +303,7 @@ class TriedRates:
 
         Args:
             lrs: By name, those that must have been tried, so that all are tuned alike.
-            setting: What is trained, and for how long.
+            setting: The workload and the length of training.
 
         Raises:
             ValueError: If one has not been tried.

@@ -33,7 +33,7 @@ class Task:
         likelihood: The loss, as `soframe.TrustRegion` names it.
         loss: From the model and a batch of examples to their mean loss.
         train: Training examples.
-        test: Held-out examples, where there are any.
+        test: Held-out examples, or None.
     """
 
     model: nn.Module
@@ -53,8 +53,8 @@ class Workload:
         batch_size: Examples per step, over all processes; None for all of them.
         targets: Losses to reach, descending.
         evaluate_every: Steps between evaluations, and so the resolution of "steps to target".
-        loss_name: What is measured, in words.
-        classifies: Whether outputs are logits of classes, so that there is an accuracy.
+        loss_name: The measured quantity, in words.
+        classifies: Whether outputs are logits of classes, so that accuracy is defined.
         whole: Whether "trust-region" takes all examples in each step: its quadratic model is then
             the objective's.
         scale: Reported losses are the mean loss times this.
@@ -126,7 +126,7 @@ def _cluttered_digits(count: int) -> Workload:
 
 
 def _problem(name: str) -> Workload:
-    make, title, batch_size = importlib.import_module("experiments.problems").PROBLEMS[name]
+    make, title, batch_size = importlib.import_module("benchmarks.problems").PROBLEMS[name]
 
     def task(seed: int, dtype: torch.dtype) -> Task:
         with models.own_randomness():
@@ -185,7 +185,7 @@ def workload(name: str) -> Workload:
     """Return a workload: one of `names()`, "cluttered-digits:10000", or "problem:" and its name.
 
     Raises:
-        ValueError: If there is none of that name; it lists the names.
+        ValueError: If the name is unknown; the message lists the names.
     """
     prefix, colon, rest = name.partition(":")
     if prefix + colon == SIZED and rest.isdecimal() and int(rest) > 0:

@@ -1,7 +1,7 @@
-"""Checkpoints: atomic saves, and sharded ones in which each rank writes what it owns.
+"""Checkpoints: atomic saves, and sharded ones in which each rank writes its own tensors.
 
 `save` writes a checkpoint under a hidden name and renames it when it is complete; `latest` returns
-the last one whose files have their checksums::
+the last one whose files match their checksums::
 
     soframe.checkpoint.save(folder, {"model": model.state_dict(), ...})
     ...
@@ -16,11 +16,11 @@ Sharded, by ``torch.distributed.checkpoint`` (DCP)::
     ...
     soframe.checkpoint.load(preconditioner, soframe.checkpoint.latest(folder))
 
-``dcp.save`` and ``dcp.async_save`` also take what `part` returns. Only checksums are gathered: a
+``dcp.save`` and ``dcp.async_save`` also take the result of `part`. Only checksums are gathered: a
 running factor is written by its owner, second-order data by one of the gradient workers, under
-names that do not depend on ranks, so the world size and the strategy may change. What all ranks
-know (the step, weights of averages, checksums) is a header of text, which is read and checked
-first; then each rank reads the tensors that its own placement gives it.
+names that do not depend on ranks, so the world size and the strategy may change. Data common to all
+ranks (the step, EMA weights, checksums) are a header of text, which is read and checked first; then
+each rank reads the tensors that its own placement gives it.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ _DTYPES = {
 def part(preconditioner: Preconditioner) -> dict[str, Any]:
     """Return the part of the state that this rank writes, to be saved under a key of its own.
 
-    Call it on every rank: the ranks exchange checksums, and statistics whose reduction is deferred
-    are reduced into copies. Solves in the background are finished first. The tensors do not change
-    while training continues.
+    Call it on every rank: the ranks exchange checksums, and deferred statistics are reduced into
+    copies. Background solves are finished first. The tensors do not change while training
+    continues.
 
     Args:
         preconditioner: The preconditioner.
@@ -133,14 +133,13 @@ def load(
         preconditioner: The preconditioner.
         checkpoint_id: The folder, or the identifier that the reader expects.
         key: The key under which `part` was saved.
-        storage_reader: See ``dcp.load``. The default executes nothing from the checkpoint (see
-            `PlainReader`); a reader that is given is trusted: DCP's own unpickle ``.metadata``.
-        process_group: The process group of the preconditioner's ranks, if it is not the default
-            one.
+        storage_reader: As for ``dcp.load``. The default runs no code from the checkpoint (see
+            `PlainReader`); another reader is trusted: DCP's own unpickle ``.metadata``.
+        process_group: The process group of the preconditioner's ranks; None for the default group.
 
     Raises:
         ValueError: If the checkpoint is missing, incomplete, damaged or of another model, on any
-            rank; nothing has changed then.
+            rank; then no rank changes.
     """
 
     def read_into(wanted: dict[str, Any]) -> None:
@@ -155,7 +154,8 @@ def load(
                     process_group=process_group,
                     no_dist=not dist.is_initialized(),
                 )
-        except (CheckpointException, Exception) as error:  # the former is no Exception
+        # CheckpointException is a BaseException only
+        except (CheckpointException, Exception) as error:
             raise ValueError(
                 f"no complete checkpoint of a preconditioner can be read from {checkpoint_id}, "
                 f"key {key!r}: {error}"
@@ -168,7 +168,7 @@ def load(
             saved.update(json.loads(first[HEADER]))
         except (TypeError, ValueError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
-        preconditioner._stages.own_part(saved)  # raises if it is of other stages
+        preconditioner._stages.own_part(saved)  # raises for a state of other stages
         preconditioner.check_header(saved)
 
     def check_tensors() -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -187,7 +187,7 @@ def load(
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
             if preconditioner.backend.rank in entry.holders:
                 name = "/".join((block.name, *entry.path))
-                # In the dtype in which it was saved, until the checksums are compared.
+                # Keep the saved dtype until the checksums are compared.
                 dtype = _DTYPES[saved[TENSORS][name][0]]
                 wanted[name] = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
     read_into({**first, **wanted})
@@ -202,9 +202,9 @@ def _of_stage(preconditioner: Preconditioner, found: dict[str, Any]) -> dict[str
 class Whole:
     """Lets ``torch.distributed.checkpoint`` save an optimizer of soframe whole, in one entry.
 
-    DCP reads into the tensors that ``state_dict`` returns, and an optimizer that has taken no step
-    has few. So DCP is given ``{"optimizer": Whole(optimizer)}``, whose state is the bytes of the
-    whole state. It may be loaded on another number of ranks.
+    DCP reads into the tensors of ``state_dict``, and an optimizer before its first step has few. So
+    DCP gets ``{"optimizer": Whole(optimizer)}``, whose state is the bytes of the whole state. It
+    may be loaded on another number of ranks.
 
     Args:
         stateful: An optimizer or a preconditioner. All ranks call DCP, on loading too.
@@ -223,27 +223,27 @@ class Whole:
         """Load the state, by ``torch.load(weights_only=True)``.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
         """
         file = io.BytesIO(state["whole"])
         self._stateful.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a whole model, from those of all stages of a pipeline.
+    """Return the state of a whole model, from the states of all stages of a pipeline.
 
-    It is loaded by a preconditioner of the whole model, or of other stages: each rank loads it
-    whole, and keeps its part.
+    A preconditioner of the whole model, or of other stages, loads it: each rank loads the whole
+    state, and keeps its part.
 
     Args:
-        states: The ``state_dict`` of one rank of each stage, in any order. Modules have the names
-            that they have in the whole model.
+        states: The ``state_dict`` of one rank of each stage, in any order. Modules have the same
+            names as in the whole model.
 
     Returns:
         The state, for ``load_state_dict``.
 
     Raises:
-        ValueError: If a state is damaged or not of a stage; if the states are of different steps or
+        ValueError: If a state is damaged or not of a stage; if the states have different steps or
             settings; if two have blocks of one name.
     """
     parts = list(states)

@@ -1,7 +1,7 @@
-"""Combinations of settings, methods, solvers and strategies that are refused, as one table.
+"""Refused combinations of settings, methods, solvers and strategies, as one table.
 
-Each row has a predicate and a message. Rows of settings are asked before the model is registered,
-rows of blocks once these are placed; a setting that no block reads is refused last.
+Each row has a predicate and a message. Rows of settings apply before the model is registered, rows
+of blocks once these are placed; a setting that no block reads is refused last.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def check_settings(**settings: object) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A block with its place, and the settings that its rows ask for.
+    """A block with its place, and the settings for predicates of rows.
 
     Attributes:
         block: The block.
         place: Its place.
         strategy: The name of the strategy.
         background: Whether solves run in the background.
-        solve_every: The interval of solves; 0 where it is a callable.
+        solve_every: The interval of solves; 0 for a callable.
     """
 
     block: Block
@@ -119,7 +119,7 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
         "such as Sharded(colocate=True) or 'mem-opt'; or a solver that does not follow",
     ),
     (
-        _deferred_groups,  # an accumulator decays all groups alike, those too that no row reached
+        _deferred_groups,  # an accumulator decays all groups alike, also groups without rows
         (
             "{block.name}: its groups have rows of their own, and averages over these cannot be "
             "deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "
@@ -127,7 +127,7 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
         ),
     ),
 )
-"""What a row finds is ``{found}`` in its message."""
+"""A message contains the result of its predicate as ``{found}``."""
 
 
 def check_blocks(
@@ -148,7 +148,7 @@ def check_blocks(
 
 
 def _reads_solver(block: Block) -> bool:
-    """Whether a factor is solved by the user's solver, or one of its class that is made of it."""
+    """Whether a factor is solved by the user's solver, or by one of its class."""
     return any(type(solver) is type(block.solver) for _, _, solver in block.solved_here)
 
 
@@ -171,19 +171,16 @@ def require_read(
     blocks: Sequence[Block],
     total: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
 ) -> None:
-    """Check that some block reads each setting that was chosen.
+    """Raise a ValueError unless some block reads each setting that was chosen.
 
-    Args:
-        constructor: Has the defaults; None and a default are not chosen.
-        given: Settings, by name.
-        blocks: The blocks of this rank's part of the model.
-        total: Adds up numbers of readers over other parts of the model.
+    `constructor` has the defaults; None and defaults are not chosen. `total` sums numbers of
+    readers over other parts of the model.
 
     Raises:
         ValueError: If no block reads one of them.
     """
     read_by = dict(READ_BY)
-    if given.get("fisher") == "forward-only":  # what reads outputs no longer does
+    if given.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
         read_by["fisher"] = read_by["rows"]
     readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
     parameters = inspect.signature(constructor).parameters

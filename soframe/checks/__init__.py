@@ -1,1 +1,1 @@
-"""What a user may pass: whatever cannot be meant is refused, by name."""
+"""Checks of user input: invalid values are refused, by the setting's name."""

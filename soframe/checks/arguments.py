@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 FACTOR_DTYPES = (torch.float32, torch.float64)
-"""The dtypes of factors and second-order data: those in which torch factorises matrices."""
+"""The dtypes of factors and second-order data: torch factorises matrices in these."""
 
 
 def check(
@@ -94,7 +94,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_skip(skip: object) -> None:
-    """Check patterns of modules to leave alone."""
+    """Check the patterns of modules to skip."""
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
     if not isinstance(skip, Sequence):

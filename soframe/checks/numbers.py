@@ -8,30 +8,13 @@ from torch import Tensor
 
 
 def require_flag(name: str, value: object) -> None:
-    """Check a setting that is true or false: a text, or a number, is a mistake.
-
-    Args:
-        name: The setting's name.
-        value: Its value.
-
-    Raises:
-        TypeError: If it is neither.
-    """
+    """Raise a TypeError unless a setting is a bool: a text or a number is a mistake."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def require_integer(name: str, value: object, least: int) -> None:
-    """Check a setting that counts something.
-
-    Args:
-        name: The setting's name.
-        value: Its value.
-        least: The least that it may be.
-
-    Raises:
-        ValueError: If it is no integer, or less.
-    """
+    """Raise a ValueError unless a setting is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if value < least:
@@ -39,11 +22,7 @@ def require_integer(name: str, value: object, least: int) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a setting is a real number, perhaps in a tensor, that fits into a float.
-
-    Args:
-        value: The setting's value.
-    """
+    """Return whether a setting is a real number, perhaps in a tensor, that fits into a float."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -56,15 +35,7 @@ def is_number(value: object) -> bool:
 
 
 def require_numbers(owner: str, **settings: object) -> None:
-    """Check settings that are real numbers.
-
-    Args:
-        owner: What has them.
-        **settings: The settings.
-
-    Raises:
-        ValueError: If one is something else.
-    """
+    """Raise a ValueError unless all settings of ``owner`` are real numbers."""
     for name, value in settings.items():
         if not is_number(value):
             raise ValueError(f"{owner}: {name} must be a number, not {value!r}")

@@ -1,7 +1,7 @@
-"""What ranks compare, so that they enter the same collectives, and fail together.
+"""Agreement between ranks, so that they enter the same collectives and fail together.
 
 At construction ranks compare a digest of model, placement and settings. Before each step one small
-all-reduce adds up their status; an error on one rank is then raised on all.
+all-reduce sums their status; an error on one rank is then raised on all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None
 
 
 def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int]:
-    """Compare settings, as text with one in each line, and a digest of whatever else counts.
+    """Compare settings, as text with one in each line, and a digest of all other state.
 
     Args:
         backend: The backend.
@@ -46,7 +46,7 @@ def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int
         The ranks whose digest differs from rank 0's.
 
     Raises:
-        ValueError: On every rank, if settings alone differ, or if a rank cannot start.
+        ValueError: On every rank, if only settings differ, or if a rank cannot start.
     """
     digests = _gather_bytes(backend, digest + hashlib.sha256(settings.encode()).digest(), "start")
     if failed := [rank for rank, each in enumerate(digests) if each == _FAILED]:
@@ -73,7 +73,7 @@ def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int
 
 
 def say_failed(backend: Backend, error: BaseException) -> None:
-    """Send this rank's error to the ranks in `compare_settings`, so that they raise, too."""
+    """Send this rank's error to the ranks in `compare_settings`, so that they raise too."""
     digests = _gather_bytes(backend, _FAILED, "start")
     if any(digest != _FAILED for digest in digests):
         gather_texts(backend, describe_error(error), "start")
@@ -92,7 +92,7 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
         state: Text that must be the same on every rank; None if this rank is about to raise.
 
     Raises:
-        ValueError: On every rank that can load its own, if another cannot or has another.
+        ValueError: On every rank with a state, if another has none or a different one.
     """
     failed = bytes(_SIZE)
     mine = failed if state is None else hashlib.sha256(state.encode()).digest()
@@ -117,8 +117,8 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 def fingerprint(common: Mapping[str, object]) -> list[float]:
     """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks.
 
-    By the inequality of Cauchy and Schwarz W times the sum of squares equals the square of the sum
-    only where all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
+    By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only if
+    all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
     """
     digest = hashlib.sha256(describe(dict(common)).encode()).digest()
     number = int.from_bytes(digest[:4], "big") % 2**20
@@ -130,7 +130,7 @@ def require_common(
 ) -> None:
     """Raise a ValueError on all ranks if their `fingerprint` differs, with names and ranks."""
     total, squares = map(int, sums)
-    # On paper there are no other ranks, and sums are this rank's own.
+    # A backend on paper has no other ranks; the sums are this rank's own.
     if backend.on_paper or squares * backend.world_size == total**2:
         return
     mine = {name: describe(value) for name, value in common.items()}
@@ -154,8 +154,8 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
 
     Args:
         backend: The backend.
-        error: This rank's error, if it has one.
-        failed: The number of ranks that have one.
+        error: This rank's error, or None.
+        failed: The number of ranks with an error.
 
     Raises:
         BaseException: This rank's own error.
@@ -188,7 +188,7 @@ def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
 
 
 def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agree") -> list[float]:
-    """Add up a few numbers over the ranks, in float64."""
+    """Sum a few numbers over the ranks, in float64."""
     vector = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     vector = vector.to(backend.wire_device(vector.device))
     backend.all_reduce(vector, phase).wait()
@@ -197,7 +197,7 @@ def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agr
 
 
 def add_up(backend: Backend, tensor: Tensor) -> Tensor:
-    """Return the sum of a small tensor over the ranks, on its device; it may be overwritten."""
+    """Return the sum of a small tensor over ranks, on its device; the input may be overwritten."""
     with backend.phases("agree"):
         total = tensor.to(backend.wire_device(tensor.device))
         backend.all_reduce(total, "agree").wait()
@@ -205,7 +205,7 @@ def add_up(backend: Backend, tensor: Tensor) -> Tensor:
 
 
 def gather_texts(backend: Backend, mine: str, phase: str = "agree") -> list[str]:
-    """Return every rank's text; every rank must call."""
+    """Return every rank's text; a collective of all ranks."""
     data = mine.encode()
     length = torch.tensor([len(data)], device="cpu")
     length = length.to(backend.wire_device(length.device))

@@ -1,8 +1,8 @@
-"""The backend: the few collectives that soframe needs, and the counting of what they carry.
+"""The backend: the few collectives that soframe needs, with a count of their bytes.
 
-Ranks are numbers within the backend's own group. Every collective returns at once with a handle;
-``wait`` completes it. Every call is counted under the phase that it belongs to: its payload is the
-bytes of the tensor that this rank gives or receives, whatever the engine sends for it.
+Ranks are numbers within the backend's own group. Every collective returns a handle at once;
+``wait`` completes it. Every call is counted under its phase: the payload is the bytes of the tensor
+that this rank gives or receives, not the messages of the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Handle:
     """A collective under way.
 
     Args:
-        wait: Completes it; None if it is complete.
+        wait: A function that completes it; None if it is complete.
     """
 
     def __init__(self, wait: Callable[[], object] | None = None) -> None:
@@ -51,16 +51,19 @@ def together(handles: Sequence[Handle]) -> Handle:
 class Backend(ABC):
     """Collectives among the ranks of one group.
 
+    A subclass implements ``prepare``, ``_all_reduce``, ``_broadcast`` and ``_all_gather``; it may
+    override the other methods with faster forms of the same result.
+
     Attributes:
         rank: This process's rank in the group.
         world_size: The number of ranks.
-        on_paper: Whether the other ranks exist on paper only; this one then speaks for all.
+        on_paper: Whether the other ranks are simulated, and this one represents all.
         overlap: Whether tensors travel while others are computed (`soframe.comm.tasks`); the
             results are the same bit by bit, with less waiting and more memory in buffers.
-        fused: Whether gradients that go to one rank each, and come back from there, travel in one
-            reduce-scatter and one all-gather for all ranks together; otherwise in a reduction to
-            and a broadcast from each of them. The bytes are the same; sums are, within rounding.
-            The same on every rank.
+        fused: Whether gradients for one rank each, and updates from there, travel in one
+            reduce-scatter and one all-gather for all ranks together, instead of one reduction and
+            one broadcast per rank. The bytes are the same; sums are, within rounding. The same on
+            every rank.
         phases: The phase that this rank is in.
     """
 
@@ -76,15 +79,15 @@ class Backend(ABC):
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The ranks of this group, as torch.distributed's default group numbers them."""
+        """The ranks of this group in the numbering of torch.distributed's default group."""
         return tuple(range(self.world_size))
 
     @property
     def process_group(self) -> Any:
-        """The process group of torch.distributed; None if there is none."""
+        """The process group of torch.distributed, or None."""
         return None
 
-    # -- what an implementation provides ------------------------------------------------------
+    # -- for implementations ----------------------------------------------------------------
 
     @abstractmethod
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -96,7 +99,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Handle:
-        """Add up a contiguous tensor over all ranks, in place."""
+        """Sum a contiguous tensor over all ranks, in place."""
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
@@ -107,16 +110,16 @@ class Backend(ABC):
         """Return every rank's contiguous tensor."""
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
-        """Add up a contiguous tensor over a group; the destination has the sum in its tensor.
+        """Sum a contiguous tensor over a group into the destination's tensor.
 
-        The others' tensors hold nothing of meaning afterwards. Only strategies that keep running
-        factors on some ranks alone need it.
+        The other ranks' tensors are undefined afterwards. Only strategies that keep running factors
+        on some ranks need it.
 
         Returns:
             The handle.
 
         Raises:
-            NotImplementedError: If the backend has none, and the group is not all ranks.
+            NotImplementedError: If the backend has no reduction, and the group is not all ranks.
         """
         if len(group) == self.world_size:
             return self._all_reduce(tensor)
@@ -126,14 +129,13 @@ class Backend(ABC):
         )
 
     def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
-        """Add up a flat tensor over all ranks, each share of it on one rank, in place.
+        """Sum a flat tensor over all ranks, each share into its own rank's tensor.
 
-        Here a reduction for each share: what an engine has for all of them at once must equal it.
+        The default reduces each share; an override must give the same result.
 
         Args:
-            flat: ``[sum(sizes)]``, contiguous; the shares of others hold nothing of meaning
-                afterwards.
-            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            flat: ``[sum(sizes)]``, contiguous; shares of other ranks are undefined afterwards.
+            sizes: The elements of each rank's share, in the order of ranks; may be 0.
 
         Returns:
             The handle.
@@ -145,11 +147,11 @@ class Backend(ABC):
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
 
-        Here a broadcast for each share: what an engine has for all of them at once must equal it.
+        The default broadcasts each share; an override must give the same result.
 
         Args:
-            flat: ``[sum(sizes)]``, contiguous, of which this rank's share is there.
-            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
+            sizes: The elements of each rank's share, in the order of ranks; may be 0.
 
         Returns:
             The handle.
@@ -161,14 +163,14 @@ class Backend(ABC):
     def _all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
     ) -> tuple[Tensor, Handle]:
-        """Send a share of a flat tensor to every rank, and get one from every rank.
+        """Send a share of a flat tensor to every rank, and receive one from every rank.
 
-        Here every rank sends everything to all: what an engine has for this must equal it.
+        By default every rank sends everything to all; an override must give the same result.
 
         Args:
             flat: ``[sum(gives)]``, contiguous.
-            gives: The elements for each rank, in the order of ranks; none for this one.
-            takes: The elements from each rank, likewise.
+            gives: The elements for each rank, in the order of ranks; 0 for this one.
+            takes: The elements from each rank, in the same order.
 
         Returns:
             ``[sum(takes)]``, in the order of ranks, once the handle is complete.
@@ -184,27 +186,27 @@ class Backend(ABC):
         return torch.cat(shares), Handle()
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
-        """Wait until every rank is here, where the engine can name those that are missing.
+        """Wait until every rank is here, if the engine can name missing ranks.
 
         Args:
-            what: What the ranks are about to do, for the error.
+            what: The next action of the ranks, for the error message.
         """
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return where a tensor must live to travel.
+        """Return the device from which a tensor travels.
 
         Args:
-            device: Where it lives.
+            device: The tensor's device.
 
         Returns:
-            ``device`` itself unless the engine cannot send from there.
+            ``device`` itself unless the engine cannot send from it.
         """
         return device
 
-    # -- what the phases call -------------------------------------------------------------------
+    # -- called by the phases -------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, phase: str) -> Handle:
-        """Add up a contiguous tensor over all ranks, in place.
+        """Sum a contiguous tensor over all ranks, in place.
 
         Args:
             tensor: The tensor.
@@ -221,11 +223,11 @@ class Backend(ABC):
     def reduce(
         self, tensor: Tensor, destination: int, group: tuple[int, ...], phase: str
     ) -> Handle:
-        """Add up a contiguous tensor over the ranks of a group, in place on one of them.
+        """Sum a contiguous tensor over the ranks of a group, in place on one of them.
 
         Args:
-            tensor: The tensor; on the other ranks it holds nothing of meaning afterwards.
-            destination: The rank of the group that has the sum.
+            tensor: The tensor; undefined afterwards on ranks other than ``destination``.
+            destination: The rank of the group that gets the sum.
             group: Sorted ranks, this one among them.
             phase: The phase that it is counted under.
 
@@ -242,7 +244,7 @@ class Backend(ABC):
 
         Args:
             tensor: The tensor.
-            source: The rank that has it.
+            source: The rank that sends it.
             group: Sorted ranks, this one among them.
             phase: The phase that it is counted under.
 
@@ -255,12 +257,12 @@ class Backend(ABC):
         return self._broadcast(tensor, source, group)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
-        """Add up a flat tensor over all ranks, each share of it on one rank, in place.
+        """Sum a flat tensor over all ranks, each share into its own rank's tensor.
 
         Args:
-            flat: ``[sum(sizes)]``, contiguous; afterwards this rank's share of it is the sum, and
-                those of others hold nothing of meaning.
-            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            flat: ``[sum(sizes)]``, contiguous; afterwards this rank's share is the sum, and the
+                other shares are undefined.
+            sizes: The elements of each rank's share, in the order of ranks; may be 0.
             phase: The phase that it is counted under.
 
         Returns:
@@ -275,8 +277,8 @@ class Backend(ABC):
         """Fill in the shares of the other ranks of a flat tensor, in place.
 
         Args:
-            flat: ``[sum(sizes)]``, contiguous, of which this rank's share is there.
-            sizes: The elements of each rank's share, in the order of ranks; perhaps none.
+            flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
+            sizes: The elements of each rank's share, in the order of ranks; may be 0.
             phase: The phase that it is counted under.
 
         Returns:
@@ -290,14 +292,14 @@ class Backend(ABC):
     def all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int], phase: str
     ) -> tuple[Tensor, Handle]:
-        """Send a share of a flat tensor to every rank, and get one from every rank.
+        """Send a share of a flat tensor to every rank, and receive one from every rank.
 
-        What is counted is what this rank gives to others and what it takes from them.
+        The count includes the elements sent to other ranks and received from them.
 
         Args:
             flat: ``[sum(gives)]``, contiguous.
-            gives: The elements for each rank, in the order of ranks; none for this one.
-            takes: The elements from each rank, likewise.
+            gives: The elements for each rank, in the order of ranks; 0 for this one.
+            takes: The elements from each rank, in the same order.
             phase: The phase that it is counted under.
 
         Returns:
@@ -312,7 +314,7 @@ class Backend(ABC):
         """Return every rank's contiguous tensor of one common shape.
 
         Args:
-            tensor: This rank's.
+            tensor: This rank's tensor.
             phase: The phase that it is counted under.
 
         Returns:
@@ -324,7 +326,7 @@ class Backend(ABC):
         return self._all_gather(tensor)
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what was carried so far.
+        """Return the bytes and calls of all collectives so far.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.

@@ -20,21 +20,21 @@ from soframe.registry import register
 class TorchDistributed(Backend):
     """The ranks of a process group.
 
-    The group is not held: while anything holds one, ``destroy_process_group`` cannot end its
-    threads.
+    The group is referenced weakly: a strong reference would keep ``destroy_process_group`` from
+    ending its threads.
 
     Args:
-        group: The process group, or a ``DeviceMesh`` of all ranks that train the model, such as
-            those of one stage of a pipeline; None for the default group. Only its members may build
-            this; of a mesh that is a slice of another one of several dimensions every rank must.
-        meet_timeout: How long ``meet`` waits for the other ranks under Gloo, in seconds.
+        group: The process group, or a ``DeviceMesh`` of all ranks that train the model, such as the
+            ranks of one stage of a pipeline; None for the default group. Only its members may
+            construct the backend; for a slice of a mesh of several dimensions every rank must.
+        meet_timeout: Seconds for which ``meet`` waits for the other ranks under Gloo.
         overlap: See `Backend`.
-        fused: See `Backend`; None for what suits the engine: fused on NCCL alone.
+        fused: See `Backend`; None for the engine's choice: True on NCCL alone.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
-        ValueError: If this process is not a member of ``group``, or ``fused`` is asked for on
-            another engine than Gloo and NCCL.
+        ValueError: If this process is not a member of ``group``, or ``fused`` is True on another
+            engine than Gloo and NCCL.
     """
 
     def __init__(
@@ -72,17 +72,16 @@ class TorchDistributed(Backend):
         self._meet_timeout = timedelta(seconds=meet_timeout)
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """See `Backend.prepare`."""
         if self.world_size != dist.get_world_size():
-            # NOTE: torch makes groups in a part of the world only if their members have made
-            # equally many before (their names count them), which overlapping groups have not. So
-            # the backend sends from rank to rank there, see `_broadcast`.
+            # NOTE: in a part of the world torch makes groups only if their members have made
+            # equally many before (names count them), which overlapping groups have not. There the
+            # backend sends from rank to rank, see `_broadcast`.
             return
         for ranks in groups:
             if ranks in self._made:
                 continue
             self._made.add(ranks)
-            # Every rank of the world takes part, a member or not.
+            # Every rank of the world calls `new_group`, a member or not.
             members = [self._global_ranks[rank] for rank in ranks]
             made = dist.new_group(members, backend=self._engine)
             if self.rank in ranks:
@@ -91,12 +90,10 @@ class TorchDistributed(Backend):
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """See `Backend.global_ranks`."""
         return tuple(self._global_ranks)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """See `Backend.process_group`."""
         return self._group
 
     @property
@@ -108,7 +105,7 @@ class TorchDistributed(Backend):
         group = self._groups[ranks]()
         try:
             dist.get_backend(_existing(group))
-        except ValueError as error:  # torch's own, where something else holds what is destroyed
+        except ValueError as error:  # destroyed, but referenced elsewhere
             raise RuntimeError(
                 "the process group that this preconditioner was built for has been destroyed; "
                 "build the preconditioner anew, after torch.distributed.init_process_group"
@@ -116,13 +113,12 @@ class TorchDistributed(Backend):
         return _existing(group)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """See `Backend.wire_device`."""
         if self._engine == "nccl" and device.type != "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return device
 
     def meet(self, what: str) -> None:
-        """See `Backend.meet`; Gloo alone has a barrier that names the missing ranks.
+        """Wait for all ranks; only Gloo has a barrier that names the missing ones.
 
         Raises:
             RuntimeError: If a rank does not come within ``meet_timeout``.
@@ -168,10 +164,10 @@ class TorchDistributed(Backend):
         others = [self._global_ranks[rank] for rank in group if rank != source]
         return together([_handle(dist.isend(tensor, rank, self._group)) for rank in others])
 
-    # NOTE: Shares differ in size. Padding them to the largest would multiply what travels (six
+    # NOTE: Shares differ in size. Padding them to the largest would multiply the traffic (six
     # times for ResNet-50 on 64 ranks), so `reduce_scatter_single` is out. NCCL's forms with lists
-    # take what is uneven as one group of reductions or broadcasts. Gloo's all-gather refuses it,
-    # and its reduce-scatter is slow; an all-to-all carries as much, and is the fastest there is.
+    # run uneven shares as one group of reductions or broadcasts. Gloo's all-gather refuses them,
+    # and its reduce-scatter is slow; an all-to-all carries as much and is fastest.
 
     def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = flat.split(list(sizes))
@@ -219,11 +215,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of all ranks of a mesh.
 
     Args:
-        mesh: The mesh, of however many dimensions.
+        mesh: The mesh, of any number of dimensions.
 
     Returns:
-        The default group where these are all ranks; else that of the mesh, which it makes if it has
-        several dimensions.
+        The default group if these are all ranks; else the mesh's own, made for several dimensions.
     """
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
@@ -238,7 +233,7 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _held(work: dist.Work) -> Callable[[], object]:
-    """Hold a work that has begun; return what waits for it."""
+    """Hold a started work; return a function that waits for it."""
     WORKS.begin(work)
 
     def wait() -> None:
@@ -253,7 +248,7 @@ def _handle(work: dist.Work | None) -> Handle:
 
 
 def _then(before: Handle, afterwards: Callable[[], object]) -> Handle:
-    """Return the handle of a collective after which something is left to do."""
+    """Return the handle of a collective that ends with a further action."""
 
     def wait() -> None:
         before.wait()
@@ -284,5 +279,6 @@ def leave_gradients(
     return future
 
 
-# NOTE: DistributedDataParallel compares annotations with classes, and these are strings.
+# NOTE: DistributedDataParallel compares annotations with classes; with postponed evaluation they
+# are strings.
 leave_gradients.__annotations__.clear()

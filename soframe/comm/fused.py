@@ -21,10 +21,10 @@ from soframe.strategies.work import Reduction
 
 
 class Pending:
-    """Collectives under way; `wait` ends them, once, and unpacks what they brought.
+    """Collectives under way; `wait` ends them, once, and unpacks their buffers.
 
     Attributes:
-        sums: The sums that it brings; empty for other collectives.
+        sums: The sums of a reduction; empty for other collectives.
     """
 
     def __init__(self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()) -> None:
@@ -42,13 +42,14 @@ class Parcel:
     """Tensors that one rank sends to a group of ranks.
 
     Attributes:
-        source: The rank that has them.
+        source: The sending rank.
         group: The sorted ranks that take part, the source among them.
         specs: Their shapes.
         dtype: Their dtype.
         device: Their device.
-        tensors: The tensors: on the source before they are sent, on all ranks of the group after.
-        missing: The value that is sent in every place if the source has no tensors.
+        tensors: The tensors: on the source before sending, on all ranks of the group after.
+        missing: The fill value sent if the source has no tensors, for example NaN after a failed
+            solve.
     """
 
     source: int
@@ -66,7 +67,7 @@ class Parcel:
 
     @property
     def travels(self) -> bool:
-        """Whether there is another rank to send to."""
+        """Whether the group has a receiver."""
         return len(self.group) > 1
 
     def write(self, flat: Tensor) -> None:
@@ -82,7 +83,7 @@ class Parcel:
                 part.view(spec.shape).copy_(tensor)
 
     def read(self, flat: Tensor) -> None:
-        """Take the tensors from their part of a buffer, in memory of their own."""
+        """Copy the tensors out of their part of a buffer, ``[numel]``."""
         self.tensors = []
         parts = flat.split([spec.packed_numel for spec in self.specs])
         for spec, part in zip(self.specs, parts, strict=True):
@@ -96,15 +97,10 @@ class Parcel:
 def buckets(
     backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
 ) -> list[list[Parcel]]:
-    """Group the parcels of this rank by the buffer in which they travel.
+    """Return this rank's parcels by buffer, sorted by source; then single lists that stay.
 
-    Args:
-        backend: The backend.
-        parcels: All parcels, in the same order on every rank.
-        fused: Whether parcels for all ranks share buffers whatever their source is.
-
-    Returns:
-        The parcels of each buffer by source, then, in one list each, those that stay on this rank.
+    All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
+    buffers, from any source.
     """
     mine = [p for p in parcels if backend.rank in p.group]
     moving = [p for p in mine if p.travels]
@@ -118,10 +114,10 @@ def buckets(
 
 
 def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
-    """Send the parcels of one buffer: a broadcast, or an all-gather where sources differ.
+    """Return the transfer of one buffer's parcels: a broadcast, or an all-gather if sources differ.
 
     Of a symmetric matrix the lower triangle travels, and every rank of the group, the source
-    included, has that one mirrored: all ranks go on with the same bits.
+    included, mirrors it: all ranks continue with the same bits.
     """
     first = bucket[0]
     if not first.travels:
@@ -156,17 +152,17 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
 
 @dataclass
 class Sum:
-    """A tensor that is summed over the ranks that contribute to it.
+    """A tensor that is summed over its contributors.
 
     Attributes:
-        way: The ranks that take part, and those that keep the sum.
-        shape: ``(groups, n, n)``, or any other where the tensor is not symmetric.
+        way: The ranks that take part, and the ranks that keep the sum.
+        shape: ``(groups, n, n)``, or any other if the tensor is not symmetric.
         dtype: Its dtype.
         wire: The dtype in which it travels and is summed.
         device: Its device.
         tensor: This rank's part, ``[groups, n, n]`` or packed ``[groups, n (n + 1) / 2]``; None for
-            zeros. Once the sum is there: the sum, packed if it travelled.
-        symmetric: Whether it consists of symmetric matrices, of which triangles travel.
+            zeros. After the reduction: the sum, packed if it travelled.
+        symmetric: Whether it consists of symmetric matrices; only triangles travel.
     """
 
     way: Reduction
@@ -215,10 +211,10 @@ class Sum:
 
 
 def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
-    """Start the sums of this rank, as packed triangles in fused buffers.
+    """Return the started sums of this rank, as packed triangles in fused buffers.
 
-    Sums that are kept by several ranks but not by all travel twice, to one of them and from there
-    to the others: then all of them are waited for in between.
+    Sums kept by several ranks but not by all travel twice, to one of them and from there to the
+    others, with a wait in between.
     """
     mine = [s for s in sums if backend.rank in s.way.group and s.travels]
     pending = []
@@ -272,7 +268,7 @@ def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()
 
 
 def _written(backend: Backend, sums: Sequence[Sum]) -> tuple[Tensor, list[int]]:
-    """Return a buffer with this rank's parts, where it can travel, and their sizes."""
+    """Return a buffer with this rank's parts, on a device that can send, and their sizes."""
     sizes = [part.numel for part in sums]
     flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
     for part, numbers in zip(sums, flat.split(sizes), strict=True):
@@ -281,7 +277,7 @@ def _written(backend: Backend, sums: Sequence[Sum]) -> tuple[Tensor, list[int]]:
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds nothing else: a view would keep its whole buffer alive."""
+    """Return a tensor with storage of its own: a view would keep its whole buffer alive."""
     exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if exact else tensor.clone()
 

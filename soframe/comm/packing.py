@@ -26,8 +26,7 @@ def pack_triangle(matrix: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         matrix: ``[..., n, n]``; only the lower triangle is read.
-        out: Where to write it, contiguous, of as many elements; perhaps of another dtype. None
-            for a new tensor.
+        out: The output, contiguous, with as many elements, of any dtype; None for a new tensor.
 
     Returns:
         ``[..., n (n + 1) / 2]``.
@@ -47,15 +46,7 @@ def pack_triangle(matrix: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def unpack_triangle(packed: Tensor, n: int) -> Tensor:
-    """Undo `pack_triangle`.
-
-    Args:
-        packed: ``[..., n (n + 1) / 2]``.
-        n: The size of the matrices.
-
-    Returns:
-        ``[..., n, n]``, both triangles filled.
-    """
+    """Undo `pack_triangle`: ``[..., n (n + 1) / 2]`` to symmetric matrices ``[..., n, n]``."""
     matrix = packed.new_empty((*packed.shape[:-1], n, n))
     edge, corner = _fold(packed, n)
     half = n - edge.shape[-1]
@@ -68,29 +59,16 @@ def unpack_triangle(packed: Tensor, n: int) -> Tensor:
 
 
 def packed_diagonal(packed: Tensor, n: int) -> Tensor:
-    """Return the diagonal of packed matrices.
-
-    Args:
-        packed: ``[..., n (n + 1) / 2]``.
-        n: The size of the matrices.
-
-    Returns:
-        ``[..., n]``.
-    """
+    """Return the diagonal ``[..., n]`` of packed matrices ``[..., n (n + 1) / 2]``."""
     diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
     return torch.cat(diagonals, dim=-1)
 
 
 def _fold(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the parts of the rectangle, as views.
+    """Return the parts of the rectangle ``[..., n (n + 1) / 2]``, as views.
 
-    Args:
-        packed: ``[..., n (n + 1) / 2]``.
-        n: The size of the matrices.
-
-    Returns:
-        The leading columns ``[..., n, n - n // 2]``, whose upper triangle is not theirs; and the
-        trailing triangle ``[..., n // 2, n // 2]``, transposed, whose lower one is not its own.
+    The leading columns ``[..., n, n - n // 2]``, whose upper triangle belongs to the other part;
+    and the trailing triangle ``[..., n // 2, n // 2]``, transposed, without its lower one.
     """
     half, odd = n // 2, n % 2
     # An even n needs one more row, which makes room for the trailing diagonal.
@@ -108,7 +86,7 @@ def _mirror(matrix: Tensor, lower: Tensor) -> None:
 
 
 def _blocks(n: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows of each block on the diagonal, and those below."""
+    """Yield the rows of each block on the diagonal, and the rows below it."""
     for start in range(0, n, _BLOCK):
         end = min(start + _BLOCK, n)
         yield slice(start, end), slice(end, n)

@@ -1,4 +1,4 @@
-"""A backend that writes down every collective, for tests and for counting without running."""
+"""A backend that records every collective, for tests and for counting without running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Event:
     Attributes:
         operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``,
             ``"reduce_scatter"``, ``"all_gather_shares"`` or ``"all_to_all"``.
-        numel: Elements of the tensor; of an ``"all_to_all"`` those that this rank gives.
+        numel: Elements of the tensor; of an ``"all_to_all"`` the elements that this rank sends.
         dtype: Its dtype.
         source: The source of a broadcast, the destination of a reduction.
         group: The ranks that took part.
@@ -35,14 +35,14 @@ class Event:
 
 @register("backend", "recording")
 class Recording(Backend):
-    """Records, and passes on to another backend.
+    """Records collectives, and forwards them to another backend.
 
     Args:
-        inner: The backend that does the work. Without one this is a rank of a world that exists
-            on paper: nothing travels, and tensors stay as this rank left them.
-        rank: This rank, where there is no ``inner``.
-        world_size: The ranks, where there is no ``inner``.
-        fused: See `Backend`, where there is no ``inner``.
+        inner: The backend that does the work. Without one this is a rank of a simulated world:
+            nothing travels, and tensors stay as this rank left them.
+        rank: This rank, if `inner` is None.
+        world_size: The number of ranks, if `inner` is None.
+        fused: See `Backend`, if `inner` is None.
 
     Attributes:
         events: The collectives, in the order in which this rank entered them.
@@ -69,27 +69,22 @@ class Recording(Backend):
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """See `Backend.global_ranks`."""
         return super().global_ranks if self._inner is None else self._inner.global_ranks
 
     @property
     def process_group(self) -> Any:
-        """See `Backend.process_group`."""
         return None if self._inner is None else self._inner.process_group
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """See `Backend.prepare`."""
         self.groups.extend(groups)
         if self._inner is not None:
             self._inner.prepare(groups)
 
     def meet(self, what: str) -> None:
-        """See `Backend.meet`."""
         if self._inner is not None:
             self._inner.meet(what)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """See `Backend.wire_device`."""
         return device if self._inner is None else self._inner.wire_device(device)
 
     def _all_reduce(self, tensor: Tensor) -> Handle:

@@ -1,8 +1,8 @@
-"""Parts of tensors that ranks hold, on their way to whoever needs the whole, and back.
+"""Sharded tensors: gathers to the ranks that need the whole, and scatters back.
 
-A *gather* brings the parts of a gradient to the gradient workers, and to nobody else; a *scatter*
-brings each rank its part of what its gradient worker has made. Both are one all-to-all for each
-buffer, whoever the workers are: a rank sends what others lack, and nothing twice.
+A *gather* brings the parts of a gradient to its gradient workers only; a *scatter* brings each rank
+its part of the update from its gradient worker. Both are one all-to-all for each buffer, for any
+set of workers: a rank sends only the missing parts, each once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from soframe.strategies.buckets import fill
 
 @dataclass
 class Split:
-    """One tensor of which ranks have parts.
+    """A sharded tensor under way.
 
     Attributes:
-        shards: Which parts.
+        shards: The parts of each rank.
         dtype: The dtype in which it travels.
-        device: Where it lives.
-        workers: The ranks that have the whole, or are to have it.
-        sources: For each rank the worker that it has its part from; empty for a gather.
-        part: This rank's part, in whatever dtype.
+        device: Its device.
+        workers: The ranks that have, or get, the whole.
+        sources: For each rank the worker that sends its part; empty for a gather.
+        part: This rank's part, of any dtype.
         whole: The whole tensor, in the shape of ``shards``, on workers.
     """
 
@@ -48,20 +48,15 @@ class Split:
 
     @property
     def route(self) -> tuple[object, ...]:
-        """What it has in common with others in its buffer."""
+        """The key that tensors in one buffer share."""
         return (self.dtype, self.device)
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
-    """Bring the parts of tensors to the workers.
+    """Gather the parts of tensors on their workers, which get ``whole`` in the dtype of travel.
 
-    Every rank must pass the same tensors in the same order, each with its own part.
-
-    Args:
-        backend: The backend.
-        splits: The tensors; their ``whole`` is filled in on workers, in the dtype in which it
-            travels. Where a worker has the whole already it is that tensor.
-        phase: The phase that the traffic is counted under.
+    A collective: every rank passes the same tensors in the same order, each with its own part. If a
+    worker's part is the whole tensor, ``whole`` is a view of it unless the dtype differs.
     """
     for split in splits:
         if backend.rank in split.workers:
@@ -70,7 +65,7 @@ def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 
 
 def _begin(split: Split, rank: int) -> None:
-    """Let a worker have its own part of the whole."""
+    """Copy a worker's own part into the whole."""
     part, shards = split.part, split.shards
     assert part is not None
     if shards.holds_all(rank):
@@ -81,20 +76,15 @@ def _begin(split: Split, rank: int) -> None:
 
 
 def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
-    """Bring each rank its part of tensors from its worker.
+    """Send each rank its ``part`` of tensors from its worker, where it is a view of the whole.
 
-    Every rank must pass the same tensors in the same order, and workers the whole ones.
-
-    Args:
-        backend: The backend.
-        splits: The tensors; their ``part`` is filled in. On a worker it is a view of the whole.
-        phase: The phase that the traffic is counted under.
+    A collective: every rank passes the same tensors in the same order, workers the whole ones.
     """
     _exchange_all(backend, splits, phase)
     for split in splits:
         if backend.rank in split.workers:
             split.part = split.shards.part(_whole(split), backend.rank)
-        elif split.part is None:  # this rank has nothing of it
+        elif split.part is None:  # this rank has no part of it
             shape = split.shards.part_shape(backend.rank)
             split.part = torch.empty(shape, dtype=split.dtype, device=split.device)
 
@@ -147,7 +137,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
 
 
 def _given(split: Split, other: int) -> Tensor:
-    """Return what this rank sends to another, in the dtype in which it travels."""
+    """Return the part that this rank sends to another, in the dtype of travel."""
     if split.sources:
         return split.shards.part(_whole(split), other).to(split.dtype)
     assert split.part is not None

@@ -15,7 +15,7 @@ class SingleProcess(Backend):
     """A group of one rank."""
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """See `Backend.prepare`."""
+        """Make no groups."""
 
     def _all_reduce(self, tensor: Tensor) -> Handle:
         return Handle()

@@ -1,8 +1,8 @@
-"""The seam to `soframe.parallel.pipeline`: what a step asks of the other stages of a model.
+"""The seam to `soframe.parallel.pipeline`: a step's communication with a model's other stages.
 
 Under a pipeline the ranks of one process group, a *pipe*, hold one copy of a model, each with some
-of its layers. What concerns the whole model goes over the pipe: whether gradients are finite, the
-length of a step, errors. All else is among the copies of a stage, over the backend.
+of its layers. Values of the whole model go over the pipe: whether gradients are finite, the length
+of a step, errors. All other values go over the backend, among the copies of a stage.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from torch import Tensor, nn
 from soframe.comm.base import Backend
 
 PHASE = "stages"
-"""Under which phase the traffic between stages is counted."""
+"""The phase that traffic between stages is counted under."""
 
 STAGES = "stages"
-"""The key of a state for whose it is."""
+"""The key of a state's stages."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Status of a step on one stage; over stages, the largest of each number counts.
+    """Status of a step on one stage; the reduction over stages is the maximum.
 
     Attributes:
         failed: Whether this rank is about to raise.
         changed: Whether its model has changed.
         bad_gradient: Whether a gradient is not finite.
-        large: Whether one is so large that products of it may be out of range, or what it becomes
-            may be.
+        large: Whether one is so large that products with it, or its update, may overflow.
         bad_statistics: Whether statistics are not finite.
         due: Whether it takes statistics.
         curved: Whether any block has factors.
-        passes: How many backward passes gave statistics.
-        samples: How many samples these had.
+        passes: The number of backward passes with statistics.
+        samples: Their number of samples.
     """
 
     failed: float
@@ -52,11 +51,11 @@ class Seen:
 
 
 class Stages:
-    """A model that a rank has whole: every answer is its own, and nothing is sent.
+    """A model without a pipeline: every result is this rank's own, and nothing is sent.
 
     Attributes:
         backend: The backend of the pipe; None here.
-        name: Which stages this rank has, as text; empty here.
+        name: The stages of this rank, as text; empty here.
     """
 
     backend: Backend | None = None
@@ -65,16 +64,16 @@ class Stages:
     # -- at the start -------------------------------------------------------------------------
 
     def require_backend(self, backend: Backend | None) -> None:
-        """Raise a ValueError if ``backend=`` is not that of the copies of a stage."""
+        """Raise a ValueError if ``backend=`` does not join the copies of a stage."""
 
     def require_settings(self, *, probed: bool, scaled: bool) -> None:
-        """Raise a ValueError for a Fisher that is probed, or a scaled loss, if these cannot be."""
+        """Raise a ValueError if the stages cannot run a probed Fisher or a scaled loss."""
 
     def require_uncounted(self) -> None:
         """Raise a ValueError if a schedule runs the forward passes, so that none can be counted."""
 
     def require_served(self, model: nn.Module, blocks: Sequence[Any]) -> None:
-        """Raise a ValueError if blocks are not those of the stages, or run in unserved ways."""
+        """Raise a ValueError if blocks lie outside the stages, or run in unsupported ways."""
 
     def say_failed(self, error: BaseException) -> None:
         """Send the other stages the error for which this one cannot start."""
@@ -84,7 +83,7 @@ class Stages:
         return None
 
     def look_over(self, registration: Any) -> None:
-        """Check what the stages have registered together."""
+        """Check the registrations of all stages together."""
 
     def own_part(self, saved: Any) -> Any:
         """Return this rank's part of a state."""
@@ -93,7 +92,7 @@ class Stages:
     # -- micro-batches ------------------------------------------------------------------------
 
     def part_of(self, block: Any) -> int:
-        """Return which of this rank's stages has a block: a backward pass is of one stage."""
+        """Return the index of the stage with a block: a backward pass belongs to one stage."""
         return 0
 
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
@@ -101,23 +100,23 @@ class Stages:
         return loss_scale
 
     def miscounted(self, passes: float) -> Exception | None:
-        """Return an error if a step had other backward passes than the schedule's."""
+        """Return an error if the number of backward passes differs from the schedule's."""
         return None
 
     # -- in a step ----------------------------------------------------------------------------
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context: an error that all copies of one stage raise is raised on all stages."""
+        """Return a context that raises an error of all copies of one stage on all stages."""
         return nullcontext()
 
     def put_together(
         self, seen: Seen, common: Mapping[str, object], error: Exception | None
     ) -> tuple[Seen, Exception | None]:
-        """Reduce the status over stages, and compare what they must have in common, by name."""
+        """Reduce the status over stages, and compare their common values by name."""
         return seen, error
 
     def spread(self, error: Exception | None) -> Exception | None:
-        """Return this rank's error, or one that names another stage's, once some rank has one."""
+        """Return this rank's error, or one that names another stage's if only that one failed."""
         return error
 
     def require_none(self, problem: Exception | None) -> None:
@@ -126,11 +125,11 @@ class Stages:
             raise problem
 
     def any(self, flag: bool) -> bool:
-        """Return whether something holds on any stage."""
+        """Return the logical or of a flag over stages."""
         return flag
 
     def largest(self, number: float) -> float:
-        """Return the largest of a number over stages."""
+        """Return the maximum of a number over stages."""
         return number
 
     def total(self, number: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ class Stages:
         return numbers
 
     def of(self, add: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return a function that adds up over the copies of a stage, and then over stages."""
+        """Extend a function that sums over the copies of a stage to sum over stages too."""
         return lambda number: self.total(add(number))
 
 

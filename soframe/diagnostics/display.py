@@ -1,6 +1,6 @@
-"""Metrics that were written to a file: read, as tables, and as a figure.
+"""Metrics from a file: reading, tables and a figure.
 
-Its libraries are optional: rich and matplotlib, in the extra `cli`.
+The libraries are optional: rich and matplotlib, in the extra `cli`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ COLUMNS = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads metrics.
+    """Read metrics from a JSON file of the result of ``metrics()``.
 
     Args:
-        path: Of a file that has what ``metrics()`` returned, as JSON.
+        path: The file.
 
     Returns:
         The metrics.
 
     Raises:
-        ValueError: If it has something else, or what a newer soframe has written.
+        ValueError: If the file has other content, or a newer soframe wrote it.
     """
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
@@ -66,10 +66,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def tables(metrics: Mapping[str, Any]) -> list[Table]:
-    """The tables of metrics: of blocks and their factors, and of phases.
+    """Return the tables of metrics: of blocks and their factors, and of phases.
 
     Args:
-        metrics: What ``metrics()`` returned.
+        metrics: The result of ``metrics()``.
 
     Returns:
         Two rich tables.
@@ -113,16 +113,16 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
 
 
 def figure(metrics: Mapping[str, Any]) -> Figure:
-    """Draws the spectra, the condition numbers and the ages of all factors.
+    """Draw the spectra, the condition numbers and the ages of all factors.
 
     Args:
-        metrics: What ``metrics(spectra="full")`` returned; without ``"full"`` there are no curves,
-            and without spectra there are ages alone.
+        metrics: The result of ``metrics(spectra="full")``; without ``"full"`` the figure has no
+            curves, and without spectra only ages.
 
     Returns:
-        A figure of three panels: the eigenvalues of each factor in descending order, relative to
-        its largest, those that are zero or below left out; the condition numbers; and how many
-        steps ago each factor took statistics and was solved.
+        A figure of three panels: the positive eigenvalues of each factor in descending order,
+            relative to its largest; the condition numbers; and the number of steps since each
+            factor took statistics and was solved.
     """
     from matplotlib.figure import Figure
 
@@ -196,7 +196,7 @@ def _show(value: object) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a size with a binary unit and three digits, or "-" for nothing."""
+    """Return a size with a binary unit and three digits, or "-" for 0."""
     if size == 0:
         return "-"
     for unit in ("B", "KiB", "MiB"):

@@ -1,4 +1,4 @@
-"""Shows what a preconditioner would do with a user's model, without training it."""
+"""Register a user's model as a preconditioner would, without training it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from soframe.comm.recording import Recording
 
 
 class InspectionError(ValueError):
-    """A model could not be found or built. The message says what to change."""
+    """A model could not be found or built; the message has the remedy."""
 
 
 def build_model(path: str) -> nn.Module:
-    """Imports and calls what builds a model.
+    """Import a model, or call the function that builds it.
 
     Args:
-        path: `MODULE:CALLABLE`, as in `package.models:make_model`. The callable takes no
-            arguments: a function, or the class of the model. A model itself also does.
+        path: `MODULE:CALLABLE`, as in `package.models:make_model`. The callable takes no arguments:
+            a function, or the class of the model. A model itself is accepted, too.
 
     Returns:
         The model.
 
     Raises:
-        InspectionError: If the path is malformed, if nothing is there, if the call fails, or if
-            what it returns is not a model.
+        InspectionError: If the path is malformed, if the module lacks the name, if the call fails,
+            or if its result is not a model.
     """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
@@ -46,7 +46,7 @@ def build_model(path: str) -> nn.Module:
         raise InspectionError(f"{path} is no callable but a {type(target).__name__}")
     try:
         model = target()
-    except Exception as error:  # whatever the user's own code does wrong, it has to be named
+    except Exception as error:  # the user's code may raise any error
         raise InspectionError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."
         ) from error
@@ -56,7 +56,7 @@ def build_model(path: str) -> nn.Module:
 
 
 def _import(name: str) -> Any:
-    # As `python -m` does: modules beside the user come first.
+    # As `python -m` does: modules of the working directory come first.
     here = os.getcwd()  # noqa: PTH109 (sys.path holds strings)
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -68,7 +68,7 @@ def _import(name: str) -> Any:
                 f"there is no module {name!r}, neither installed nor in the current folder"
             ) from error
         raise InspectionError(f"module {name!r} could not be imported: {error}") from error
-    except Exception as error:  # likewise
+    except Exception as error:  # of the user's module
         raise InspectionError(
             f"importing module {name!r} raised {type(error).__name__}: {error}"
         ) from error
@@ -83,7 +83,7 @@ def inspect(
     solver: str,
     all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
-    """Registers a model as a preconditioner would, on ranks that exist on paper.
+    """Register a model as a preconditioner would, with simulated ranks.
 
     Args:
         model: The model.
@@ -91,13 +91,13 @@ def inspect(
         strategy: The strategy's name.
         method: The method's name.
         solver: The solver's name.
-        all_layers: Whether layers of every kind that has a helper have blocks.
+        all_layers: Whether layers of every kind with a helper have blocks.
 
     Returns:
-        Where every parameter ends, and who does what.
+        The report of all parameters, and the placement.
 
     Raises:
-        InspectionError: If a name does not exist, or if there is nothing to precondition.
+        InspectionError: If a name does not exist, or if no layer can be preconditioned.
     """
     if world_size < 1:
         raise InspectionError(f"the world size must be at least 1, not {world_size}")
@@ -119,16 +119,16 @@ def inspect(
 
 
 def as_dict(report: soframe.Report, placement: soframe.Placement) -> dict[str, Any]:
-    """Says in plain values what `inspect` returns.
+    """Return the results of `inspect` as plain values.
 
     Args:
-        report: Where every parameter ends.
-        placement: Who does what.
+        report: The report of all parameters.
+        placement: The placement.
 
     Returns:
         `"parameters"`, a mapping for each row of the report; `"blocks"`, for each block the
-        `"owners"` of its factors by name, its `"gradient_workers"`, and the `"sources"`, from which
-        each rank has its direction; `"ranks"`, for each rank the bytes that it holds; the
+        `"owners"` of its factors by name, its `"gradient_workers"`, and the `"sources"`, the rank
+        that sends each rank its update; `"ranks"`, for each rank the bytes that it holds; the
         `"strategy"`, and its `"notes"`.
     """
     placed = zip(placement.work, placement.blocks, strict=True)

@@ -29,26 +29,26 @@ class ScalarLogger:
             optimizer.step()
             logger.step()
 
-    The preconditioner then times its phases, and measures norms in the steps that are written.
-    Where ``every`` is a multiple of the interval of solves, all steps that are written have the
-    same age of a solve: choose one that is not, such as 49, to see them all.
+    The preconditioner then times its phases, and measures norms in the logged steps. If ``every``
+    is a multiple of the interval of solves, solves have the same age in all logged steps: choose
+    another number, such as 49, to see all ages.
 
     Args:
         source: A `soframe.Preconditioner`, or an optimizer that has one (`soframe.Optimizer`,
             `soframe.TrustRegion`).
-        writer: Has ``add_scalar(name, number, step)``; or is called with scalars by name and the
-            step, as ``lambda scalars, step: run.log(scalars, step=step)``.
-        every: Steps between two writings.
-        spectra: Whether factors are decomposed for every writing, see ``metrics``.
+        writer: An object with ``add_scalar(name, number, step)``; or a function of scalars by name
+            and the step, as ``lambda scalars, step: run.log(scalars, step=step)``.
+        every: Steps between two logged ones.
+        spectra: Whether factors are decomposed at every logged step, see ``metrics``.
         all_ranks: Whether ranks exchange their metrics; then every rank has to call `step`.
-            Otherwise the metrics of blocks that the writing rank does not hold are left out.
-        rank: The rank that writes. On the others `step` does nothing, but for ``all_ranks``.
+            Otherwise the metrics of blocks that the writing rank does not hold are omitted.
+        rank: The rank that writes. On the others `step` has no effect unless ``all_ranks`` is set.
         prefix: The prefix of names.
 
     Raises:
-        TypeError: If ``source`` has no metrics, or ``writer`` can neither be called nor has
+        TypeError: If ``source`` has no metrics, or ``writer`` is neither callable nor has
             ``add_scalar``.
-        ValueError: If ``every`` is not positive, or there is no such rank.
+        ValueError: If ``every`` is not positive, or ``rank`` does not exist.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ScalarLogger:
             self._measured.measure(norms=self._is_due(1), times=True)
 
     def _is_due(self, ahead: int) -> bool:
-        """Return whether the step ``ahead`` of the last one is written."""
+        """Return whether the step ``ahead`` of the last one is logged."""
         return bool((self._measured.steps + ahead) % self._every == 0)
 
     def step(self) -> None:

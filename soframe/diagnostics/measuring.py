@@ -14,7 +14,7 @@ from soframe.tracing.phases import Phases
 
 
 class Measuring:
-    """Measures norms and the times of phases where asked to; by default nothing."""
+    """Measures norms and the times of phases if enabled; off by default."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases, self._timed_from = phases, 0
@@ -42,7 +42,7 @@ class Measuring:
         self.last = taken
 
     def redamped(self, damping: float) -> None:
-        """Update the last step, whose directions were made again with another damping."""
+        """Update the last step, whose updates were recomputed with another damping."""
         if self.last is not None:
             self.last = replace(self.last, damping=damping, norms=None)
 

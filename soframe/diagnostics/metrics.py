@@ -1,7 +1,7 @@
 """Metrics: settings in force and their effects, by block and overall, as plain data.
 
 Numbers, strings, lists and dicts, so that ``json.dumps`` writes them. None stands for a number that
-this rank does not know, or not yet, or that was not measured.
+is not yet available, not on this rank, or not measured.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def collect(
                 all_ranks=all_ranks,
             )
             blocks[block.name] = _of_block(block, taken, spectrums, steps)
-    except Exception as error:  # the other ranks wait for an answer, whatever it is
+    except Exception as error:  # of any kind: the other ranks wait in the exchange
         if not all_ranks:
             raise
         failure = error
@@ -176,7 +176,7 @@ def _of_block(
 
 
 def _age(steps: int, at: int | None) -> int | None:
-    """Return how many steps before the last one something was: 0 for the last one."""
+    """Return the steps between an event and the last step: 0 for the last one."""
     return None if at is None else steps - 1 - at
 
 
@@ -205,7 +205,7 @@ def _norms(name: str, norms: Norms | None) -> dict[str, float | None]:
 
 def _sums(placed: PlacedBlocks, all_ranks: bool) -> dict[Block, Mapping[str, Tensor]]:
     """Return the running factors that this rank holds; deferred ones with ``all_ranks`` only."""
-    # A strategy that reduces statistics at the solves has them in parts, on all ranks.
+    # If statistics are reduced at the solves, all ranks hold parts of them.
     sums: dict[Block, Mapping[str, Tensor]] = {}
     for block in placed.blocks:
         if block.record.pending == 0:
@@ -250,12 +250,12 @@ def _phases(traffic: Mapping[str, Mapping[str, int]], timing: Timing) -> dict[st
 
 
 def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Return a norm over all blocks that have one; None if that of any is unknown."""
+    """Return a norm over all blocks that have one; None if any is missing."""
     squares: list[float] = []
     for block in blocks:
         if block["used"] is None:
             return None
-        # An unused block has no gradient; one that is not solved yet, no direction.
+        # An unused block has no gradient; a block before its first solve has no update.
         needs = {
             "gradient_norm": block["used"],
             "direction_norm": block["used"] and block["active"],
@@ -271,7 +271,7 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any], failure: Exception | None) -> None:
-    """Fill in numbers that only other ranks know; every rank must call."""
+    """Fill in numbers that only other ranks have; a collective of all ranks."""
     mine = {"blocks": metrics["blocks"], "phases": metrics["phases"]}
     mine["failed"] = None if failure is None else describe_error(failure)
     texts = gather_texts(placed.backend, json.dumps(mine), "metrics")

@@ -1,4 +1,4 @@
-"""The norms of one step: of each block's gradient, direction and weights on this rank."""
+"""The norms of one step: of each block's gradient, update and weights on this rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from soframe.step.updates import Update
 
 @dataclass(frozen=True)
 class Norms:
-    """Frobenius norms by block, scalars in float64, of blocks that this rank has as a whole."""
+    """Frobenius norms by block, scalars in float64, of blocks that are whole on this rank."""
 
     used: frozenset[str]  # blocks with a gradient on any rank, the same on every rank
     gradient: Mapping[str, Tensor]  # averaged, before it is preconditioned
@@ -25,7 +25,7 @@ class Norms:
 
 
 def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]) -> Norms:
-    """Return the norms of a step, without a wait for the device and without communication."""
+    """Return the norms of a step, without waiting for the device and without communication."""
     used = [(s, [s.blocks[m] for m in gradient.members]) for s, gradient in gradients.items()]
     known = [
         (block, matrix)
@@ -74,6 +74,6 @@ def _is_whole(block: Block) -> bool:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Return the Frobenius norm, in float64: squares of float32 may be out of range."""
+    """Return the Frobenius norm, in float64: squares in float32 may overflow."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm

@@ -15,18 +15,18 @@ def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[
     """Return a summary of a factor's eigenvalues, computed in float64, as plain data.
 
     Args:
-        matrix: The running factor, without damping: ``[groups, n, n]`` or, where it is diagonal,
-            ``[groups, n]``.
+        matrix: The running factor, without damping: ``[groups, n, n]``, or ``[groups, n]`` if it is
+            diagonal.
         factor: Its spec.
         full: Whether all eigenvalues are included.
 
     Returns:
         ``"largest"`` and ``"smallest"`` eigenvalue over all groups; ``"condition"``, the largest
-        ratio of the two in a group, None where the smallest is zero to the rounding of the
-        factor's dtype; ``"effective_rank"``, the exponential of the entropy of the normalised
-        eigenvalues (Roy and Vetterli, 2007), between 1 and n, 0 for zeros, the mean over groups;
-        ``"trace"``, the mean over groups; with ``full`` the ``"eigenvalues"``, a descending list
-        for each group. None for a factor that is neither a matrix nor a diagonal.
+        ratio of the two in a group, None if the smallest is zero to the rounding of the factor's
+        dtype; ``"effective_rank"``, the exponential of the entropy of the normalised eigenvalues
+        (Roy and Vetterli, 2007), between 1 and n, 0 for zeros, the mean over groups; ``"trace"``,
+        the mean over groups; with ``full`` the ``"eigenvalues"``, a descending list for each group.
+        None for a factor that is neither a matrix nor a diagonal.
     """
     if factor.kind == "psd":
         values = torch.linalg.eigvalsh(matrix.double())
@@ -59,7 +59,7 @@ def _condition(values: Tensor, rounding: float) -> float | None:
 
 def _effective_rank(values: Tensor) -> Tensor:
     """Return ``exp(-sum_i p_i log p_i)`` with ``p_i = v_i / sum_j v_j``, for each group."""
-    positive = values.clamp(min=0)  # below zero they are by rounding alone
+    positive = values.clamp(min=0)  # negative ones are rounding errors
     total = positive.sum(1, keepdim=True)
     shares = positive / total.where(total > 0, 1.0)
     ranks = torch.special.entr(shares).sum(1).exp()

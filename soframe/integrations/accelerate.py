@@ -1,4 +1,4 @@
-"""A preconditioner for loops that Accelerate runs: it knows when the optimizer steps.
+"""A preconditioner for loops with Accelerate: it steps when the optimizer does.
 
 ::
 
@@ -27,28 +27,29 @@ from soframe.preconditioner import Preconditioner
 
 KEY = "preconditioner"
 FOLDER = "soframe"
-"""Where a checkpoint of a trainer has that of the preconditioner."""
+"""The preconditioner's folder within a trainer's checkpoint."""
 
 
 class AcceleratedPreconditioner:
-    """Steps where Accelerate's optimizer does, and is saved and loaded with Accelerate's state.
+    """Steps with Accelerate's optimizer, and is saved and loaded with Accelerate's state.
 
-    ``accelerator.save_state`` and ``load_state`` reach every rank, as the state of a preconditioner
-    needs; ``register_for_checkpointing`` would keep what rank 0 alone has.
+    ``accelerator.save_state`` and ``load_state`` run on every rank, as the state of a
+    preconditioner needs; ``register_for_checkpointing`` would keep only rank 0's.
 
     Args:
         accelerator: The ``Accelerator``.
-        model: What ``accelerator.prepare`` made of the model.
-        optimizer: What it made of the optimizer.
-        **settings: Further settings of `soframe.Preconditioner`. The optimizer and the scaler of
-            gradients are known already.
+        model: The model returned by ``accelerator.prepare``.
+        optimizer: The optimizer returned by ``accelerator.prepare``.
+        **settings: Further settings of `soframe.Preconditioner`, except the optimizer and the
+            gradient scaler.
 
     Attributes:
-        preconditioner: The preconditioner: ``observe``, ``count`` and ``report`` are there.
+        preconditioner: The `soframe.Preconditioner`, with ``observe``, ``count`` and ``report``.
 
     Raises:
-        TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
-        ValueError: If a setting is out of range, or the stack is refused.
+        TypeError: If the optimizer is a `soframe.Optimizer`, which needs no preconditioner.
+        ValueError: If a setting is out of range, or the combination of model and trainer is
+            refused.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class AcceleratedPreconditioner:
     def step(self) -> None:
         """Precondition the gradients, if this micro-batch is the last before a step.
 
-        Where gradients are scaled they are unscaled first. To clip raw gradients call
+        Scaled gradients are unscaled first. To clip raw gradients call
         ``accelerator.clip_grad_norm_`` before this, not after.
 
         Raises:
@@ -96,25 +97,14 @@ class AcceleratedPreconditioner:
 
 
 def plain(optimizer: Any) -> Any:
-    """Return the optimizer that others wrap.
-
-    Args:
-        optimizer: An optimizer, perhaps Accelerate's around it.
-    """
+    """Return the innermost optimizer of a wrapped one, such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def require_plain(optimizer: Any) -> None:
-    """Check that an optimizer does not precondition itself.
-
-    Args:
-        optimizer: An optimizer, perhaps Accelerate's around it.
-
-    Raises:
-        TypeError: If it does.
-    """
+    """Raise a TypeError if an optimizer, perhaps wrapped, preconditions by itself."""
     preconditioner = getattr(plain(optimizer), "preconditioner", None)
     if isinstance(preconditioner, Preconditioner):
         raise TypeError(
@@ -124,22 +114,17 @@ def require_plain(optimizer: Any) -> None:
 
 
 def unscale(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
-    """Unscale gradients that a ``GradScaler`` has not unscaled since its last update.
-
-    Args:
-        optimizer: Their optimizer, perhaps Accelerate's around it.
-        scaler: The scaler, if there is one.
-    """
+    """Unscale gradients that the `GradScaler` has not unscaled since its last update."""
     if scaler is None or not scaler.is_enabled():
         return
     inner = plain(optimizer)
-    # The scaler itself raises where gradients, clipped in between, would be unscaled twice.
+    # The scaler itself raises if gradients, clipped in between, would be unscaled twice.
     if scaler._per_optimizer_states[id(inner)]["stage"] is OptState.READY:
         scaler.unscale_(inner)
 
 
 def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
-    """Save a preconditioner beside what a trainer has saved; every rank must call.
+    """Save a preconditioner into the folder of a trainer's checkpoint; call on every rank.
 
     Args:
         preconditioner: The preconditioner.
@@ -152,7 +137,7 @@ def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None
 
 
 def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
-    """Load what `save` has saved; every rank must call.
+    """Load a state that `save` wrote; call on every rank.
 
     Args:
         preconditioner: The preconditioner.
@@ -160,7 +145,7 @@ def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None
 
     Raises:
         FileNotFoundError: If it has no state of a preconditioner.
-        ValueError: If the state is damaged, or of another model.
+        ValueError: If the state is damaged, or belongs to another model.
     """
     last = checkpoint.latest(Path(folder) / FOLDER)
     if last is None:

@@ -9,8 +9,8 @@
     preconditioner.step()  # between engine.backward() and engine.step(), in each micro-batch
     engine.step()
 
-A pipeline's engine (``PipelineModule``) runs all of a step by itself, and the preconditioner within
-it: there is nothing to be called but ``engine.train_batch()``.
+A pipeline's engine (``PipelineModule``) runs a whole step, the preconditioner's included: call
+``engine.train_batch()`` only.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from soframe.preconditioner import Preconditioner
 
 
 class DeepSpeedPreconditioner:
-    """Steps where the engine does: at the boundary of gradient accumulation.
+    """Steps with the engine: at the boundary of gradient accumulation.
 
-    Save ``preconditioner.state_dict()``, which every rank must call, in the engine's
-    ``client_state``.
-
-    Under a pipeline each rank has the state of its own stage: save it on every rank.
+    Save ``preconditioner.state_dict()``, a collective of all ranks, in the engine's
+    ``client_state``. Under a pipeline each rank has the state of its own stage: save it on every
+    rank.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        **settings: Further settings of `soframe.Preconditioner`. The optimizer is known already.
+        engine: The engine returned by ``deepspeed.initialize``.
+        **settings: Further settings of `soframe.Preconditioner`, except the optimizer.
 
     Attributes:
-        preconditioner: The preconditioner.
+        preconditioner: The `soframe.Preconditioner`.
 
     Raises:
-        TypeError: If the optimizer is a `soframe.Optimizer`, which needs none.
+        TypeError: If the optimizer is a `soframe.Optimizer`, which needs no preconditioner.
         ValueError: If the engine keeps gradients in the host's memory, or trains in float16, or
             without ZeRO in bfloat16; has a pipeline under ZeRO; or a setting is out of range.
     """
@@ -72,16 +71,17 @@ class DeepSpeedPreconditioner:
         engine.optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: Any) -> None:
-        """Precondition what the engine's optimizer is about to use."""
+        """Precondition the gradients that the engine's optimizer is about to use."""
         self.preconditioner.step()
 
     def step(self) -> None:
         """Precondition the gradients, if this micro-batch is the last before a step.
 
-        The engine clips (``gradient_clipping``) afterwards: what is clipped is the direction.
+        The engine clips (``gradient_clipping``) the preconditioned gradients afterwards.
 
         Raises:
-            RuntimeError: If a pipeline's engine does so itself; see `soframe.Preconditioner.step`.
+            RuntimeError: If a pipeline's engine calls it already; see
+                `soframe.Preconditioner.step`.
             ValueError: See `soframe.Preconditioner.step`.
         """
         if self._pipelined:

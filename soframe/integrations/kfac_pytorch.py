@@ -6,7 +6,7 @@
     preconditioner = soframe.Preconditioner(model, **kfac_pytorch.settings(**arguments))
     kfac_pytorch.load_state(preconditioner, torch.load("kfac.pt"))
 
-Both speak of ``scaling="kaisa"``, under which factors and steps are those of kfac-pytorch.
+Both assume ``scaling="kaisa"``, under which factors and steps equal kfac-pytorch's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "loglevel": 10,  # logging.DEBUG
 }
 
-# What has no counterpart, though nothing is lost without it; and why.
+# Arguments without a counterpart that change no result, with the reason.
 _WITHOUT = {
     "accumulation_steps": "backward passes between two steps are counted, however many there are",
     "allreduce_bucket_cap_mb": "what travels at the same time is always sent in common buffers",
@@ -70,20 +70,20 @@ _FRACTIONS = {"COMM_OPT": 1.0, "HYBRID_OPT": 0.5, "MEM_OPT": 0.0}
 def settings(**arguments: Any) -> dict[str, Any]:
     """Translate the keyword arguments of a ``KFACPreconditioner`` of kfac-pytorch 0.4.
 
-    What is not given has kfac-pytorch's default. What has no counterpart is warned of if it is
-    another value than the default. Pass ``optimizer=`` in place of the result's ``"lr"`` to have
-    learning rates read from the optimizer at every step.
+    Omitted arguments have kfac-pytorch's defaults. An argument without a counterpart warns unless
+    it has its default. Pass ``optimizer=`` in place of the result's ``"lr"`` to read learning rates
+    from the optimizer at every step.
 
     Args:
-        **arguments: All arguments but the model; members of kfac-pytorch's enums, or the words
-            and numbers that it takes for them.
+        **arguments: All arguments but the model; members of kfac-pytorch's enums, or their words
+            and numbers.
 
     Returns:
         Keyword arguments of `soframe.Preconditioner`, ``scaling="kaisa"`` among them.
 
     Raises:
-        TypeError: If there is no such argument.
-        ValueError: If a value has no meaning.
+        TypeError: If kfac-pytorch has no such argument.
+        ValueError: If a value is invalid.
     """
     unknown = sorted(set(arguments) - set(_DEFAULTS))
     if unknown:
@@ -124,12 +124,12 @@ def settings(**arguments: Any) -> dict[str, Any]:
 
 
 def _warn(text: str, stacklevel: int = 4) -> None:
-    """Warn whoever called the public function."""
+    """Warn at the caller of the public function."""
     warnings.warn(f"soframe: {text}", stacklevel=stacklevel)
 
 
 def _word(name: str, value: object, known: Mapping[str, object]) -> str:
-    """Return a word of a few, given as itself or as a member of an enum."""
+    """Return the word for an argument, given as itself or as a member of an enum."""
     word = value.name if isinstance(value, enum.Enum) else value
     if not isinstance(word, str) or word.upper() not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
@@ -137,7 +137,7 @@ def _word(name: str, value: object, known: Mapping[str, object]) -> str:
 
 
 def _strategy(given: Mapping[str, Any]) -> Strategy:
-    """Return the grid that a fraction of gradient workers means."""
+    """Return the grid for a fraction of gradient workers."""
     cost = _COSTS[_word("assignment_strategy", given["assignment_strategy"], _COSTS)]
     fraction, together = given["grad_worker_fraction"], bool(given["colocate_factors"])
     if isinstance(fraction, enum.Enum):
@@ -160,7 +160,7 @@ def _strategy(given: Mapping[str, Any]) -> Strategy:
 
 
 def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of factors and second-order data, which are of one."""
+    """Return the one dtype of factors and second-order data."""
     names = ("factor_dtype", "inv_dtype")
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     if not given:
@@ -191,20 +191,21 @@ _CONSTANTS = {
 
 
 def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
-    """Continue, on every rank, from what ``KFACPreconditioner.state_dict()`` returned.
+    """Continue from the result of ``KFACPreconditioner.state_dict()``, on every rank.
 
-    The steps and the running factors are taken. Second-order data are in no checkpoint of
-    kfac-pytorch: all layers are solved at the next step, so that a run goes on exactly where that
-    step is one of solves, as it is for kfac-pytorch. Settings are the constructor's (`settings`);
-    those of the checkpoint that are others are warned of. The learning rate is not compared.
+    It restores the steps and the running factors. Checkpoints of kfac-pytorch lack second-order
+    data: the next step solves all layers, so a run continues exactly only if that step is a solve
+    step, as with kfac-pytorch. Settings are the constructor's (`settings`); different ones in the
+    checkpoint warn, except the learning rate.
 
     Args:
-        preconditioner: One with ``scaling="kaisa"`` and the method ``"kfac"``, of the same layers.
-        state: The state, with its factors. A prefix ``module.`` of all names is left out.
+        preconditioner: A preconditioner with ``scaling="kaisa"`` and the method ``"kfac"``, of the
+            same layers.
+        state: The state, with its factors. A prefix ``module.`` of all names is removed.
 
     Raises:
-        ValueError: If it is not of this form or not of these layers, or another rank's is not;
-            nothing has changed then, on any rank.
+        ValueError: If, on any rank, the state has another form or other layers; then no rank
+            changes.
     """
     layers: dict[str, dict[str, Tensor]] = {}
 
@@ -232,7 +233,7 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
 
 
 def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
-    """Return, by block, its factors as they are packed; those without any have an empty dict."""
+    """Return each block's packed factors; blocks without factors have an empty dict."""
     scaling = preconditioner._scaling
     if scaling != "kaisa":
         raise ValueError(
@@ -258,7 +259,7 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
 
 
 def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
-    """Return the factors of one block, packed, their features in soframe's order."""
+    """Return the packed factors of one block, with their features in soframe's order."""
     if not isinstance(layer, Mapping) or set(layer) != {"A", "G"}:
         raise ValueError(f"layer {block.name!r} of the state must have 'A' and 'G'")
     specs = {factor.name: factor for factor in block.factors}
@@ -287,18 +288,18 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
 
 
 def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
-    """Return where kfac-pytorch has each feature of soframe's patches.
+    """Return the index in kfac-pytorch's patches of each feature of soframe's, ``[size]``.
 
-    There the channel comes first, then the row and the column of the kernel; here it comes last.
+    kfac-pytorch orders channel, row, column of the kernel; soframe puts the channel last.
     """
     shape = (conv.in_channels, *conv.kernel_size)
     order = torch.arange(conv.weight[0].numel(), device="cpu").view(shape)
-    bias = torch.arange(order.numel(), size, device="cpu")  # where there is one
+    bias = torch.arange(order.numel(), size, device="cpu")  # if the layer has one
     return torch.cat([order.permute(1, 2, 0).flatten(), bias])
 
 
 def _compare_constants(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
-    """Warn of settings that the checkpoint has otherwise."""
+    """Warn of settings that differ in the checkpoint."""
     for theirs, name in _CONSTANTS.items():
         value = getattr(preconditioner, name)
         if theirs in state and state[theirs] != value:

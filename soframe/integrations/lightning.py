@@ -5,9 +5,9 @@
     trainer = lightning.Trainer(callbacks=[SoframeCallback(damping=1e-3)], ...)
     trainer.fit(module, data)
 
-Lightning calls it once per step of the optimizer, when the gradients of all micro-batches
-(``accumulate_grad_batches``) have been added up and unscaled, and before it clips them
-(``gradient_clip_val``): what is clipped is the direction.
+Lightning calls it once per optimizer step, after the gradients of all micro-batches
+(``accumulate_grad_batches``) have been accumulated and unscaled, and before clipping
+(``gradient_clip_val``), which applies to preconditioned gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SoframeCallback(Callback):
     and a run that resumes (``ckpt_path``) loads it.
 
     Args:
-        **settings: Settings of `soframe.Preconditioner`. The optimizer and the scaler of gradients
-            are known already.
+        **settings: Settings of `soframe.Preconditioner`, except the optimizer and the gradient
+            scaler.
 
     Attributes:
         preconditioner: The preconditioner; None until training starts.
@@ -46,7 +46,7 @@ class SoframeCallback(Callback):
         self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Build the preconditioner, and load its state where a run resumes.
+        """Build the preconditioner, and load its state if a run resumes.
 
         Args:
             trainer: The trainer.
@@ -54,8 +54,8 @@ class SoframeCallback(Callback):
 
         Raises:
             TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
-            ValueError: If there is not one optimizer, a setting is out of range, the state is of
-                another model, or the checkpoint has none.
+            ValueError: If the module has not one optimizer, a setting is out of range, or the
+                checkpoint has no state or another model's.
         """
         if len(trainer.optimizers) != 1:
             raise ValueError(
@@ -92,7 +92,7 @@ class SoframeCallback(Callback):
         Args:
             trainer: Not used.
             pl_module: Not used.
-            optimizer: Not used: there is one.
+            optimizer: Not used; the module has one only.
 
         Raises:
             RuntimeError: If training did not start with this callback.
@@ -105,7 +105,7 @@ class SoframeCallback(Callback):
         """Return the preconditioner's state; Lightning calls it on every rank.
 
         Returns:
-            See `soframe.Preconditioner.state_dict`; nothing before training has started.
+            See `soframe.Preconditioner.state_dict`; empty before training has started.
         """
         return {} if self.preconditioner is None else self.preconditioner.state_dict()
 
@@ -113,6 +113,6 @@ class SoframeCallback(Callback):
         """Keep a state until training starts.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The result of `state_dict`.
         """
         self._saved = state_dict

@@ -5,8 +5,8 @@
     trainer = Trainer(model, args, callbacks=[SoframeCallback(damping=1e-3)], ...)
     trainer.train()
 
-The ``Trainer`` calls it once per step of the optimizer, after the gradients of all micro-batches
-have been added up and clipped (``max_grad_norm``), and before the optimizer steps.
+The ``Trainer`` calls it once per optimizer step, after the gradients of all micro-batches have been
+accumulated and clipped (``max_grad_norm``), and before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from soframe.preconditioner import Preconditioner
 class SoframeCallback(TrainerCallback):
     """Preconditions the gradients of a Hugging Face ``Trainer``.
 
-    The preconditioner is built when training begins, of the model and the optimizer that the
-    trainer then has. Its state is saved into the trainer's checkpoints, and a run that resumes
-    loads it from there.
+    The preconditioner is built when training begins, from the trainer's model and optimizer at that
+    time. Its state is saved into the trainer's checkpoints, and a run that resumes loads it.
 
     Args:
-        resume_from: The checkpoint that a run resumes from, where it is not
+        resume_from: The checkpoint that a run resumes from, if it is not
             ``checkpoint-{global_step}`` in the trainer's ``output_dir``.
-        **settings: Settings of `soframe.Preconditioner`. The optimizer and the scaler of gradients
-            are known already.
+        **settings: Settings of `soframe.Preconditioner`, except the optimizer and the gradient
+            scaler.
 
     Attributes:
         preconditioner: The preconditioner; None until training begins.
@@ -46,7 +45,7 @@ class SoframeCallback(TrainerCallback):
         self._scaler: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Build the preconditioner, and load its state where a run resumes.
+        """Build the preconditioner, and load its state if a run resumes.
 
         Args:
             args: The trainer's arguments.
@@ -57,7 +56,7 @@ class SoframeCallback(TrainerCallback):
         Raises:
             TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
             FileNotFoundError: If the checkpoint has no state of a preconditioner.
-            ValueError: If a setting is out of range, or the state is of another model.
+            ValueError: If a setting is out of range, or the state belongs to another model.
         """
         optimizer = kwargs["optimizer"]
         require_plain(optimizer)

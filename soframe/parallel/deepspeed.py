@@ -1,12 +1,12 @@
-"""DeepSpeed's ZeRO: a rank has ranges of averaged gradients, and in stage 3 of parameters.
+"""DeepSpeed's ZeRO: a rank holds ranges of averaged gradients, and in stage 3 of parameters.
 
-Stages 1 and 2 lay the parameters of a param group out in one flat buffer, cut into as many equal
-partitions as there are ranks. Stage 3 cuts each parameter by itself, and a parameter has elements
-while its module runs only. Averaged gradients are there from the backward pass that ends a step
-until ``engine.step()``; ``.grad`` is None then. The optimizer holds flat copies of parts.
+Stages 1 and 2 lay the parameters of a param group out in one flat buffer, split into one equal
+partition per rank. Stage 3 splits each parameter by itself, and a parameter has elements only while
+its module runs. Averaged gradients exist from the backward pass that ends a step until
+``engine.step()``; ``.grad`` is None then. The optimizer holds flat copies of parts.
 
-Stage 3 leaves its optimizer on each parameter. That of stages 1 and 2 is found from the engine, or
-from the optimizer, that a preconditioner is given.
+Stage 3 stores its optimizer on each parameter. The optimizer of stages 1 and 2 is found through the
+engine or the optimizer passed to a preconditioner.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.specs import Shards
 
 MARK = "_hp_mapping"
-"""What stages 1 and 2 set on a parameter; None on ranks without any part of it."""
+"""The attribute that stages 1 and 2 set on a parameter; None on ranks without any part of it."""
 _OWNER = "_z3_optimizer"
-"""Where stage 3 sets its optimizer on a parameter, once there is an engine."""
+"""The attribute of a parameter with stage 3's optimizer, once an engine exists."""
 _FULLY_SHARD = "shard the model by torch.distributed.fsdp.fully_shard"
 
 
@@ -47,13 +47,13 @@ def shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
 
 
 class _Place(NamedTuple):
-    """Where a parameter's gradient is.
+    """The location of a parameter's gradient.
 
     Attributes:
         group: The key of its list in ``averaged_gradients``.
-        entry: Its index in that list; None if this rank has nothing of it.
+        entry: Its index in that list; None if this rank has no part of it.
         own: This rank's number.
-        ranges: For each rank the range of elements that it has, perhaps empty.
+        ranges: For each rank the range of its elements, perhaps empty.
     """
 
     group: int
@@ -63,14 +63,14 @@ class _Place(NamedTuple):
 
 
 class Partitions(GradientHome):
-    """The averaged gradients of a ZeRO optimizer, of which this rank has flat parts.
+    """The averaged gradients of a ZeRO optimizer: flat parts on each rank.
 
     Raises:
-        ValueError: If the optimizer keeps them in a way that is not served.
+        ValueError: If the optimizer stores them in an unsupported way.
     """
 
     groups_name: str
-    """The optimizer's attribute with its parameters, by the lists that their gradients are in."""
+    """The optimizer's attribute with its parameters, by gradient list."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -82,11 +82,11 @@ class Partitions(GradientHome):
 
     @abstractmethod
     def _process_group(self, group: int) -> Any:
-        """Return the ranks that share a list out."""
+        """Return the ranks that partition a list."""
 
     @abstractmethod
     def _lay_out(self) -> dict[nn.Parameter, _Place]:
-        """Return where each parameter's gradient is."""
+        """Return the location of each parameter's gradient."""
 
     @abstractmethod
     def _param_group(self, group: int) -> int:
@@ -98,10 +98,9 @@ class Partitions(GradientHome):
 
     @abstractmethod
     def _unserved(self) -> dict[str, bool]:
-        """Return further reasons for which it may not be served, and whether they hold."""
+        """Return further reasons against support, and whether they hold."""
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
-        """See `GradientHome.groups`."""
         while optimizer is not None:
             if optimizer is self._optimizer or optimizer is self._optimizer.optimizer:
                 found: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
@@ -112,13 +111,12 @@ class Partitions(GradientHome):
         return []
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """See `GradientHome.incomplete`."""
         if not self._in_use():
             return (
                 "deepspeed.initialize was called again since this model was registered: close the "
                 "Preconditioner, and build another one"
             )
-        # Where gradients are added up in place they are there before, and not complete.
+        # Gradients accumulated in place exist earlier, but incomplete.
         boundary = getattr(self._optimizer, "is_gradient_accumulation_boundary", True)
         ready = boundary() if callable(boundary) else boundary
         groups = {place.group for place in self.places.values()}
@@ -132,7 +130,6 @@ class Partitions(GradientHome):
         )
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `GradientHome.read`."""
         place = self.places[parameter]
         entries = self._optimizer.averaged_gradients.get(place.group)
         if entries is None:
@@ -150,17 +147,15 @@ class Partitions(GradientHome):
         return part[: stop - start]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`."""
         part = self.read(parameter)
         if part is None:
             if gradient is None:
                 return
             raise RuntimeError("DeepSpeed's ZeRO has no averaged gradients now to overwrite")
-        # Zeros for none: DeepSpeed takes a step along all.
+        # Zeros for None: DeepSpeed updates all parameters.
         part.copy_(torch.zeros_like(part) if gradient is None else gradient)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
-        """See `GradientHome.shards`."""
         place = self.places[parameter]
         others = torch.distributed.get_process_group_ranks(self._process_group(place.group))
         if sorted(others) != sorted(ranks):
@@ -214,7 +209,7 @@ class Flat(Partitions):
             for parameter in optimizer.params_in_partition[group]:
                 key = optimizer.get_param_id(parameter)
                 offset = int(offsets[own][key])
-                number += offset > filled  # what fills the gap has an entry, too
+                number += offset > filled  # padding in the gap has an entry, too
                 entries[parameter] = number
                 filled = offset + min(parameter.numel() - int(starts[own][key]), size - offset)
                 number += 1
@@ -232,7 +227,6 @@ class Flat(Partitions):
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         place = self.places[parameter]
         start, stop = place.ranges[place.own]
         return parameter.detach().view(-1)[start:stop]
@@ -240,7 +234,7 @@ class Flat(Partitions):
     def _in_use(self) -> bool:
         mappings = (p.__dict__.get(MARK) for group in self._parameters for p in group)
         dicts = [mapping.gradient_dict for mapping in mappings if mapping is not None]
-        # A rank of which the partition is all padding has none, nor ever had.
+        # A rank whose partition is all padding never has gradients.
         return all(each is self._optimizer.averaged_gradients for each in dicts)
 
 
@@ -282,7 +276,6 @@ class Shared(Partitions):
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         place = self.places[parameter]
         start, stop = place.ranges[place.own]
         part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
@@ -293,10 +286,9 @@ class Shared(Partitions):
 
 
 class LeftOut(PlainGrad):
-    """Parameters beside those of the ZeRO optimizer, which may not be trained."""
+    """Parameters outside the ZeRO optimizer, which may not be trained."""
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
-        """See `GradientHome.shards`."""
         raise ValueError(
             "it is trained, and not in the optimizer that deepspeed.initialize was given, so "
             "nobody averages its gradient: give it to the optimizer, freeze it before "
@@ -309,16 +301,13 @@ def homes(
     known: Mapping[nn.Parameter, GradientHome],
     sources: Sequence[object],
 ) -> dict[nn.Parameter, GradientHome]:
-    """Return the homes of a model's parameters; none where ZeRO has no gradient of it.
+    """Return the gradient storage of a model's parameters; none without a gradient in ZeRO.
 
-    Args:
-        named: The parameters, with their names.
-        known: The homes of some of them.
-        sources: Optimizers, engines, and what wraps them: the optimizer of stages 1 and 2 is one of
-            these, or the ``optimizer`` of one.
+    `known` has the storage of some of them; `sources` are optimizers, engines and their wrappers,
+    through which the optimizer of stages 1 and 2 is found.
 
     Raises:
-        ValueError: If ZeRO has some in a way that is not served.
+        ValueError: If ZeRO stores some in an unsupported way.
     """
     unknown = {p: name for name, p in named if p not in known}
     owners = (p.__dict__.get(_OWNER) for p in unknown)
@@ -337,7 +326,7 @@ def homes(
             raise ValueError(f"the parameter {name} belongs to DeepSpeed's ZeRO, {error}") from None
         found.update(dict.fromkeys(partitions.places, partitions))
     if found or known:
-        # After the others, which answer first where an optimizer is asked for its groups.
+        # Last, since the other homes take precedence for an optimizer's groups.
         left_out = LeftOut()
         found.update({p: left_out for p in unknown if p not in found and _is_left_out(p)})
     return found
@@ -361,7 +350,7 @@ def _is_left_out(parameter: nn.Parameter) -> bool:
 
 
 def _unserved(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[str, bool]:
-    """Return the reasons for which no stage is served, with remedies, and whether they hold."""
+    """Return the reasons against support of any stage, with remedies, and whether they hold."""
     dtypes = {p.dtype for group in groups for p in group}
     names = ("cpu_offload", "offload_optimizer", "zenflow")
     return {

@@ -1,11 +1,11 @@
-"""DTensors: what fully_shard and tensor-parallel plans leave in a model as parameters.
+"""DTensors: the parameters of a model after fully_shard and tensor-parallel plans.
 
-``fully_shard`` (FSDP2) leaves a DTensor of which every rank has some rows. For a pass it gathers
-whole parameters into plain tensors in their place; afterwards the DTensors are back, with averaged
-gradients, which are DTensors too. ``parallelize_module`` leaves DTensors and computes with them:
-inputs and outputs of layers are DTensors, cut along features or a sequence, of a batch that all
-ranks of the plan share. So a layer's rows are those of the `whole` tensors. Under both,
-fully_shard cuts what the plan has cut, along another dimension of the mesh.
+``fully_shard`` (FSDP2) replaces a parameter by a DTensor with some rows on every rank. For a pass
+it gathers whole parameters into plain tensors in their place; afterwards the DTensors are back,
+with averaged gradients, which are DTensors too. ``parallelize_module`` leaves DTensors and computes
+with them: inputs and outputs of layers are DTensors, split along features or a sequence, of a batch
+that all ranks of the plan share. So a layer's rows are the rows of the `whole` tensors. Under both,
+fully_shard splits the plan's parts along another dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def is_cut(tensor: DTensor) -> bool:
 
 
 def local(tensor: DTensor) -> Tensor:
-    """Return the local tensor; for the same DTensor, unless a parameter, the same object."""
+    """Return the local tensor: always the same object for one DTensor that is no parameter."""
     with torch.no_grad():
         return _waited(tensor.to_local())
 
 
 def whole(tensor: Tensor, *, read: bool) -> Tensor:
-    """Return the full tensor, by a collective over its mesh; or zeros without memory for none."""
+    """Return the full tensor, by a collective over its mesh; unless `read`, zeros."""
     if isinstance(tensor, DTensor):
         if not read:
             return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
@@ -46,7 +46,7 @@ def whole(tensor: Tensor, *, read: bool) -> Tensor:
 
 
 def _waited(tensor: Any) -> Tensor:
-    """Return the plain tensor of one that a collective may still be writing."""
+    """Return a plain tensor after waiting for the collective that writes it."""
     wait = getattr(tensor, "trigger_wait", None)
     if wait is not None:
         wait()
@@ -61,12 +61,10 @@ class DTensorGrad(GradientHome):
     filled_by_autograd = True
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `GradientHome.read`."""
         gradient: Any = parameter.grad
         return local(gradient) if isinstance(gradient, DTensor) else gradient
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`."""
         of: Any = parameter
         if gradient is not None and not isinstance(gradient, DTensor):
             with torch.no_grad():
@@ -81,23 +79,19 @@ class DTensorGrad(GradientHome):
         parameter.grad = gradient
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         of: Any = parameter
         return local(of)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
-        """See `GradientHome.shards`."""
         of: Any = parameter
         return shards(of, ranks)
 
     def is_partial(self, parameter: nn.Parameter) -> bool:
-        """See `GradientHome.is_partial`."""
         of: Any = parameter
         gradient: Any = parameter.grad
         return isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(of.placements)
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """See `GradientHome.settle`."""
         of: Any = parameter
         gradient: Any = parameter.grad
         with torch.no_grad():
@@ -108,10 +102,10 @@ HOME = DTensorGrad()
 
 
 def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
-    """Return how a parameter is cut up over the global ranks of a preconditioner's group.
+    """Return the sharding of a parameter over the global ranks of a preconditioner's group.
 
     Raises:
-        ValueError: If it is sharded over other ranks, or in a way that is not known.
+        ValueError: If it is sharded over other ranks, or by an unknown placement.
     """
     assert (why := unserved(parameter)) is None, why
     where = {}
@@ -163,19 +157,19 @@ def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
     A mesh that is a slice of another, such as ``mesh["tp"]``, is one of several.
     """
     mesh: Any = parameter.device_mesh
-    # NOTE: no public attribute says which other slices there are; torch's own checkpoints and
-    # fully_shard read these, too.
+    # NOTE: no public attribute lists the other slices; torch's own checkpoints and fully_shard read
+    # these private ones, too.
     every = mesh._layout.remap_to_tensor(mesh._rank_map)
     return [one for one in every if set(one.flatten().tolist()) <= set(ranks)]
 
 
 def _dim(placement: Any) -> int | None:
-    """Return along which dimension a placement cuts, or None if it does not."""
+    """Return the dimension that a placement splits, or None for other placements."""
     return None if placement.is_replicate() else placement.dim
 
 
 def _is_strided(placement: Any) -> bool:
-    """Return whether a placement cuts what those after it have cut already."""
+    """Return whether a placement splits parts of later mesh dimensions."""
     return hasattr(placement, "split_factor")
 
 
@@ -183,7 +177,7 @@ def _bounds(parameter: DTensor, place: Sequence[int]) -> dict[int, tuple[int, in
     """Return dimension -> range of indices of the rank at these coordinates of the mesh."""
     bounds: dict[int, tuple[int, int]] = {}
     cuts = list(zip(parameter.placements, parameter.device_mesh.shape, place, strict=True))
-    # What fully_shard cuts along a plan's dimension are the plan's parts, though it comes first.
+    # Along a plan's dimension fully_shard splits the plan's parts, though it comes first.
     for placement, count, index in sorted(cuts, key=lambda cut: _is_strided(cut[0])):
         dim = _dim(placement)
         if dim is None:
@@ -196,7 +190,7 @@ def _bounds(parameter: DTensor, place: Sequence[int]) -> dict[int, tuple[int, in
 
 
 def unserved(parameter: DTensor) -> str | None:
-    """Return why a gradient cannot be read and written in parts, or None if it can."""
+    """Return the reason why a gradient cannot be read and written in parts, or None if it can."""
     placements, shape = tuple(parameter.placements), parameter.device_mesh.shape
     for index, one in enumerate(placements):
         inner = zip(placements[index + 1 :], shape[index + 1 :], strict=True)
@@ -210,11 +204,9 @@ def unserved(parameter: DTensor) -> str | None:
 
 
 def uncomputed(parameter: DTensor, dims: int | None = None) -> str | None:
-    """Return why rows cannot be those of whole tensors in a layer that computes with a DTensor.
+    """Return the reason why a layer with this DTensor cannot have rows of whole tensors, or None.
 
-    Args:
-        parameter: The DTensor, of a tensor-parallel plan.
-        dims: How many dimensions of its mesh, the last ones, are the plan's; None for all.
+    The last `dims` dimensions of its mesh are the tensor-parallel plan's; None for all.
     """
     shape = parameter.device_mesh.shape
     dims = len(shape) if dims is None else dims
@@ -234,10 +226,10 @@ def uncomputed(parameter: DTensor, dims: int | None = None) -> str | None:
 
 
 def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
-    """Return whether ``now`` stands in a module in the place of the registered parameter.
+    """Return whether ``now`` replaces a registered parameter in a module.
 
-    fully_shard has gathered it, or a tensor-parallel plan has cut it up since; or, under both, it
-    is gathered over the ranks of the one and stays cut over those of the other.
+    fully_shard has gathered it, or a tensor-parallel plan has split it since; under both, it is
+    gathered over the ranks of the one and stays split over the ranks of the other.
     """
 
     def is_fully_sharded() -> bool:

@@ -7,12 +7,12 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """Return them, in the model's order."""
+    """Return the modules with fully_shard, in the model's order."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class without the one that fully_shard has mixed in."""
+    """Return the name of a module's class before fully_shard's mix-in."""
     kind: type = type(module)
     if isinstance(module, FSDPModule):
         # The other base is FSDPModule, or the subclass of it that `replicate` makes.

@@ -1,12 +1,12 @@
-"""Pipelines: which stages of a model this rank has, which ranks have the others, and how they run.
+"""Pipelines: the stages of a model on this rank and on others, and their schedule.
 
-A schedule of ``torch.distributed.pipelining`` has the process group over which its stages are
-spread, their modules on this rank, the number of micro-batches, and whether it divides gradients by
-that number after the backward passes. Of other pipelines the process group alone is known.
+A schedule of ``torch.distributed.pipelining`` has the process group of its stages, their modules on
+this rank, the number of micro-batches, and whether it divides gradients by that number after the
+backward passes. Other pipelines are described by the process group alone.
 
 Numbers are gathered and reduced in the order of the ranks, so that all stages have the same bits.
-Each rank is in one pipe and among the copies of one stage: what is agreed over one of these groups
-and then over the other is agreed by all.
+Each rank is in one pipe and among the copies of one stage: an agreement over one of these groups,
+then over the other, is an agreement of all.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _COPIES = (
 
 
 class Pipeline(Stages):
-    """The pipeline that a model's modules are a part of.
+    """The pipeline of a model's modules.
 
     Args:
-        choice: A schedule of ``torch.distributed.pipelining``; a process group, or a `DeviceMesh`
-            of one dimension, over which the stages of a pipeline of another kind are spread.
+        choice: A schedule of ``torch.distributed.pipelining``; or, for another kind of pipeline,
+            the process group of its stages or a `DeviceMesh` of one dimension.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it has another type.
         ValueError: If it is a mesh of several dimensions.
         RuntimeError: If torch.distributed is not initialised.
     """
@@ -90,7 +90,7 @@ class Pipeline(Stages):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant there
-        """Which stages this rank has, as text."""
+        """The stages of this rank, as text."""
         if self._schedule is None:
             return f"rank {self.backend.rank} of {self.backend.world_size}"
         stages = _stages(self._schedule)
@@ -104,7 +104,6 @@ class Pipeline(Stages):
     # -- at the start -------------------------------------------------------------------------
 
     def require_backend(self, backend: Backend | None) -> None:
-        """See `Stages.require_backend`."""
         if backend is None:
             if self.backend.world_size < dist.get_world_size():
                 raise ValueError(
@@ -120,7 +119,6 @@ class Pipeline(Stages):
                 )
 
     def require_settings(self, *, probed: bool, scaled: bool) -> None:
-        """See `Stages.require_settings`."""
         if probed:
             raise ValueError(
                 "fisher='monte-carlo' and 'type-2' send vectors backward from the model's outputs "
@@ -135,7 +133,6 @@ class Pipeline(Stages):
             )
 
     def require_uncounted(self) -> None:
-        """See `Stages.require_uncounted`."""
         if self._schedule is not None:
             raise ValueError(
                 "count() says something of the next forward pass, and a schedule runs those of all "
@@ -144,7 +141,6 @@ class Pipeline(Stages):
             )
 
     def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        """See `Stages.require_served`."""
         _require_untied(model, blocks)
         if self._schedule is None:
             return
@@ -178,11 +174,10 @@ class Pipeline(Stages):
             )
 
     def say_failed(self, error: BaseException) -> None:
-        """See `Stages.say_failed`."""
         say_failed(self.backend, error)
 
     def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """See `Stages.meet`; raise a ValueError if settings differ, or a stage cannot start."""
+        """Return the module with the head; raise if settings differ or a stage cannot start."""
         compare_settings(self.backend, _NOTHING, settings)
         # The head is a weight that is tied to an embedding, or else the last linear layer.
         if self._schedule is None:
@@ -197,7 +192,6 @@ class Pipeline(Stages):
         return ranks.get(self.largest(max(ranks, default=0)))
 
     def look_over(self, registration: Registration) -> None:
-        """See `Stages.look_over`."""
         mine = json.dumps([[block.name for block in registration.blocks], registration.unused])
         every = [json.loads(text) for text in gather_texts(self.backend, mine, PHASE)]
         self._names = [names for names, _ in every]
@@ -211,10 +205,10 @@ class Pipeline(Stages):
             warn_unused(sorted(unused), stacklevel=6)
 
     def own_part(self, saved: Any) -> Any:
-        """Return this rank's part of a whole model's state; anything else as it is.
+        """Return this rank's part of a whole model's state; other states unchanged.
 
         Raises:
-            ValueError: If it is that of other stages.
+            ValueError: If the state belongs to other stages.
         """
         if not isinstance(saved, Mapping):
             return saved
@@ -233,27 +227,24 @@ class Pipeline(Stages):
                 "of the same names: let modules have the names that they have in the whole model"
             )
         if set(blocks) != set(every):
-            return saved  # the difference is named where it is checked
+            return saved  # a later check names the difference
         return {**saved, "blocks": {name: blocks[name] for name in own}}
 
     # -- micro-batches ------------------------------------------------------------------------
 
     def part_of(self, block: Block) -> int:
-        """See `Stages.part_of`."""
         return self._parts.get(next(iter(block.parameters.values())), 0)
 
     @property
     def _divisor(self) -> float:
-        """What the schedule divides gradients by after the backward passes."""
+        """The schedule's divisor of gradients after the backward passes."""
         scales = self._schedule is not None and self._schedule.scale_grads
         return float(self._schedule._n_microbatches) if scales else 1.0
 
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
-        """See `Stages.scaled`."""
         return lambda: loss_scale() * self._divisor
 
     def miscounted(self, passes: float) -> Exception | None:
-        """See `Stages.miscounted`."""
         divisor = self._divisor
         if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
             return None
@@ -270,10 +261,9 @@ class Pipeline(Stages):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """See `Stages.together`."""
         try:
             yield
-        except Exception as error:  # whatever it is: the other stages wait for it
+        except Exception as error:  # of any kind: the other stages wait for it
             self.require_none(error)
         else:
             self.require_none(None)
@@ -281,7 +271,7 @@ class Pipeline(Stages):
     def put_together(
         self, seen: Seen, common: Mapping[str, object], error: Exception | None
     ) -> tuple[Seen, Exception | None]:
-        """See `Stages.put_together`; a ValueError is returned if stages differ."""
+        """Reduce the status over stages; a ValueError is returned if they differ."""
         names = [field.name for field in fields(seen)]
         mine = [*(getattr(seen, name) for name in names), *fingerprint(common)]
         rows = self._gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
@@ -307,7 +297,6 @@ class Pipeline(Stages):
         return most, None
 
     def spread(self, error: Exception | None) -> Exception | None:
-        """See `Stages.spread`."""
         texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
         if error is not None or not any(texts):
             return error
@@ -317,25 +306,21 @@ class Pipeline(Stages):
         )
 
     def require_none(self, problem: Exception | None) -> None:
-        """See `Stages.require_none`."""
         if self.any(problem is not None):
             problem = self.spread(problem)
         super().require_none(problem)
 
     def any(self, flag: bool) -> bool:
-        """See `Stages.any`."""
         return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())
 
     def largest(self, number: float) -> float:
-        """See `Stages.largest`."""
         return float(self._gather(torch.tensor([number], dtype=torch.float64, device="cpu")).max())
 
     def total(self, number: Tensor) -> Tensor:
-        """See `Stages.total`; added up in float64."""
+        """Return the sum over stages, computed in float64."""
         return self._gather(number.detach().double().reshape(1)).sum().to(number)
 
     def totals(self, numbers: Sequence[float]) -> Sequence[float]:
-        """See `Stages.totals`."""
         return add_over_ranks(self.backend, numbers)
 
     def _gather(self, numbers: Tensor) -> Tensor:
@@ -350,7 +335,7 @@ class Pipeline(Stages):
 
 
 def _require_untied(model: Any, blocks: Sequence[Block]) -> None:
-    """Raise a ValueError if several stages of a ``PipelineModule`` of DeepSpeed have a weight."""
+    """Raise a ValueError if several stages of DeepSpeed's ``PipelineModule`` share a weight."""
     module = sys.modules.get(_DEEPSPEED)
     if module is None or not isinstance(model, module.PipelineModule):
         return
@@ -379,7 +364,7 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 def _splits(schedule: Any) -> bool:
-    """Return whether gradients of inputs and of weights come in passes apart."""
+    """Return whether gradients of inputs and of weights have separate passes."""
     halves = {"BACKWARD_INPUT", "BACKWARD_WEIGHT"}
     builders = any(stage.dw_builder is not None for stage in _stages(schedule))
     return builders or any(kind in halves for kind in _kinds(schedule))
@@ -387,7 +372,7 @@ def _splits(schedule: Any) -> bool:
 
 def _kinds(schedule: Any) -> Iterator[str]:
     """Yield the names of a schedule's actions."""
-    # In what is run, halves that follow each other may have been put together.
+    # The compiled schedule may merge successive halves of a pass.
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order or {}
     for action in (one for row in order.values() for one in row if one is not None):
         yield action.computation_type.name

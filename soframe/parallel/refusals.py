@@ -1,7 +1,7 @@
 """Sharded models that a preconditioner cannot serve: the reason and the remedy, as errors.
 
-Where parameters are parts of other buffers, what is written into ``.grad`` has no effect. So a
-preconditioner refuses to be built, or to step where such a framework came later.
+If parameters are parts of other buffers, writes into ``.grad`` have no effect. So a preconditioner
+refuses to be built, and to step if such a framework came later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OWNERS = (
 
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
-    """Raise a ValueError if the gradient of a parameter lives where it cannot be reached."""
+    """Raise a ValueError if the gradient of a parameter is out of reach."""
     own = parameter.__dict__
     owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in own), None)
     if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
@@ -53,7 +53,7 @@ def require_served(name: str, parameter: nn.Parameter) -> None:
 
 
 def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Raise a ValueError if what fully_shard and plans make of a model is not served."""
+    """Raise a ValueError if fully_shard or plans have changed a model in an unsupported way."""
     if is_hidden(model):
         raise ValueError(
             "DistributedDataParallel with device_mesh= (or what is built on it) hides a "
@@ -86,10 +86,10 @@ def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
 
 
 def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
-    """Return which gradients fully_shard does not average over all ranks; None if there are none.
+    """Return the gradients that fully_shard does not average over all ranks, or None.
 
-    Ranks belong together where the mesh of some parameter has both: there they share what they have
-    averaged, or have the same data.
+    Ranks belong together if the mesh of some parameter has both: they share averaged gradients, or
+    have the same data.
     """
     if not sharding.sharded_modules(model):
         return None
@@ -117,7 +117,7 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         return f"the model is sharded over the ranks {sorted(found)}"
     data = next(iter(averaged), next(iter(spans.values()))[0])
     for name, (among, span) in spans.items():
-        # Experts over ranks: with the ranks of their plan they have everybody's data.
+        # Experts over ranks: with the ranks of their plan they see the data of all ranks.
         if among != data and span != data:
             return (
                 f"the gradient of {name} is averaged over the ranks {sorted(among)}, and that of "
@@ -152,7 +152,7 @@ def require_together(
 
 
 def refuse_sharded(name: str, parameter: nn.Parameter, what: str) -> NoReturn:
-    """Raise for a sharded parameter where whole ones are needed."""
+    """Raise for a sharded parameter if whole ones are needed."""
     plan = "fully_shard or a tensor-parallel plan"
     owner = plan if isinstance(parameter, DTensor) else "DeepSpeed's ZeRO"
     raise ValueError(
@@ -162,7 +162,7 @@ def refuse_sharded(name: str, parameter: nn.Parameter, what: str) -> NoReturn:
 
 
 def refuse_own_step() -> NoReturn:
-    """Raise where ZeRO moves the parameters of a ``soframe.Optimizer``."""
+    """Raise if ZeRO moves the parameters of a ``soframe.Optimizer``."""
     raise ValueError(
         "a soframe.Optimizer moves the parameters of a model itself, and DeepSpeed's ZeRO has "
         "copies of them that only its own optimizer moves: give deepspeed.initialize an "

@@ -13,13 +13,13 @@ from soframe.blocks import sharding
 
 
 class Planned(NamedTuple):
-    """A parameter of a plan, cut or whole.
+    """A parameter of a plan, split or whole.
 
     Attributes:
         name: Its name.
         parameter: The parameter.
-        dims: How many dimensions of its mesh, the last ones, are the plan's.
-        alone: Whether it is in no module that fully_shard was called on.
+        dims: The number of dimensions of its mesh, the last ones, that are the plan's.
+        alone: Whether no module with fully_shard contains it.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Planned(NamedTuple):
 def planned(model: nn.Module) -> Iterator[Planned]:
     """Yield the parameters of a resharded model that belong to a tensor-parallel plan.
 
-    fully_shard puts its own dimensions of a mesh before those of the plan: one that it cuts along,
-    and before that another for copies, which alone it has where it is called ``replicate``.
+    fully_shard puts its own mesh dimensions before the plan's: the one that it splits along, and
+    before it another for copies, the only one after ``replicate``.
     """
     replicate = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
     copied: dict[int, bool] = {}

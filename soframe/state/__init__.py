@@ -1,1 +1,1 @@
-"""State: what is saved, loaded and moved."""
+"""State: saving, loading, and moving between placements."""

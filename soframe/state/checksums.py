@@ -1,9 +1,9 @@
-"""Checksums of states: of every tensor, and of everything else together.
+"""Checksums of states: one for every tensor, and one for all other entries together.
 
 A state is a tree of dicts and lists with tensors, numbers and strings. A sealed one also holds
 
 - for each tensor the CRC-32 of its dtype, its shape and its bytes, and
-- the CRC-32 of the text of everything else: keys, numbers, strings, and the places of tensors.
+- the CRC-32 of the text of all other entries: keys, numbers, strings, and places of tensors.
 
 CRC-32 detects every flip of up to three bits in tensors of up to 10 kB, every burst of up to 32
 bits in any, and all but one in 4e9 of other changes. It protects against accidents, not against an
@@ -31,7 +31,7 @@ def of_tensor(tensor: Tensor) -> int:
 
 
 def text(value: Any, where: str = "") -> str:
-    """Return the same text for equal trees, in any order of keys; of tensors dtype and shape."""
+    """Return a canonical text of a tree: independent of key order; tensors by dtype and shape."""
     if isinstance(value, Tensor):
         return f"tensor {value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def text(value: Any, where: str = "") -> str:
         return f"{'list' if isinstance(value, list) else 'tuple'}[{', '.join(rows)}]"
     if value is None or isinstance(value, bool | str):
         return repr(value)
-    # Not ``repr``: a NumPy float is a float too, and comes back from a file as a plain one.
+    # Not ``repr``: a NumPy float is a float too, but a file restores it as a plain one.
     for kind in (int, float):
         if isinstance(value, kind):
             return kind.__repr__(value)
@@ -65,7 +65,7 @@ def tensors_of(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with checksums of its contents.
 
-    Call it after a change of a state on purpose, which `verify` would report as damage.
+    Call it after an intended change of a state, which `verify` would report as damage.
 
     Args:
         state: Dicts, lists, tuples, numbers, strings and dense tensors; earlier checksums are
@@ -75,7 +75,7 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
         The same objects, and ``"checksums"``.
 
     Raises:
-        TypeError: If the state contains anything else; the message names the place.
+        TypeError: If the state contains another type; the message has the place.
     """
     plain = {key: value for key, value in state.items() if key != KEY}
     tensors = {where: of_tensor(tensor) for where, tensor in tensors_of(plain)}
@@ -83,7 +83,7 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify(state: Any, what: str = "the state") -> None:
-    """Raise ValueError unless a state is as `seal` returned it, and name tensors that differ."""
+    """Raise ValueError unless a state matches its checksums; the message lists bad tensors."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):
         raise ValueError(f"{what} is truncated: it lacks its {KEY}")

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there, in a folder that keeps the last good ones.
+"""Atomic checkpoints, in a folder that keeps the last good ones.
 
     folder/
-        checkpoint-000003/      plain: state.pt; sharded: what torch.distributed.checkpoint writes
+        checkpoint-000003/      plain: state.pt; sharded: files of torch.distributed.checkpoint
             manifest.json       the size and the checksum of every file
         checkpoint-000004/
         .checkpoint-000005.tmp/ being written, or left by a save that was killed
@@ -55,11 +55,11 @@ def save(
 
     Args:
         folder: The folder of this run's checkpoints, the same for all ranks, and for no other run.
-        state: What to save. Plain, rank 0's is written by ``torch.save``; sharded, every rank's by
-            ``torch.distributed.checkpoint.save``.
+        state: The state dict. Plain, ``torch.save`` writes rank 0's; sharded,
+            ``torch.distributed.checkpoint.save`` writes every rank's part.
         sharded: Whether every rank writes a part.
-        keep: How many checkpoints stay, with this one.
-        process_group: The process group of the ranks, if it is not the default one.
+        keep: The number of checkpoints that stay, this one included.
+        process_group: The process group of the ranks; None for the default group.
 
     Returns:
         The folder of the checkpoint, within ``folder``.
@@ -106,7 +106,7 @@ def save(
         )
         ranks.first(failure, finish)
     except RuntimeError:
-        if ranks.rank == 0:  # the next save removes what remains
+        if ranks.rank == 0:  # the next save removes the files of a failed one
             shutil.rmtree(beside, ignore_errors=True)
         raise
     left = f"{final} was saved, but older ones could not be removed"
@@ -117,7 +117,7 @@ def save(
 def latest(
     folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
 ) -> Path | None:
-    """Return the last checkpoint whose files have the checksums that they were saved with.
+    """Return the last checkpoint whose files match their saved checksums.
 
     Call it on every rank: they share the files of a sharded checkpoint. A damaged checkpoint is
     skipped with a warning.
@@ -127,10 +127,10 @@ def latest(
         process_group: As for `save`.
 
     Returns:
-        The checkpoint, the same on every rank; None if there is none so far.
+        The checkpoint, the same on every rank; None for a folder without any.
 
     Raises:
-        ValueError: On every rank, if there are checkpoints and all of them are damaged.
+        ValueError: On every rank, if all checkpoints are damaged.
         RuntimeError: On every rank, if one cannot read the folder.
     """
     ranks, root = _Ranks.of(process_group), Path(folder)
@@ -159,12 +159,12 @@ def read(
     Call it on every rank.
 
     Args:
-        checkpoint: What `save` or `latest` returned.
-        map_location: See ``torch.load``.
+        checkpoint: The folder that `save` or `latest` returned.
+        map_location: As for ``torch.load``.
         process_group: As for `save`.
 
     Returns:
-        What was saved.
+        The saved state dict.
 
     Raises:
         ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
@@ -213,7 +213,7 @@ def _begin(root: Path) -> str:
 
 def _prune(root: Path, keep: int) -> None:
     for name in _names(root)[:-keep]:
-        # Removing a folder is not atomic: it stops being a checkpoint first.
+        # Removing a folder is not atomic: first rename it, so that it is no checkpoint.
         (root / name).rename(root / f".{name}.tmp")
         shutil.rmtree(root / f".{name}.tmp")
 
@@ -293,7 +293,7 @@ class _Ranks:
         return _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
     def share(self, names: Sequence[str], sharded: bool) -> Sequence[str]:
-        """Return the files that this rank digests; rank 0 takes those of a plain checkpoint."""
+        """Return the files whose digests this rank computes; rank 0 takes a plain checkpoint's."""
         return names[self.rank :: self.size] if sharded else names if self.rank == 0 else ()
 
     def all(self, failure: str, action: Callable[[], T]) -> list[T]:
@@ -301,7 +301,8 @@ class _Ranks:
         result, error, text = None, None, ""
         try:
             result = action()
-        except (CheckpointException, Exception) as raised:  # the former is no Exception
+        # CheckpointException is a BaseException only
+        except (CheckpointException, Exception) as raised:
             error, text = raised, f"rank {self.rank}: {_reason(raised)}"
         outcomes: list[Any] = [(result, text)]
         if self.size > 1:
@@ -320,7 +321,7 @@ class _Ranks:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error as text, with its causes: torch reports effects of a full disk."""
+    """Return an error and its causes as text: torch reports only effects of a full disk."""
     reasons = [f"{type(error).__name__}: {error}"]
     if isinstance(error, CheckpointException):
         reasons = [f"on rank {r}: {_reason(failure[0])}" for r, failure in error.failures.items()]

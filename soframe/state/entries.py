@@ -1,7 +1,7 @@
 """The tensors of a block's state by name, with the ranks that hold them.
 
-One table serves saving, loading, checking and moving. Factors travel and are stored as packed
-triangles. Tensors keep the names that state dicts and sharded checkpoints give them::
+Saving, loading, checking and moving read one table. Factors travel and are stored as packed
+triangles. Tensors keep their names in state dicts and sharded checkpoints::
 
     factors/A, second_order/A/vectors, state/momentum
 """
@@ -29,7 +29,7 @@ Tensors = Mapping[Path, Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a block: its path and shape, the rank that sends or writes it, its holders."""
+    """A tensor of a block: path, shape, the rank that sends or writes it, and its holders."""
 
     path: Path
     spec: TensorSpec
@@ -69,8 +69,8 @@ def entries_now(block: Block, place: BlockPlacement, solved: Collection[str]) ->
 
 
 def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any]) -> list[Entry]:
-    """Return the tensors that a block takes from its part of a state."""
-    # Second-order data of other solvers are left out, and the block is solved at the next step.
+    """Return the tensors that a block loads from its part of a state."""
+    # Second-order data of another solver are dropped; the next step solves the block.
     solved = saved.get("solved", bool(saved.get("second_order"))) and same_solvers(saved, block)
     return list(
         entries(
@@ -89,12 +89,12 @@ def solvers(block: Block) -> dict[str, str]:
 
 
 def same_solvers(saved: Mapping[str, Any], block: Block) -> bool:
-    """Return whether the factors of a block in a state have the solvers that they have now."""
+    """Return whether the saved solvers of a block's factors equal its present ones."""
     return bool(saved["solvers"] == solvers(block))
 
 
 def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
-    """Return the tensors of a block on this rank; running factors may be given settled."""
+    """Return the tensors of a block on this rank; `factors` may hold settled running factors."""
     found: dict[Path, Tensor] = {}
     for factor in block.factors:
         if factor.name in factors:
@@ -107,7 +107,7 @@ def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
 def gather(
     backend: Backend, block: Block, wanted: Sequence[Entry], found: Tensors, phase: str
 ) -> dict[Path, Tensor]:
-    """Broadcast tensors of a block from their sources to all ranks; every rank must call."""
+    """Broadcast tensors of a block from their sources to all ranks; a collective of all ranks."""
     everyone = tuple(range(backend.world_size))
     parcels = [
         Parcel(
@@ -137,7 +137,7 @@ def put(
     solved: bool,
     updates: int,
 ) -> None:
-    """Store tensors that this rank owns in the stack of a block, which has none of it so far."""
+    """Store this rank's tensors in a block's stack, which holds no entries of it yet."""
     specs = {factor.name: factor for factor in block.factors}
     stack, member, record = block.stack, block.member, block.record
     for path, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""Reading checkpoints of ``torch.distributed.checkpoint`` without running what is in them.
+"""Read checkpoints of ``torch.distributed.checkpoint`` (DCP) without executing their pickles.
 
-DCP describes a checkpoint in a file ``.metadata``, which is a pickle: to read it as DCP does runs
-whatever its writer wanted to be run. It also unpickles entries that are no tensors. Here both are
-read so that nothing but DCP's own descriptions, and what ``torch.load(weights_only=True)`` takes,
-can come of it. Tensors are read that way by DCP itself.
+DCP describes a checkpoint in a pickle, ``.metadata``, and unpickles entries that are not tensors;
+both can run arbitrary code. The readers here restrict both: the description to DCP's own classes,
+entries to the types that ``torch.load(weights_only=True)`` accepts. DCP already reads tensors that
+way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RECORDS = (
     descriptions.TensorStorageMetadata,
     dcp_files._StorageInfo,
 )
-# Which attributes a description may be given: its own, and never one of its class.
+# Attributes that each class may receive: its own instance attributes only.
 _FIELDS = {record: frozenset(record.__dataclass_fields__) for record in _RECORDS}
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__qualname__): record for record in _RECORDS},
@@ -42,7 +42,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ),
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    ("pathlib", "PosixPath"): PurePosixPath,  # DCP notes the folder
+    ("pathlib", "PosixPath"): PurePosixPath,  # DCP records the folder
     ("pathlib", "WindowsPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
@@ -57,10 +57,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class NotPlainError(ValueError):
-    """A description of a checkpoint would have run something, or is not one."""
+    """A checkpoint's description is damaged, or would have run code."""
 
 
-# What no description has, and what gives room to whatever size a damaged file names.
+# Opcodes that descriptions never use, or that allocate a size given by a damaged file.
 _REFUSED = (
     *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
     *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
@@ -68,11 +68,10 @@ _REFUSED = (
 _Unpickler: Any = pickle._Unpickler
 
 
-class _Plain(_Unpickler):  # type: ignore[misc]  # of which typeshed knows half
-    """Makes descriptions of checkpoints, and nothing else.
+class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
+    """An unpickler for DCP's descriptions only.
 
-    The unpickler that is written in Python: the other one gives room to whatever index a damaged
-    file names.
+    It derives from Python's unpickler; the C one allocates memory for any index in a damaged file.
     """
 
     dispatch: ClassVar = {
@@ -82,7 +81,6 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # of which typeshed knows half
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler.find_class`."""
         try:
             return _ALLOWED[module, name]
         except KeyError:
@@ -92,11 +90,7 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # of which typeshed knows half
             ) from None
 
     def load_build(self) -> None:
-        """Give a new description its attributes: only those that it has, and only in itself.
-
-        Raises:
-            NotPlainError: If that is not what is asked for.
-        """
+        """Set the known attributes of a new description; raise NotPlainError for any others."""
         given, target = self.stack[-1], self.stack[-2]
         fields = _FIELDS.get(type(target))
         if fields is None:
@@ -113,13 +107,10 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # of which typeshed knows half
 
 
 def parse(data: bytes) -> Metadata:
-    """Return the description of a checkpoint.
-
-    Args:
-        data: What is in its ``.metadata``.
+    """Return the description in the bytes of a ``.metadata``, without running any code.
 
     Raises:
-        NotPlainError: If there is something else in it, or it is damaged. Nothing of it was run.
+        NotPlainError: If it is damaged, or contains anything but a description.
     """
     try:
         metadata = _Plain(io.BytesIO(data)).load()
@@ -147,14 +138,6 @@ class _PlainMetadata(FileSystemReader):
     """Reads ``.metadata`` by `parse`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `StorageReader.read_metadata`.
-
-        Returns:
-            The description.
-
-        Raises:
-            NotPlainError: See `parse`.
-        """
         del args
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = parse(stream.read())
@@ -165,7 +148,7 @@ class _PlainMetadata(FileSystemReader):
 
 
 class PlainReader(_PlainMetadata):
-    """A ``FileSystemReader`` that runs nothing of what it reads.
+    """A ``FileSystemReader`` that runs no code from the checkpoint.
 
     Args:
         path: The folder of the checkpoint.
@@ -176,9 +159,8 @@ class PlainPlanner(DefaultLoadPlanner):
     """A ``DefaultLoadPlanner`` that reads all entries with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See `LoadPlanner.load_bytes`."""
         plain = torch.load(value, weights_only=True)
-        # As DCP's own would go on, which reads the entry without the restriction.
+        # DCP's own method would read the entry again, without the restriction.
         again = io.BytesIO()
         torch.save(plain, again)
         again.seek(0)
@@ -186,13 +168,10 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def reader_of(checkpoint_id: Any) -> StorageReader:
-    """Return what reads a checkpoint, and runs nothing of it.
-
-    Args:
-        checkpoint_id: A folder; or an address with ``://``, for which fsspec is asked.
+    """Return a reader for a folder, or through fsspec for an address with ``://``.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If fsspec has no reader for the address.
     """
     if checkpoint_id is None:
         raise ValueError("pass the folder of the checkpoint, or a storage_reader")
@@ -201,6 +180,6 @@ def reader_of(checkpoint_id: Any) -> StorageReader:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     class PlainFsspecReader(_PlainMetadata, FsspecReader):
-        """As `PlainReader`, elsewhere."""
+        """`PlainReader` for addresses of fsspec."""
 
     return PlainFsspecReader(checkpoint_id)

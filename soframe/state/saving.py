@@ -1,7 +1,7 @@
 """The state of a preconditioner, independent of world size and strategy.
 
-Running factors are stored as packed triangles. Second-order data is stored too: between solves the
-factors move on, so it cannot be computed again. A state consists of tensors, numbers, strings,
+Running factors are stored as packed triangles. Second-order data are stored too: factors change
+between solves, so the data cannot be recomputed. A state consists of tensors, numbers, strings,
 dicts and lists, which ``torch.load(weights_only=True)`` reads, and it is sealed with checksums.
 Loading checks everything before it changes anything.
 """
@@ -45,7 +45,7 @@ def save(
     owed_statistics: int,
     scaling: str,
 ) -> dict[str, Any]:
-    """Return the state, the same on every rank; every rank must call if tensors are spread."""
+    """Return the state, the same on every rank; a collective if tensors are spread over ranks."""
     blocks, backend = placed.blocks, placed.backend
     everyone = set(range(backend.world_size))
     state = header(blocks, counters, step=step, owed_statistics=owed_statistics, scaling=scaling)
@@ -57,7 +57,7 @@ def save(
     ):
         backend.meet("Preconditioner.state_dict()")
     for block, place in placed:
-        # A block is saved as unsolved, and solved at the next step, unless all factors are solved.
+        # Save a block as solved only if all its factors are; otherwise the next step solves it.
         solved = block.tensors if block.solved else {}
         wanted = entries_now(block, place, solved)
         stack, masses = block.stack, block.record.masses
@@ -72,7 +72,8 @@ def save(
             target = saved
             for parent in parents:
                 target = target[parent]
-            # Running factors and method states change in place, second-order data never does.
+            # Clone running factors and method states, which change in place; second-order data do
+            # not.
             changes = entry.path[0] != "second_order"
             target[name] = found[entry.path].clone() if changes else found[entry.path]
     return state
@@ -109,7 +110,7 @@ def header(
 
 
 def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
-    """Raise ValueError unless a state, perhaps without tensors, is whole and of these blocks."""
+    """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
     if state.get("version") != VERSION:
@@ -138,7 +139,7 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
 
 
 def _check_block(saved: Mapping[str, Any], block: Block) -> None:
-    """Raise ValueError unless the shape, the method and its bases are those of a block."""
+    """Raise ValueError unless shape, method and bases equal a block's."""
     name, method = block.name, describe(block.method)
     if saved["shape"] != list(block.shape):
         raise ValueError(
@@ -158,7 +159,7 @@ def _check_block(saved: Mapping[str, Any], block: Block) -> None:
 def check(
     state: Any, tensors: Mapping[str, Tensor], placed: PlacedBlocks, *, everywhere: bool
 ) -> None:
-    """Raise ValueError unless tensors that this rank, or every rank, takes are there."""
+    """Raise ValueError if tensors for this rank, or with `everywhere` for any rank, are missing."""
     for block, place in placed:
         for entry in entries_saved(block, place, state["blocks"][block.name]):
             if not everywhere and placed.rank not in entry.holders:
@@ -183,7 +184,7 @@ def load(
     placed: PlacedBlocks,
     stages: Stages = ALONE,
 ) -> Mapping[str, Any]:
-    """Load what ``state`` returns, checked, on every rank; if it raises on one rank, on none."""
+    """Load the result of ``state`` on every rank; if it raises on one rank, load on none."""
     checked: list[tuple[Mapping[str, Any], Mapping[str, Tensor]]] = []
 
     def common() -> str:
@@ -226,7 +227,7 @@ def agree(
 ) -> None:
     """Raise on every rank if ``check`` raises on one, or if ``common`` differs between ranks.
 
-    In a pipeline that holds for all stages; ``of_stages`` is what all stages have in common.
+    In a pipeline this covers all stages; ``of_stages`` is the text that stages compare.
     """
     if stages.backend is not None:
         agree(stages.backend, lambda: agree(backend, check, common), of_stages)
@@ -242,7 +243,7 @@ def agree(
 
 
 def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return when factors took statistics and were solved: kind -> block -> factor -> step."""
+    """Return the steps of the last statistics and solves: kind -> block -> factor -> step."""
     return {
         "statistics": {
             b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at
@@ -252,7 +253,7 @@ def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
-    """Continue from a `history`."""
+    """Restore a `history`."""
     for block in blocks:
         block.record.statistics_at = dict(saved.get("statistics", {}).get(block.name, {}))
         block.record.solved_at = dict(saved.get("solves", {}).get(block.name, {}))

@@ -1,4 +1,4 @@
-"""Moving state: to the blocks of a model that has changed, and to the ranks of a new placement."""
+"""Move state: to the blocks of a changed model, and to the ranks of a new placement."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from soframe.strategies.work import BlockPlacement
 
 
 def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
-    """Move the memory of blocks to those of a changed model; return whether some lack statistics.
+    """Return whether some blocks lack statistics, after moving state to a changed model's blocks.
 
-    Every rank calls, with a backend that is prepared for both placements. A block that lost its
-    bias or its weight keeps the rows and columns of its factors that remain, and is solved again.
-    A block that gained a parameter starts anew. Statistics of the window under way cannot move to
-    other contributors.
+    A collective, with a backend prepared for both placements. A block that lost its bias or its
+    weight keeps the remaining rows and columns of its factors, and is solved again. A block that
+    gained a parameter starts anew. Statistics of the current accumulator cannot move to other
+    contributors.
     """
     settle(before, {stack: stack.all for stack in before.stacks})
     by_name = {block.name: (block, place) for block, place in before}
@@ -52,7 +52,7 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
 
 
 def _move_window(old: Block, block: Block, keep: Callable[[str, Tensor], Tensor]) -> None:
-    """Continue with the sums of the window under way."""
+    """Keep the sums of the current accumulator."""
     block.record.counts, block.record.gathered = old.record.counts, old.record.gathered
     for factor in block.captured:
         total = old.stack.sums.get(factor.name)
@@ -69,7 +69,7 @@ def _move(
     *,
     same: bool,
 ) -> None:
-    """Send the tensors of a block to the ranks that hold them now, and continue its numbers."""
+    """Send the tensors of a block to its new holders, and copy its counters."""
     (old, was), (block, place) = before, after
     masses, updates = old.record.masses, old.record.updates if same else 0
     solved = same and old.record.solved
@@ -95,13 +95,13 @@ def _move(
 
 
 def _is_continued(before: Block, after: Block) -> bool:
-    """Return whether a block has the module and the method that it had."""
+    """Return whether a block keeps its module and method."""
     same_module = before.layout.module is after.layout.module
     return same_module and describe(before.method) == describe(after.method)
 
 
 def _is_cut(before: Block, after: Block) -> bool:
-    """Return whether factors are as before, or lose only rows and columns of lost inputs."""
+    """Return whether factors are unchanged, or lose only the rows and columns of lost inputs."""
     if before.shape == after.shape:
         return True
     if len(before.factors) != len(after.factors):
@@ -121,7 +121,7 @@ def _is_cut(before: Block, after: Block) -> bool:
 
 
 def _remaining_columns(before: Layout, after: Layout) -> slice | None:
-    """Return the input columns that remain; None if there are new ones or it is not known."""
+    """Return the remaining input columns; None if columns are new or unknown."""
     if set(before.parameters) == set(after.parameters):
         return slice(None)
     if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
@@ -143,7 +143,7 @@ def _like(block: Block, tensor: Tensor) -> Tensor:
 
 
 def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
-    """Return the input columns of a factor, or of its sum, that remain; all for None."""
+    """Return the given input columns of a factor or its sum; all of them for None."""
     stored = _like(after, stored)
     factor = next(factor for factor in before.factors if factor.name == name)
     if columns is None or factor.side == "left":

@@ -1,4 +1,4 @@
-"""Strategies: who solves, preconditions and receives what, as plain data."""
+"""Strategies: assign solves, preconditioning and receivers to ranks, as plain data."""
 
 from soframe.strategies.balance import assign, compute_cost, memory_cost
 from soframe.strategies.base import Strategy

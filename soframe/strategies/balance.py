@@ -1,4 +1,4 @@
-"""Load balancing: longest processing time first, under a cost that can be replaced."""
+"""Load balancing by longest processing time first (LPT), under a replaceable cost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import prod
 from soframe.specs import FactorSpec
 
 Cost = Callable[[FactorSpec], float]
-"""What it costs to own a factor, in any unit."""
+"""The cost of owning a factor, in any unit."""
 
 
 def compute_cost(factor: FactorSpec) -> float:
     """Return the operations of a factorisation, up to a constant: ``groups n^3``.
 
-    What is no matrix, as a diagonal, costs as much as it has elements.
+    A factor that is not a matrix, such as a diagonal, costs its number of elements.
     """
     return float(factor.groups * factor.size**3 if factor.kind == "psd" else factor.packed_numel)
 
@@ -22,7 +22,7 @@ def compute_cost(factor: FactorSpec) -> float:
 def memory_cost(factor: FactorSpec) -> float:
     """Return the elements of the second-order data, up to a constant: ``groups n^2``.
 
-    What is no matrix has as many as it has itself.
+    A factor that is not a matrix, such as a diagonal, counts its own elements.
     """
     return float(prod(factor.shape))
 
@@ -30,12 +30,12 @@ def memory_cost(factor: FactorSpec) -> float:
 def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
     """Assign jobs to bins by LPT: in descending cost, each to the bin with the least load.
 
-    At most 4/3 - 1/(3 bins) of the optimal makespan (Graham, 1969). Ties go to the earlier job and
-    the lower bin, so that every rank finds the same.
+    The makespan is at most 4/3 - 1/(3 bins) of the optimal one (Graham, 1969). Ties go to the
+    earlier job and the lower bin, so that every rank computes the same assignment.
 
     Args:
         costs: The cost of each job.
-        loads: What each bin carries already; the jobs' costs are added to it.
+        loads: The present load of each bin; the jobs' costs are added in place.
 
     Returns:
         The bin of each job.

@@ -10,16 +10,19 @@ from soframe.strategies.work import BlockWork
 
 
 class Strategy(ABC):
-    """Decides who does what. No process group, no tensors: shapes and rank numbers only."""
+    """Maps blocks to ranks, from shapes and rank numbers only: no process group, no tensors.
+
+    A strategy is a pure function, so the same placement is executed, priced and printed.
+    """
 
     @abstractmethod
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        """Return the placement.
+        """Return the placement: owners, gradient workers and receivers of every block.
 
         Args:
             work: The blocks, in the same order on every rank.
             ranks: The number of ranks.
 
         Returns:
-            The placement; it must be the same whenever the arguments are.
+            The placement; equal arguments must give equal placements, on every rank.
         """

@@ -1,16 +1,17 @@
-"""Which tensors share a flat buffer when they travel: one rule for sending and for counting."""
+"""Which tensors share a flat buffer: one rule, used by the collectives and by the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
 BUCKET_BYTES = 2**25
-"""A flat buffer is closed once it is this large: it bounds the memory that packing takes, and what
-is in it travels while the next one is made."""
+"""A buffer is closed at this size: it bounds the memory of packing, and a full buffer travels while
+the next one is packed.
+"""
 
 
 def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> list[list[int]]:
-    """Put what goes the same way together."""
+    """Group items of the same route into buffers of at most `limit` bytes; return their indices."""
     limit = BUCKET_BYTES if limit is None else limit
     routes: dict[Hashable, list[list[int]]] = {}
     sizes: dict[Hashable, int] = {}

@@ -1,16 +1,17 @@
 """The KAISA grid: COMM-OPT, MEM-OPT and everything between (Pauloski et al., 2021, section 4).
 
-Ranks form a grid with ``columns`` columns: rank r stands in column ``r % columns``, row
-``r // columns``. A block is given to one column; its ranks are the block's gradient workers and
-one of them owns each factor. Within each row the column's rank sends the preconditioned gradient
-to the others. With one column every rank preconditions everything and no gradient is sent
-(COMM-OPT); with as many columns as ranks a single rank does (MEM-OPT).
+Ranks form a grid with ``columns`` columns: rank r stands in column ``r % columns``, row ``r //
+columns``. A block is assigned to one column; its ranks are the block's gradient workers, and one of
+them owns each factor. Within each row the column's rank sends the preconditioned gradient to the
+others. With one column every rank preconditions everything and no gradient is sent (COMM-OPT); with
+as many columns as ranks a single rank does (MEM-OPT).
 
-Where the number of gradient workers does not divide the number of ranks, columns differ in length
-by one; a rank whose row has no rank of the block's column receives from the column's first rank.
+Where the number of gradient workers does not divide the number of ranks, the lengths of columns
+differ by one; a rank whose row has no rank of the block's column receives from the column's first
+rank.
 
-Every rank has every running factor, as in KAISA. Statistics travel as triangles, and between the
-solves they stay what they are: half the memory, and nothing to unpack where only the owner solves.
+Every rank holds every running factor, as in KAISA. Statistics travel as triangles and stay packed
+between solves: half the memory, and only the owner unpacks them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class CommOpt(_Grid):
 
     Attributes:
         colocate: Solve the factors of one block on the same rank.
-        cost: What owning a factor costs.
+        cost: The cost of owning a factor.
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
@@ -92,8 +93,9 @@ class MemOpt(_Grid):
     """One rank preconditions a gradient and sends it to the others: least memory of the grid.
 
     Attributes:
-        colocate: Kept for symmetry; a single rank owns all factors of a block.
-        cost: What owning a factor costs.
+        colocate: Without effect, as in the other strategies of the grid; a single rank owns all
+            factors of a block.
+        cost: The cost of owning a factor.
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
@@ -107,9 +109,9 @@ class HybridOpt(_Grid):
 
     Attributes:
         colocate: Solve the factors of one block on the same rank.
-        cost: What owning a factor costs.
-        gradient_workers: How many ranks precondition a gradient: a fraction of the ranks in
-            (0, 1] as a float, or a number of ranks as an int.
+        cost: The cost of owning a factor.
+        gradient_workers: The number of ranks that precondition a gradient: a fraction of the ranks
+            in (0, 1] as a float, or a count as an int.
     """
 
     gradient_workers: float | int = 0.5

@@ -1,4 +1,4 @@
-"""What a plan has to be told where ``step`` averages gradients: a placement sees blocks alone."""
+"""Inputs of a traffic plan with ``gradients="local"``: parameters without a block."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """What a plan of traffic has to know of a model with ``gradients="local"``.
+    """The gradients that a step averages beside the blocks', for a plan of traffic.
 
     Attributes:
         rest: The elements and the dtype of each parameter without a block that has a gradient.
-        idle: How many parameters without a block have none.
+        idle: The number of parameters without a block and without a gradient.
         kl_clip: Whether steps are clipped by their KL divergence.
     """
 

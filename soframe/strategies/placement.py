@@ -2,8 +2,7 @@
 
 It is computed from shapes and a number of ranks alone, so the same object is executed by the
 preconditioner, priced for thousands of ranks on a laptop, printed, and tested. Ranks are numbers
-within the process group of the preconditioner. The digest is compared across ranks before the
-first collective.
+within the process group of the preconditioner. Ranks compare digests before the first collective.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from soframe.text import format_table
 
 @dataclass(frozen=True)
 class Placement:
-    """Who does what, for every block.
+    """The role of every rank for every block.
 
     Attributes:
         strategy: The strategy's name, for people.
         world_size: The number of ranks.
-        work: What was placed.
-        blocks: Where it went, in the order of ``work``.
-        notes: What the strategy chose where it could not do what was asked, and why.
+        work: The blocks.
+        blocks: The placement of each block, in the order of ``work``.
+        notes: Choices of the strategy where a request could not be met, with the reason.
     """
 
     strategy: str
@@ -46,14 +45,14 @@ class Placement:
 
     @property
     def pairs(self) -> list[tuple[BlockWork, BlockPlacement]]:
-        """The work of each block with its placement."""
+        """Each block's work with its placement."""
         return list(zip(self.work, self.blocks, strict=True))
 
     def validate(self) -> None:
         """Check that the placement can be executed.
 
         Raises:
-            ValueError: If it cannot; the message names the strategy and the block.
+            ValueError: If it cannot; the message has the strategy and the block.
         """
         if [work.name for work in self.work] != [block.block for block in self.blocks]:
             raise ValueError(
@@ -72,7 +71,7 @@ class Placement:
 
     @cached_property
     def stacks(self) -> list[list[int]]:
-        """The blocks that are alike and have the same place but for owners, by their index."""
+        """Indices of blocks by stack: alike, and placed alike but for owners."""
         stacks: dict[object, list[int]] = {}
         for index, (work, block) in enumerate(self.pairs):
             # Where some ranks hold a factor, its statistics are sent to the owner.
@@ -83,7 +82,7 @@ class Placement:
 
     @property
     def digest(self) -> bytes:
-        """The placement's SHA-256; equal on all ranks, or they must not start."""
+        """The placement's SHA-256; must be equal on all ranks."""
         left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
         names = [one.name for one in fields(BlockWork) if one.name not in left_out]
         work = [[getattr(block, name) for name in names] for block in self.work]
@@ -102,16 +101,16 @@ class Placement:
             for worker in block.gradient_workers:
                 groups.add(exchange_group(worker, block.sources))
             for way in block.reductions:
-                # All ranks together are a group that is always there.
+                # The group of all ranks always exists.
                 groups.update(g for g in (way.group, way.spread) if g != block.everyone)
         return sorted(group for group in groups if len(group) > 1)
 
     def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
         """Return the bytes that a rank holds after a solve, from shapes alone.
 
-        That is what `Preconditioner.memory_usage` then says, to the byte. Factors whose statistics
-        are made with second-order data are counted; they come with the next statistics. While a
-        backward pass gathers statistics there are, besides, the sums of the blocks that the rank
+        They equal `Preconditioner.memory_usage`, to the byte. Factors whose statistics are made
+        with second-order data are counted, although they come with the next statistics. While a
+        backward pass gathers statistics, a rank also holds the sums of the blocks that it
         contributes to.
 
         Args:
@@ -119,8 +118,8 @@ class Placement:
             used: The blocks that are used; None for all.
 
         Returns:
-            ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"`` (none) and
-            their ``"total"``.
+            The bytes under ``"factors"``, ``"accumulators"``, ``"second_order"``, ``"statistics"``
+            (0), and ``"total"``.
         """
         return plan.memory(self.pairs, self.stacks, rank, used)
 
@@ -136,25 +135,26 @@ class Placement:
         first: bool = False,
         clips: Collection[str] = (),
     ) -> Traffic:
-        """Return what a rank's collectives carry in one step, from shapes alone.
+        """Return the bytes and calls of a rank's collectives in one step, from shapes alone.
 
-        That is what `Preconditioner.traffic` grows by, to the byte. What is solved in the
-        background is shared when it lands; with ``"ready"`` ranks agree on 8 bytes more in a step.
+        They equal the growth of `Preconditioner.traffic`, to the byte. Background solves are
+        counted at the step that applies them; with ``"ready"`` each step agrees on 8 bytes more.
 
         Args:
             rank: The rank.
-            statistics: Whether it is a statistics step; or the blocks that take them in it.
-            solve: Whether it is a solve step, after there were statistics; or the blocks that are
-                solved in it, where solves are staggered (`soframe.strategies.turns`). Deferred
-                statistics are counted as if there were any since the last solve.
+            statistics: Whether it is a statistics step; or the blocks that take statistics in it.
+            solve: Whether it is a solve step, with statistics before it; or the blocks that are
+                solved in it, if solves are staggered (`soframe.strategies.turns`). Deferred
+                statistics are counted as if some had been gathered since the last solve.
             used: The blocks that are used and have been solved; None for all.
-            local: What else there is with ``gradients="local"``; None for averaged ones.
-            fused: The backend's, see `soframe.Backend`.
-            first: Whether nothing has been solved before this step, so that no factor is sent whose
-                statistics are made with second-order data. A block has such statistics in the step
-                after each solve too, if that is none of its statistics steps.
-            clips: Which clips are on, of ``"kl"`` and ``"norm"``: where parameters are sharded
-                ranks add up what they know of these.
+            local: The gradients beside the blocks' with ``gradients="local"``; None for averaged
+                ones.
+            fused: `soframe.Backend.fused`.
+            first: Whether no solve precedes this step, so that factors whose statistics are made
+                with second-order data are not sent. A block has such statistics in the step after
+                each solve too, unless that is one of its statistics steps.
+            clips: The clips that are on, of ``"kl"`` and ``"norm"``: with sharded parameters ranks
+                reduce their inner products and norms.
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
@@ -224,7 +224,7 @@ def _workers(block: BlockPlacement, world_size: int) -> Checks:
 
 
 def _statistics_places(work: BlockWork, block: BlockPlacement, world_size: int) -> Checks:
-    """Yield conditions on contributors, holders and the dtype of statistics."""
+    """Yield conditions on contributors, holders and dtypes of statistics, with their problems."""
     ranks = range(world_size)
     yield len(block.owners) == len(work.factors), "one owner per factor"
     for name, sets in (("contributors", block.contributors), ("holders", block.holders)):
@@ -241,7 +241,7 @@ def _statistics_places(work: BlockWork, block: BlockPlacement, world_size: int) 
 
 
 def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
-    """Yield conditions on factors that gradient workers make, use or need."""
+    """Yield conditions on factors of averaged gradients, unsolved factors and readers."""
     workers, names = block.gradient_workers, [factor.name for factor in work.factors]
     for index, factor in enumerate(work.factors):
         made = bool(block.made) and block.made[index]
@@ -262,11 +262,10 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
 
 
 def complete(placement: Placement) -> Placement:
-    """Return a strategy's placement with the places that follow from the work."""
-    # Factors of the averaged gradient stay with the gradient workers, which have it. Solves that
-    # continue from the last one are at a rank that has its data. A factor that is not solved is
-    # held by the ranks that use it, and second-order data are read by those whose statistics need
-    # them.
+    """Return a strategy's placement, completed by the places that follow from the work."""
+    # Gradient workers have the averaged gradient, so its factors stay with them. Warm-started
+    # solves run where the last solve's data are. An unsolved factor is held by the ranks that use
+    # it. Ranks whose statistics need second-order data read them.
     if len(placement.work) != len(placement.blocks):
         raise ValueError(
             f"a strategy has placed {len(placement.blocks)} block(s), and the model has "
@@ -304,7 +303,7 @@ def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
         owners=tuple(owners),
         contributors=() if tuple(contributors) == everyone else tuple(contributors),
         holders=() if tuple(holders) == everyone else tuple(holders),
-        # Accumulators have one mass and one decay for all factors of a block.
+        # All factors of a block share one EMA weight and one decay per accumulator.
         deferred=block.deferred and all(_accumulates(factor) for factor in work.factors),
         made=made if any(made) else (),
         readers=tuple(tuple(sorted(r.difference(workers))) for r in readers)

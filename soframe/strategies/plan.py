@@ -1,8 +1,8 @@
-"""The cost of a placement, counted from shapes: bytes that a rank holds, and bytes that it sends.
+"""The cost of a placement from shapes: bytes that a rank holds, and bytes that it sends.
 
-The plan follows the step in its order and with its buffers. Bytes of traffic are those of the
-tensors that a rank gives to or receives from a collective, as `Backend.traffic` counts them, not
-those of the engine's algorithm.
+The plan follows the step's order and its buffers. Traffic counts the tensors that a rank gives to
+or receives from a collective, as `Backend.traffic` does, not the messages of the engine's
+algorithm.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def window(pairs: Pairs, stacks: Stacks, rank: int, due: Collection[str] | None 
 
 
 def _in_stacks(pairs: Pairs, stacks: Stacks, used: Collection[str] | None) -> Pairs:
-    """Return the blocks of all stacks with a block in use: tensors are of all blocks of a stack."""
+    """Return all blocks of stacks with a used block: a stack's tensors hold all its blocks."""
     return [
         pairs[index]
         for members in stacks
@@ -81,7 +81,7 @@ def total(phases: Traffic) -> Traffic:
 
 @dataclass(frozen=True)
 class Step:
-    """The collectives of one step, phase by phase; arguments are those of `Placement.traffic`.
+    """The collectives of one step, phase by phase; arguments as in `Placement.traffic`.
 
     Each method returns the bytes of each collective that this rank enters.
     """
@@ -121,7 +121,7 @@ class Step:
         return total(phases)
 
     def status(self) -> list[int]:
-        """The status of ranks."""
+        """The status all-reduce."""
         observed = [(w, p) for w, p in _named(self.pairs, self.statistics) if w.captured]
         numbers = _FLAGS + sum(_weights(w, p) for w, p in observed)
         if observed:
@@ -132,7 +132,7 @@ class Step:
         return [_AGREED_BYTES * numbers]
 
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> Stacked:
-        """Return some blocks by stacks, and by owners where these count apart, as in solves."""
+        """Group blocks by stack, and by owner too for solves."""
         names = {work.name for work, _ in pairs}
         found = []
         for members in self.stacks:
@@ -145,7 +145,7 @@ class Step:
         return found
 
     def reductions(self, active: Pairs, due: Pairs) -> list[list[int]]:
-        """The statistics of this step, then those that were deferred to its solves."""
+        """The statistics of this step, then those deferred to its solves."""
         eager = [(w, p) for w, p in _named(active, self.statistics) if not p.deferred]
         return [self._reduced(eager), self._reduced([(w, p) for w, p in due if p.deferred])]
 
@@ -237,7 +237,7 @@ def _named(pairs: Pairs, names: bool | Collection[str]) -> Pairs:
 
 
 def _weights(work: BlockWork, place: BlockPlacement) -> int:
-    """Return how many numbers of the status are weights of a block's statistics."""
+    """Return the number of EMA weights of a block in the status."""
     captured = [factor for factor in work.factors if factor.captured]
     unequal = any(factor.mean_over == "group rows" for factor in captured)
     return (len(captured) + 2 if place.contributors else 2) + work.shape.groups * unequal

@@ -1,12 +1,12 @@
-"""Sharded curvature: a running factor is held by one rank, and statistics come from a few or all.
+"""Sharded curvature: one rank holds a running factor; statistics come from a few ranks or all.
 
-KAISA keeps every running factor on every rank and reduces statistics to all of them. Here the rank
-that solves a factor is the only one that holds it, as a packed triangle, so statistics are reduced
-to that rank alone. Three choices are left, and no combination of them is best in everything (T: the
-elements of all triangles, P ranks, statistics every F and solves every K steps):
+KAISA keeps every running factor on every rank and reduces statistics to all of them. Here only the
+rank that solves a factor holds it, as a packed triangle, and statistics are reduced to that rank.
+Three choices remain, each with its price (T: the elements of all triangles, P ranks, statistics
+every F and solves every K steps):
 
 =====================================  =====================  ==================================
-statistics                             sent per rank, step    kept per rank, besides what it owns
+statistics                             sent per rank, step    kept per rank, beside owned factors
 =====================================  =====================  ==================================
 of all ranks, reduced eagerly          T / F                  nothing
 of all ranks, deferred to the solves   T / K                  T: an accumulator for every factor
@@ -15,10 +15,10 @@ of ``group`` ranks, deferred           T group / (P K)        T group / P
 of the owner (``group=1``)             nothing                nothing
 =====================================  =====================  ==================================
 
-Deferred and eager reduction give the same factors (`soframe.step.averages`). Statistics of a
-group are those of fewer samples: a group of m of P ranks that draw their data alike estimates the
-same factors from m/P of the batch, which averages over time make up for. With the owner's data
-alone that is DP-KFAC (Zhang et al., 2022).
+Deferred and eager reduction give the same factors (`soframe.step.averages`). A group of m of P
+ranks that draw their data alike estimates the same factors from m/P of the batch; averages over
+time make up for the fewer samples. With the owner's data alone this is DP-KFAC (Zhang et al.,
+2022).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
 
 @dataclass(frozen=True)
 class _Sharded(Strategy):
-    """One gradient worker and one holder for each block, both in the group that contributes."""
+    """One gradient worker and one holder for each block, both among its contributors."""
 
     cost: Cost = memory_cost
     colocate: bool = False
@@ -56,15 +56,15 @@ class _Sharded(Strategy):
         for number, members in enumerate(groups):
             mine = [index for index, other in enumerate(chosen) if other == number]
             loads = [0.0] * len(members)
-            # Second-order data first: it is what the step waits for. Running factors, half as
-            # large, then go where there is least.
+            # Place second-order data first: the step waits for its exchange. Running factors, half
+            # as large, then go to the ranks with the least load.
             for place, index in zip(assign([totals[i] for i in mine], loads), mine, strict=True):
                 workers[index] = members[place]
             for index in sorted(mine, key=lambda index: (-totals[index], index)):
                 at = members.index(workers[index])
                 least = min(range(len(members)), key=lambda rank: (loads[rank], rank != at, rank))
                 highest = max(loads)
-                # Apart only where together would be more than any rank has anyway.
+                # Split a block only if its parts together would exceed every rank's load.
                 if self.colocate or loads[at] + totals[index] / 2 <= highest:
                     least = at
                 loads[least] += totals[index] / 2
@@ -91,7 +91,7 @@ class _Sharded(Strategy):
 
 
 def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Cut the ranks into neighbours, at most ``size`` of them, as evenly as can be."""
+    """Split the ranks into groups of at most ``size`` neighbours, as evenly as possible."""
     number = -(-ranks // size)
     ends = [ranks * (index + 1) // number for index in range(number)]
     groups = [tuple(range(*pair)) for pair in zip([0, *ends], ends, strict=False)]
@@ -109,16 +109,16 @@ class Sharded(_Sharded):
     """Running factors on one rank each, statistics reduced to it.
 
     Attributes:
-        cost: What a factor costs its rank.
-        colocate: Hold and solve the factors of a block where its gradient is preconditioned, which
-            saves sending second-order data; otherwise on another rank of the group where that
-            lowers the most that a rank holds.
-        group: How many neighbouring ranks contribute to a block's statistics, those of a node for
-            example; None for all.
+        cost: The cost of a factor for its rank.
+        colocate: Hold and solve the factors of a block on its gradient worker, which saves sending
+            second-order data; otherwise on another rank of the group where that lowers the peak
+            memory over ranks.
+        group: The number of neighbouring ranks that contribute to a block's statistics, for example
+            the ranks of a node; None for all.
         deferred: Reduce statistics when a solve needs them instead of at every statistics step:
             less traffic, but an accumulator on every contributor.
-        wire: The dtype in which statistics travel, for example ``"bfloat16"``; None for that of
-            the factors.
+        wire: The dtype in which statistics travel, for example ``"bfloat16"``; None for the
+            factors' own.
     """
 
     group: int | None = 4
@@ -139,14 +139,14 @@ class Sharded(_Sharded):
 @register("strategy", "owner-local")
 @dataclass(frozen=True)
 class OwnerLocal(_Sharded):
-    """The owner's own data alone make a block's statistics: no statistics are sent at all.
+    """Statistics of a block from its owner's data alone: no statistics are sent.
 
-    The data-parallel K-FAC of Zhang et al. (2022). Its factors depend on which rank owns a block,
-    so runs on other numbers of ranks are other runs.
+    The data-parallel K-FAC of Zhang et al. (2022). The factors depend on the rank that owns a
+    block, so results change with the number of ranks.
 
     Attributes:
-        cost: What a factor costs its rank.
-        colocate: Kept for symmetry; a single rank does everything for a block.
+        cost: The cost of a factor for its rank.
+        colocate: Without effect; a single rank does everything for a block.
     """
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:

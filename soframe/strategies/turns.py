@@ -1,4 +1,4 @@
-"""Turns: the work of an interval spread over its steps, so that no step has to do it all."""
+"""Turns: staggered solves, spread over the steps of an interval."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from soframe.strategies.work import BlockWork
 def turns(placement: Placement, interval: int) -> tuple[int, ...]:
     """Return the turn of each block: the step of every interval at which it is solved.
 
-    Turns are balanced by LPT under ``groups n^3``, so that what is solved at one of them costs at
-    most ``total / interval + (1 - 1 / interval) largest`` (Graham, 1969). They follow from the
-    shapes of the blocks alone: every rank finds the same, and so does one process, or another
-    strategy that goes on from a checkpoint.
+    LPT balances turns under ``groups n^3``, so the solves of one step cost at most ``total /
+    interval + (1 - 1 / interval) largest`` (Graham, 1969). Turns depend on the shapes of the blocks
+    alone: every rank, one process, and another strategy that resumes from a checkpoint compute the
+    same ones.
 
     Args:
         placement: The placement.
@@ -27,7 +27,7 @@ def turns(placement: Placement, interval: int) -> tuple[int, ...]:
 
 
 def _empty(turns: int, jobs: int) -> list[float]:
-    """Return the loads of turns before they have any; of those beyond the jobs none is needed."""
+    """Return zero loads, ``[min(turns, jobs)]``: no more turns than jobs are needed."""
     return [0.0] * min(turns, max(jobs, 1))
 
 

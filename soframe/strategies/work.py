@@ -1,7 +1,7 @@
 """Work and placement of one block: the data that strategies, plans and the step share.
 
-Statistics have places too: some ranks *contribute* those of their own data to a factor, and some
-*hold* the running factor, the average of the reduced contributions. They are reduced at every
+Statistics have places too: some ranks *contribute* statistics of their own data to a factor, and
+some *hold* the running factor, the average of the reduced contributions. They are reduced at every
 statistics step, or accumulated by each contributor and reduced when a solve needs them.
 """
 
@@ -19,9 +19,10 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""
 
 SMALL = 40_000
-"""Elements of a gradient's matrix: on CPUs larger ones have a stack each. With one thread six
-blocks of 16 x 144 took 0.57 of the time together, five of 64 x 576 0.83, and 24 of 256 x 256 1.5
-times the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`)."""
+"""The largest gradient matrix, in elements, that shares a stack on CPUs. With one thread batching
+six blocks of 16 x 144 took 0.57 of the time, five of 64 x 576 0.83, and 24 of 256 x 256 1.5 times
+the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`).
+"""
 
 Traffic = dict[str, dict[str, int]]
 """Phase -> ``{"bytes", "calls"}``."""
@@ -34,22 +35,23 @@ class BlockWork:
     Attributes:
         name: The block's name.
         shape: The shape of its gradient matrix.
-        factors: Its factors.
-        second_order: The tensors that the solver makes of each factor; only plans of memory and
-            traffic need them, so they are no part of the placement's identity.
-        dtype: The dtype of factors and second-order data, by its name; likewise.
-        device: Where they live; likewise.
-        parameters: How many parameters the block has; likewise.
-        resident: For each factor whether a gradient worker must own it: it is made of the averaged
-            gradient, or its solves start from the last one's data; empty where none must.
-        unsolved: The names of the factors that are used as they are, by all gradient workers.
-        state: What the method keeps on gradient workers; for plans, as ``second_order``.
-        effort: The operations of a direction, up to a constant, where they count: of methods that
-            make one of the gradient alone.
-        after: Whether statistics of the averaged gradient, and the solves of the block, come after
-            its direction; for plans.
-        shards: How each of its parameters is sharded over ranks; empty where none is.
-        kind: A number that blocks of the same method and solver have in common; for stacks alone.
+        factors: The specs of its factors.
+        second_order: The solver's tensors for each factor; only plans of memory and traffic need
+            them, so the placement's digest leaves them out.
+        dtype: The dtype of factors and second-order data, by its name; not in the digest.
+        device: Their device; not in the digest.
+        parameters: The number of the block's parameters; not in the digest.
+        resident: For each factor whether a gradient worker must own it, because it is made of the
+            averaged gradient or its solves start from the last one's data; empty if all owners are
+            free.
+        unsolved: The names of the factors that all gradient workers use without a solve.
+        state: The method's state on gradient workers; for plans, as ``second_order``.
+        effort: The FLOPs of an update, up to a constant, of methods that compute it from the
+            gradient alone; 0 for others.
+        after: Whether the block's update precedes its statistics of the averaged gradient and its
+            solves; for plans.
+        shards: The sharding of each of its parameters; empty if all are whole.
+        kind: A number that blocks with the same method and solver share; for stacks alone.
     """
 
     name: str
@@ -71,8 +73,8 @@ class BlockWork:
     def stackable(self) -> bool:
         """Whether it may share a stack: every tensor's first dimension is the block's groups.
 
-        On CPUs large matrices stay by themselves: products of a batch of them take longer than one
-        after the other, and copies into the batch come on top.
+        On CPUs large matrices stay by themselves: a batched product of them is slower than a loop,
+        and copies into the batch come on top.
         """
         groups, out, into = self.shape
         if self.device == "cpu" and out * into > SMALL:
@@ -84,42 +86,42 @@ class BlockWork:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What blocks of one stack have in common, beside their place."""
+        """The properties that blocks of one stack share, beside their place."""
         tensors = (self.second_order, self.state, self.dtype, self.device, self.shards)
         return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
 
     @property
     def elements(self) -> float:
-        """The elements of the state and the update on a gradient worker; 0 unless they count."""
+        """The elements of the state and the update on a gradient worker; 0 if ``effort`` is."""
         if not self.effort:
             return 0.0
         return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
 
     @property
     def captured(self) -> bool:
-        """Whether the block takes statistics of calls."""
+        """Whether hooks capture statistics for some factor."""
         return any(factor.captured for factor in self.factors)
 
     @property
     def only_captured(self) -> bool:
-        """Whether no factor is made of averaged gradients."""
+        """Whether hooks capture the statistics of all factors."""
         return all(factor.captured for factor in self.factors)
 
     @property
     def plain(self) -> bool:
-        """Whether all factors are matrices, made of calls, and solved as they are."""
+        """Whether all factors are captured matrices, solved as they are."""
         needy = any(factor.needs or factor.decay is not None for factor in self.factors)
         return not self.resident and not self.unsolved and not needy
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How statistics are added up.
+    """One reduction of statistics.
 
     Attributes:
-        group: The ranks that take part; those that do not contribute add zeros.
-        destination: The rank that has the sum; None for all, which are all ranks.
-        spread: The ranks that the destination sends the sum to, itself among them.
+        group: The ranks that take part; ranks that do not contribute add zeros.
+        destination: The rank that gets the sum; None for an all-reduce.
+        spread: The ranks to which the destination sends the sum, itself among them.
     """
 
     group: tuple[int, ...]
@@ -129,27 +131,27 @@ class Reduction:
 
 @dataclass(frozen=True)
 class BlockPlacement:
-    """Who does what for one block.
+    """The ranks of one block, by role.
 
     Attributes:
         block: The block's name.
         owners: The rank that solves each factor, in the order of the block's factors.
         gradient_workers: The ranks that hold the second-order data and precondition.
-        sources: For each rank the gradient worker that it has the preconditioned gradient from;
-            a gradient worker's source is itself.
-        contributors: For each factor the sorted ranks whose data make its statistics; empty for
-            all ranks. The others neither compute nor send any.
-        holders: For each factor the sorted ranks that keep the running factor, the owner among
+        sources: For each rank, the gradient worker that sends it the preconditioned gradient; a
+            gradient worker's source is itself.
+        contributors: For each factor, the sorted ranks that compute and send its statistics; empty
+            for all ranks.
+        holders: For each factor, the sorted ranks that keep the running factor, the owner among
             them; empty for all ranks.
         deferred: Whether contributors gather their statistics, in an accumulator of their own,
             until a solve needs them; otherwise they are reduced at every statistics step.
-        packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and are
-            whole only while they are solved.
+        packed: Whether running factors are kept as triangles ``[groups, n (n + 1) / 2]``, and
+            unpacked only for a solve.
         wire: The dtype in which statistics travel, by its name; None for the factors' own.
-        made: For each factor whether its holders make its statistics themselves, of the averaged
-            gradient, so that nothing is reduced; empty for none.
-        readers: For each factor the sorted ranks that need its second-order data besides the
-            gradient workers, since statistics are made with it; empty for none.
+        made: For each factor, whether its holders make its statistics from the averaged gradient,
+            without a reduction; empty for none.
+        readers: For each factor, the sorted ranks outside the gradient workers that make statistics
+            with its second-order data; empty for none.
     """
 
     block: str
@@ -195,7 +197,7 @@ class BlockPlacement:
 
     @cached_property
     def reductions(self) -> tuple[Reduction, ...]:
-        """How the statistics of each factor travel from contributors to holders."""
+        """The reduction of each factor's statistics, from contributors to holders."""
         return tuple(map(self._reduction, range(len(self.owners))))
 
     def _reduction(self, factor: int) -> Reduction:

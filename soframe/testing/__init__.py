@@ -1,4 +1,4 @@
-"""The public test kit: exact curvature to measure approximations against, and comparisons."""
+"""The public test kit: exact curvature as a reference for approximations, and checks of parts."""
 
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
 from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio

@@ -1,7 +1,7 @@
 """Checks for parts that users write: layer helpers, solvers, strategies.
 
-Each raises an ``AssertionError`` that says what is wrong and, for numbers, by what factor. The
-parts that come with soframe pass through the same functions.
+Each raises an ``AssertionError`` with the violated property and, for numbers, the factor between
+result and reference. soframe's own parts pass through the same functions.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ def check_layer_helper(
 ) -> None:
     """Check a layer helper on one module, in float64.
 
-    The identity that defines a right helper: for every sample, the sum of ``g a^T`` over the rows
-    of that sample is the gradient of that sample alone, packed as the helper packs it. So the trace
-    of the block that the rows make is that of the exact block. Besides: packing and unpacking,
-    which keep the sum of squares; parameters that are frozen one by one; inputs by keyword; fast
-    moments equal to plain ones; two calls, of which each has the rows of its own; and the
-    statistics that a `soframe.Preconditioner` takes of the module equal to those of the rows.
+    The identity that defines a correct helper: for every sample, the sum of ``g a^T`` over its rows
+    is the gradient of that sample alone, packed as the helper packs it. So the trace of the block
+    computed from the rows equals the exact block's. The check also covers packing and unpacking,
+    which keep the sum of squares; parameters frozen one by one; inputs by keyword; fast moments
+    against plain ones; two calls with rows of their own; and the statistics of a
+    `soframe.Preconditioner` against moments of the rows.
 
     Args:
         module: A module with parameters; it is not changed.
-        *inputs: What it is called with. Those of floating point become float64.
-        helper: The helper class; by default the one that there is for the module's type, asked for
-            or not.
-        batch_dim: Which dimension of the output counts samples, more than one of them.
+        *inputs: The arguments of its call. Floating-point tensors are cast to float64.
+        helper: The helper class; by default the registered one for the module's type.
+        batch_dim: The output's dimension of samples; at least two samples.
         settings: Keyword arguments of the module's call.
 
     Raises:
         AssertionError: If the helper is wrong.
-        ValueError: If there is no helper for the module.
+        ValueError: If the module's type has no registered helper.
     """
     chosen = helper
     if chosen is None:
@@ -81,7 +80,7 @@ def check_layer_helper(
 
 @dataclass
 class _Case:
-    """A helper, a module and what it is called with."""
+    """A helper, a module and the arguments of its call."""
 
     helper: type[LayerHelper]
     module: nn.Module
@@ -137,7 +136,7 @@ class _Case:
     def _check_gradients(
         self, made: Sequence[LayerHelper], calls: _Calls, exact: _Exact, name: str
     ) -> None:
-        """Hold the gradient of each sample that rows make to the exact one."""
+        """Compare each sample's gradient from rows with the exact one."""
         for one in made:
             seen = calls[one]
             assert seen, f"{name}: no call was seen"
@@ -147,13 +146,13 @@ class _Case:
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
 
     def _calls(self, module: nn.Module, made: Sequence[LayerHelper]) -> tuple[_Calls, _Exact]:
-        """Return what is seen of a call, and the exact gradients of its samples."""
+        """Return the captured calls, and the exact gradients of their samples."""
         return self._calls_of(module, made, [self.inputs])[0]
 
     def _calls_of(
         self, module: nn.Module, made: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
     ) -> list[tuple[_Calls, _Exact]]:
-        """Return the same of several calls: all forward passes come before the backward passes."""
+        """Return the same for several calls, with all forward passes before the backward passes."""
         each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
         now = 0
 
@@ -197,10 +196,10 @@ class _Case:
         return exact
 
     def check_statistics(self, name: str) -> None:
-        """Hold what a preconditioner averages to the plain moments of the rows."""
+        """Compare the averages of a preconditioner with plain moments of the rows."""
         names = self.helper.names(self.module)
         holder = nn.Module()
-        # All that the module itself has is trained: a block may have only what is named.
+        # Train all of the module's own parameters: a block may have a subset only.
         holder.module = self._copy([*names, *self.module._parameters])
         samples = self._call(holder.module).shape[self.batch_dim]
         preconditioner = Preconditioner(
@@ -242,8 +241,8 @@ _Exact = dict[LayerHelper, list[Tensor]]
 
 
 def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return inputs of another call, of the same shapes: the same numbers in another order."""
-    # Integers in one ascending row stay as they are, since they may be offsets; and so do masks.
+    """Return inputs of another call: the same numbers in another order."""
+    # Keep ascending integers, which may be offsets, and masks as they are.
     other = []
     for given in inputs:
         turned = given.flatten().flip(0).view_as(given)
@@ -262,7 +261,7 @@ def _samples(
     exact: Sequence[Tensor],
     name: str,
 ) -> Tensor:
-    """Return the gradient of each sample, made of the rows of a call: ``[N, groups, out, in]``."""
+    """Return the gradient of each sample, from the rows of a call: ``[N, groups, out, in]``."""
     rows = helper.output_rows(gradient)
     assert rows.dim() == 4, f"{name}: output_rows must be [groups, batch, shared, features]"
     assert rows.shape[1] == len(exact), f"{name}: rows must keep the batch, dimension 1"
@@ -275,7 +274,7 @@ def _samples(
 def _check_moments(
     helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str
 ) -> None:
-    """Hold fast moments to plain ones."""
+    """Compare fast moments with plain ones."""
     a = helper.block_rows(inputs, rows)
     diagonal = _spec(helper, "right").kind == "diagonal"
     means = helper.mean_rows(inputs, rows)
@@ -298,7 +297,7 @@ def _check_moments(
 
 
 def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str) -> None:
-    """Hold what is taken of a call, where some of it can be, to the same rows of all of it."""
+    """Compare rows sampled from a call with the same rows of the whole call."""
     a = helper.block_rows(inputs, rows)
     units: dict[Unit | None, tuple[Unit, ...]] = {"sample": ("sample",), "row": ("sample", "row")}
     for unit in units.get(helper.unit, ()):
@@ -315,7 +314,7 @@ def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor,
 def _plain_factors(
     helper: LayerHelper, calls: Sequence[_Seen], samples: int
 ) -> tuple[Tensor, Tensor]:
-    """Return A and G of K-FAC made of rows, with a loss that is a mean over samples."""
+    """Return A and G of K-FAC from rows, with a loss that is a mean over samples."""
     diagonal = _spec(helper, "right").kind == "diagonal"
     a, g, reached = [], [], []
     for inputs, gradient in calls:
@@ -338,7 +337,7 @@ def _masks(helper: LayerHelper, calls: Sequence[_Seen]) -> list[Tensor]:
 
 
 def _spec(helper: LayerHelper, side: Literal["left", "right"]) -> FactorSpec:
-    """Return a factor of K-FAC as a helper has it."""
+    """Return the spec of one of K-FAC's factors for a helper."""
     size = helper.shape.in_features if side == "right" else helper.shape.out_features
     return helper.factor(FactorSpec(side, side, helper.groups, size))
 
@@ -361,7 +360,7 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
         compare(back[key], given, f"{name}: {key} after pack and unpack")
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
-    # Norms, and bounds on steps, are of the matrix.
+    # Norms, and bounds on steps, apply to the matrix.
     squares = torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
     compare(matrix.square().sum(), squares, f"{name}: the sum of squares after pack")
 
@@ -376,14 +375,14 @@ def check_solver(
 ) -> None:
     """Check a solver against dense solves under the same damping, in float64.
 
-    A solver with ``damps_factors`` is held to ``(left + share I)^-1 V (right + share I)^-1``, any
-    other to ``(left ⊗ right + damping I)^-1 vec(V)``, and all to ``V (right + damping I)^-1`` where
-    there is no left factor. ``solve_again`` is held to the same, from the data of other factors and
-    of another damping; it may take several solves of the same factors to get there, and may keep
-    its data where factors have changed little. Two shares must add the damping to their block at
-    least. Tensors that ``follow`` makes of the same factor must be as good, and ``follows`` says
-    that there are some. Besides: the announced tensors, that inputs are not changed, float32, zero
-    factors, and that a matrix that is not finite is refused.
+    The reference is ``(left + share I)^-1 V (right + share I)^-1`` for a solver with
+    ``damps_factors``, ``(left ⊗ right + damping I)^-1 vec(V)`` for others, and ``V (right + damping
+    I)^-1`` for all if the left factor is missing. ``solve_again`` has the same reference, from the
+    data of other factors and of another damping; it may need several solves of the same factors,
+    and may keep its data if factors have changed little. Two shares must add at least the damping
+    to their block. If ``follows`` is set, tensors from ``follow`` of the same factor must be as
+    good. The check also covers the announced tensors, unchanged inputs, float32, zero factors, and
+    an error for a matrix that is not finite.
 
     Args:
         solver: The solver.
@@ -461,7 +460,7 @@ def _check_solution(
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
     compare(result, expected, name, rtol=rtol)
-    # The inputs' factor alone takes the whole damping, and the other one is the identity.
+    # A single factor, of inputs, takes the whole damping; the other one is the identity.
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
     result = solver.apply_right(gradient, right=alone, damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply_right changes the gradient"
@@ -479,7 +478,7 @@ _Data = dict[str, dict[str, Tensor]]
 
 
 def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
-    """Return the share of the damping of the factor of each side."""
+    """Return each side's share of the damping."""
     # The inputs' factor comes first, as in K-FAC's (A, G).
     sides = ("right", "left")
     traces = [mean_trace(factors[side]) for side in sides]
@@ -487,9 +486,9 @@ def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> di
 
 
 def _check_shares(solver: Solver) -> None:
-    """Hold the damping that two shares add to a block to the damping of the block, at least."""
-    # The factors are multiples of the identity, one of them at least of one: the whole damping to
-    # each factor is enough there, too.
+    """Check that two shares add at least the damping to the block."""
+    # The factors are multiples of the identity, one of them by at least one, so adding the whole
+    # damping to each factor is enough.
     for damping in (1e2, 1.0, 1e-3, 1e-6):
         for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
             a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
@@ -504,7 +503,7 @@ def _check_shares(solver: Solver) -> None:
 def _check_announced(
     solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
 ) -> None:
-    """Hold the tensors that are made of a factor to those that are announced."""
+    """Compare the tensors of a factor with the announced ones."""
     spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
     assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
     for key, tensor in data.items():
@@ -518,8 +517,8 @@ def _followed(
     solver: Solver, side: str, matrix: Tensor, data: dict[str, Tensor], name: str
 ) -> dict[str, Tensor]:
     """Return the data after `Solver.follow` of the very factor that was solved."""
-    # How data follow a factor that has changed is the solver's own. Of one that has not, they must
-    # remain as good as they were.
+    # The result of `follow` is defined for an unchanged factor only: the data must remain as good
+    # as they were.
     factor, given = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
     followed = solver.follow(matrix, data)
     assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
@@ -542,7 +541,7 @@ def _problem(
     damping: float,
     shares: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return a gradient, and what a dense solve makes of it."""
+    """Return a gradient and its dense solution."""
     left, right = factors["left"], factors["right"]
     shape = (left.shape[0], left.shape[1], right.shape[1])
     gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
@@ -561,7 +560,7 @@ def _problem(
     return gradient, torch.stack(expected)
 
 
-_SETTLES = 50  # solves of one matrix within which an iteration from the last data has converged
+_SETTLES = 50  # solves of one matrix within which a warm-started iteration has converged
 
 
 def _check_again(
@@ -574,11 +573,10 @@ def _check_again(
     *,
     may_keep: bool,
 ) -> None:
-    """Hold `Solver.solve_again`, from the data of other factors, to a dense solve."""
-    # An iteration need not have converged after one solve, so the same factors are solved again
-    # until the result is right. A solver may keep its data, to the bit, of factors that have
-    # changed little; where these have changed by several times their norm, it may not.
-    # The last solve had another damping.
+    """Compare `Solver.solve_again`, from the data of other factors, with a dense solve."""
+    # An iteration may need several solves of the same factors. A solver may keep its data, to the
+    # bit, if factors have changed little; here they change by several times their norm, so it may
+    # not. The last solve had another damping.
     shares = _shares(solver, before, 2 * damping)
     data: _Data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}
     shares = _shares(solver, now, damping)
@@ -606,7 +604,7 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
-    """Hold diagonal factors, on either side or both, to the same as matrices, solved densely."""
+    """Compare diagonal factors, on either side or both, with matrices, solved densely."""
     sizes = {"left": 3, "right": 5}
     gradient = torch.randn(2, 3, 5, dtype=torch.float64, generator=_generator())
     for which in (("left",), ("right",), ("left", "right")):
@@ -661,7 +659,7 @@ def _dense_solution(
     if solver.damps_factors:
         left = left + shares["left"][group] * torch.eye(len(left), dtype=left.dtype)
         right = right + shares["right"][group] * torch.eye(len(right), dtype=right.dtype)
-        # Solved one by one: the condition of the product is the product of the conditions.
+        # Solve one factor at a time: the product's condition is the product of conditions.
         half: Tensor = torch.linalg.solve(left, gradient)
         result: Tensor = torch.linalg.solve(right, half.mT).mT
         return result
@@ -680,7 +678,7 @@ def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:
 
 
 METHODS = ("kfac", "foof", "ekfac", "soap", "adamw")
-"""Their blocks have two factors, one, three, factors of gradients and a state, none and a state."""
+"""Blocks with two factors, one, three, factors of gradients and a state, none and a state."""
 
 
 def check_strategy(
@@ -689,19 +687,19 @@ def check_strategy(
     world_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8),
     methods: Sequence[Method | str] = METHODS,
 ) -> None:
-    """Check a strategy: its placements can be executed, and ranks never wait for each other.
+    """Check a strategy: its placements can be executed, without deadlocks.
 
-    For every world size and method a placement of several models is validated, found again by a
-    second call, and executed by every rank of a world on paper; then the ranks of every group must
-    have entered the same collectives in the same order, and each must have sent and must hold what
-    the placement plans. The last world exchanges gradients in both ways, by owner and fused.
+    For every world size and method the placement of several models is validated, compared with a
+    second call's, and executed by every rank of a simulated world. Then the ranks of every group
+    must have entered the same collectives in the same order, and each must have sent and must hold
+    the bytes that the placement plans. The last world exchanges gradients in both ways, by owner
+    and fused.
 
     Args:
         strategy: The strategy.
         world_sizes: Numbers of ranks.
-        methods: Methods whose blocks it is to place: the first on all numbers of ranks, the others
-            on the last two. A strategy that is for blocks of two factors alone is checked with
-            ``("kfac",)``.
+        methods: Methods whose blocks it places: the first on all numbers of ranks, the others on
+            the last two. Check a strategy for blocks of two factors only with ``("kfac",)``.
 
     Raises:
         AssertionError: If the strategy is wrong.
@@ -730,7 +728,7 @@ def check_strategy(
 
 @functools.cache
 def _works(method: Method | str) -> list[list[BlockWork]]:
-    """Return the work of several models: of no layer, one, of many that differ, of many alike."""
+    """Return the work of several models: without a layer, with one, many different, many alike."""
     uneven = [(3 + 7 * i, 2**i) for i in range(1, 7)]
     models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], [(8, 8)] * 12]
     works: list[list[BlockWork]] = [[]]
@@ -760,7 +758,7 @@ def _check_traces(
             solve_every=2,
             statistics_every=1,
         )
-        # On paper nothing travels, so the ranks' weights are those of one.
+        # A simulated world sends nothing, so the ranks' weights equal one rank's.
         for _ in range(_STEPS):
             model.zero_grad()
             model(torch.ones(3, 4)).square().mean().backward()

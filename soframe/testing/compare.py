@@ -1,6 +1,6 @@
 """Dense linear algebra and comparisons for tests of curvature; torch alone, float64.
 
-Most bugs in this field are wrong constants, so a failed comparison says by which factor.
+Most bugs in this field are wrong constants, so a failed comparison reports the factor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def dense_preconditioned(fisher: Tensor, gradient: Tensor, damping: float) -> Te
 
     Args:
         fisher: ``[P, P]``.
-        gradient: Any shape of P elements, read row-major (a layer matrix ``[out, in(+1)]``, say).
+        gradient: Any shape of P elements, read row-major, such as a matrix ``[out, in(+1)]``.
         damping: Added to the diagonal.
 
     Returns:
@@ -74,14 +74,14 @@ def kron_loops(g: Tensor, a: Tensor) -> Tensor:
 
 
 def trace_ratio(actual: Tensor, expected: Tensor) -> float:
-    """Return ``trace(actual) / trace(expected)``: one where the scale is right.
+    """Return ``trace(actual) / trace(expected)``: one if the scale is right.
 
     Args:
         actual: A matrix ``[P, P]``, or its diagonal or eigenvalues ``[P]``.
         expected: The same, independently of ``actual``.
 
     Returns:
-        The ratio; one where both traces are zero, infinite where only the expected one is.
+        The ratio; one if both traces are zero, infinite if only the expected one is.
     """
     top, bottom = (
         float((t.diagonal() if t.ndim == 2 else t).double().sum()) for t in (actual, expected)
@@ -99,18 +99,18 @@ def compare(
     rtol: float | None = None,
     atol: float = 1e-12,
 ) -> float:
-    """Assert that two tensors agree, and say by what factor they do not.
+    """Assert that two tensors agree; the error reports the factor between them.
 
     The error is relative to the whole tensor, ``||actual - expected||_F / ||expected||_F``: an
-    entry that should be zero is then held to the scale of the others.
+    entry that should be zero is then measured on the scale of the others.
 
     Args:
-        actual: What the code under test made.
+        actual: The result of the code under test.
         expected: The reference, of the same shape.
-        name: What is compared; begins the message.
+        name: The tensor's name; begins the message.
         rtol: The largest relative error; by default 1e-9 for float64, 1e-4 for float32, 1e-2 for
-            float16 and 5e-2 for bfloat16, whichever dtype of the two is the coarser.
-        atol: Tensors whose entries all differ by no more are equal too.
+            float16 and 5e-2 for bfloat16, by the coarser of the two dtypes.
+        atol: Tensors are equal too if no entry differs by more.
 
     Returns:
         The relative error.

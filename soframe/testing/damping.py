@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 
 STEPS = 24
-"""Steps at which a policy is asked."""
+"""The number of steps whose damping is read."""
 RATIOS = (0.9, 1.0, 0.1, 0.5, -math.inf, 0.8, 0.95, 2.5, 0.3, -1.0, 0.9)
-"""Good and bad predictions, and one of a loss that was not finite."""
+"""Good and bad reduction ratios, and one of a loss that was not finite."""
 OTHER_RATIOS = (0.2, 0.2, -math.inf, 0.6, 0.0)
-"""Of another run, worse."""
+"""Ratios of another, worse run."""
 
 
 def check_damping(policy: DampingChoice) -> None:
-    """Check a damping policy: it is positive, begins anew, and continues from its state exactly.
+    """Check a damping policy: it is positive, restarts afresh, and resumes from its state exactly.
 
-    - The damping of every step is positive and finite, whatever the policy has heard, and the same
-      however often it is asked for.
-    - Optimizers that are given the same policy have a copy each, and what one of them hears
-      changes no other, nor the policy itself.
+    - The damping of every step is positive and finite after any ratios, and repeated calls return
+      the same.
+    - Optimizers given the same policy have a copy each; updates of one copy change neither another
+      nor the policy itself.
     - ``state`` is plain numbers and does not change later. A policy that loads it, fresh or in use,
-      goes on as the one that it was of.
-    - After ``restart`` it is as one that has heard nothing.
+      continues as the saved one would.
+    - After ``restart`` it equals a policy without updates.
 
     Args:
         policy: The policy, which is not changed; or its name or class.
@@ -55,7 +55,7 @@ def _check_positive(given: DampingPolicy, name: str) -> None:
 
 
 def _check_apart(given: DampingPolicy, name: str) -> None:
-    """What a copy hears is its own, and so is what the policy hears that it is of."""
+    """Check that a policy and its copy share no state."""
     given = copy.deepcopy(given)
     one, other = adopted(given), adopted(given)
     policies = {"the policy": given, "a copy": one, "another copy": other}
@@ -111,7 +111,7 @@ def _check_restart(given: DampingPolicy, name: str, ratios: Sequence[float]) -> 
 
 
 def _begin(policy: DampingPolicy) -> None:
-    """Begin with a damping that was found, where the policy asks for that."""
+    """Begin with a measured damping, if the policy requests one."""
     if policy.to_be_measured():
         policy.begin(policy.at(0) / 10)
 
@@ -126,7 +126,7 @@ def _dampings(policy: DampingPolicy) -> list[float]:
 
 
 def _seen(policy: DampingPolicy) -> tuple[list[float], dict[str, str]]:
-    """Return all that shows of a policy from outside, in a form that compares NaNs too."""
+    """Return the visible state of a policy, in a form that compares NaNs as equal."""
     return _dampings(policy), _numbers(policy.state())
 
 

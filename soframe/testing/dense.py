@@ -1,7 +1,7 @@
-"""Exact curvature by plain autograd: what every approximation in soframe is measured against.
+"""Exact curvature by plain autograd: the reference for every approximation in soframe.
 
-Everything here is one loop over samples in float64: slow, and short enough to be checked by eye.
-It imports torch alone and shares no line with the code under test.
+Everything here is one loop over samples in float64: slow, and short enough to be checked by eye. It
+imports torch alone and shares no line with the code under test.
 
 For samples ``n = 1..N`` with network output ``f_n`` of ``K`` elements and loss ``l_n``, the block
 of the ``P`` chosen parameters is::
@@ -18,9 +18,9 @@ on targets drawn from the model.
 A vector over parameters concatenates their flattened values, in the order in which they are named;
 ``soframe.testing.layer_blocks`` reorders it into a layer's gradient matrix.
 
-Sources: Martens, "New insights and perspectives on the natural gradient method" (2020), sections
-5 and 8; the names "type-2" and "empirical" follow Eschenhagen et al., "Kronecker-factored
-approximate curvature for modern neural network architectures" (2023), and Dangel et al. (2025).
+Sources: Martens, "New insights and perspectives on the natural gradient method" (2020), sections 5
+and 8; the names "type-2" and "empirical" follow Eschenhagen et al., "Kronecker-factored approximate
+curvature for modern neural network architectures" (2023), and Dangel et al. (2025).
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def dense_fisher(
     """Return the exact Fisher (empirical) or generalised Gauss-Newton (type-2) block.
 
     The model is left as it was: parameters, buffers, ``.grad`` and modes do not change, and hooks
-    (a preconditioner's, say) do not fire. Only its values count, in float64.
+    (a preconditioner's, for example) do not fire. Only its values count, in float64.
 
     Args:
         model: Any network; for ``type-2`` it must return one tensor, of any shape.
         inputs: A tensor ``[N, ...]``, a tuple of arguments or a mapping of keyword arguments.
-        loss: ``loss(output, targets)``, or ``loss(output)`` where ``targets`` is None.
+        loss: ``loss(output, targets)``, or ``loss(output)`` if ``targets`` is None.
         targets: A tensor ``[N, ...]`` or a nest of such tensors.
         parameters: Names, in the order of the block; by default every trainable parameter, in the
             order of ``model.named_parameters()``.
-        kind: Which ``H_n`` (see the module's docstring).
-        reduction: How ``loss`` combines samples. ``"mean"`` divides the sum over samples by N,
-            ``"sum"`` does not: either way the block is the curvature of the loss as it is given.
+        kind: The choice of ``H_n`` (see the module's docstring).
+        reduction: The loss's reduction over samples. ``"mean"`` divides the sum over samples by N,
+            ``"sum"`` does not: either way the block is the curvature of the given loss.
 
     Returns:
         The block ``[P, P]``, float64, on the model's device.
@@ -81,8 +81,8 @@ def dense_fisher(
     Raises:
         ValueError: If a name is unknown, repeated or frozen; if sample axes differ; if the loss of
             the batch is not the declared reduction of the losses of its samples (batch norm in
-            training mode, dropout, a weighted or masked mean, a wrong ``reduction``), for then the
-            formula above is not the loss's curvature.
+            training mode, dropout, a weighted or masked mean, a wrong ``reduction``), because the
+            formula above is then not the loss's curvature.
         TypeError: If the output is not one tensor and ``kind`` is ``"type-2"``.
     """
     if kind not in ("empirical", "type-2"):
@@ -135,13 +135,13 @@ def sample_gradients(
 ) -> Tensor:
     """Return the gradient of every sample's own loss, one backward pass each.
 
-    Arguments and errors are those of ``dense_fisher``, except that nothing is reduced, and so no
-    batch loss is checked. The mean over the first axis is the gradient of a mean loss.
+    Arguments and errors equal ``dense_fisher``'s, except that no reduction, and so no batch loss,
+    is checked. The mean over the first axis is the gradient of a mean loss.
 
     Args:
         model: Any network.
         inputs: A tensor ``[N, ...]``, a tuple of arguments or a mapping of keyword arguments.
-        loss: ``loss(output, targets)``, or ``loss(output)`` where ``targets`` is None.
+        loss: ``loss(output, targets)``, or ``loss(output)`` if ``targets`` is None.
         targets: A tensor ``[N, ...]`` or a nest of such tensors.
         parameters: Names, in order; by default every trainable parameter.
 
@@ -161,7 +161,7 @@ def sample_gradients(
 
 
 def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    # A tied parameter goes by its first name, whichever of its names is asked for.
+    # A tied parameter has its first name, also if another one is given.
     first = {id(p): name for name, p in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     if names is None:
@@ -229,7 +229,7 @@ def _count(inputs: Any, targets: Any) -> int:
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Generator[None, None, None]:
-    """Switch off the hooks of every module, so that measuring does not feed what is measured."""
+    """Disable the hooks of every module, so that the measurement adds no statistics."""
     saved = []
     for module in model.modules():
         for name in _HOOKS:
@@ -276,7 +276,7 @@ def _value(loss: Loss, output: Any, target: Any) -> Tensor:
 
 
 def _flat_gradient(scalar: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """Return d scalar / d leaves as one vector; zero where the scalar does not depend on a leaf."""
+    """Return d scalar / d leaves as one vector; zero for leaves outside the scalar's graph."""
     if not scalar.requires_grad:
         return torch.cat([torch.zeros_like(leaf).flatten() for leaf in leaves])
     gradients = torch.autograd.grad(scalar, leaves, retain_graph=True, materialize_grads=True)

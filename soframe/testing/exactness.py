@@ -1,14 +1,14 @@
-"""How exact the curvature of a preconditioner is, measured on small networks against the dense one.
+"""The error of a preconditioner's curvature on small networks, against the dense one.
 
-Two questions, for each block with the exact curvature ``F`` of the same data (`dense_fisher`):
+Two measures, for each block with the exact curvature ``F`` of the same data (`dense_fisher`):
 
-- How far is the matrix ``C`` that the method stands for? ``|C - F|_F / |F|_F``, where
-  ``(C + damping I)^-1`` is what it does to gradients.
-- Does its direction point where the exact natural gradient ``(F + damping I)^-1 g`` does? The
-  cosine between the two, for each block with its own ``F``, and over all with the whole ``F``.
+- The relative error of the method's matrix ``C``, ``|C - F|_F / |F|_F``, where ``(C + damping
+  I)^-1`` is its map of gradients to updates.
+- The cosine between its update and the exact natural gradient ``(F + damping I)^-1 g``, for each
+  block with its own ``F``, and over all blocks with the whole ``F``.
 
 Sources: the measures of Martens and Grosse (2015, section 6.3) and of George et al. (2018), whose
-theorem says that EKFAC's matrix is at least as near to ``F`` as K-FAC's of the same basis.
+theorem states that EKFAC's matrix is at least as near to ``F`` as K-FAC's of the same basis.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from soframe.solvers.base import LinAlgError
 from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, sample_gradients
 
 _LINEAR = 1e-6
-"""How far from linear what a method does to gradients may be, relative to it."""
+"""The largest relative deviation of a method's map from a linear one."""
 
 
 @dataclass(frozen=True)
 class BlockError:
-    """How far a block's matrix is from the exact one.
+    """The distance of a block's matrix from the exact one.
 
     Attributes:
         frobenius: ``|C - F|_F``.
-        relative: The same over ``|F|_F``; infinite where F is zero and C is not.
-        trace_ratio: ``tr(C) / tr(F)``, one where the scale is right.
+        relative: The same over ``|F|_F``; infinite if F is zero and C is not.
+        trace_ratio: ``tr(C) / tr(F)``, one if the scale is right.
     """
 
     frobenius: float
@@ -47,12 +47,12 @@ class BlockError:
 
 @dataclass(frozen=True)
 class Cosines:
-    """Where directions point, compared with the exact natural gradient.
+    """Cosines between updates and the exact natural gradient.
 
     Attributes:
-        blocks: By the names of blocks: the cosine with the natural gradient of the block alone.
+        blocks: By block name, the cosine with the natural gradient of the block alone.
         block_diagonal: The same over all blocks together: with the exact curvature of each block,
-            and nothing between blocks.
+            and zero between blocks.
         full: The cosine with the natural gradient of all their parameters together.
     """
 
@@ -62,23 +62,22 @@ class Cosines:
 
 
 def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
-    """Return the matrix that a block's method stands for, without damping, from what it does.
+    """Return the matrix of a block's method, without damping, from its map of unit vectors.
 
-    ``P`` is what the method makes of the unit vectors, with the second-order data of the last solve
-    and the damping of the coming step, and the matrix is ``P^-1 - damping I``. For a solver that
-    splits the damping over factors (``inverse``) the terms that this adds are part of it.
+    ``P`` is the method's map of the unit vectors, with the second-order data of the last solve and
+    the damping of the coming step; the matrix is ``P^-1 - damping I``. For a solver that splits the
+    damping over factors (``inverse``) it includes the terms that this adds.
 
     Args:
-        preconditioner: On one process.
+        preconditioner: A preconditioner on one process.
         name: The name of the block.
 
     Returns:
         ``[P, P]``, float64, over the flattened parameters of the block in its order.
 
     Raises:
-        ValueError: If there is no such block, it was not solved yet, the preconditioner has several
-            ranks, its damping is no number, or what the method does to gradients is not linear, or
-            singular.
+        ValueError: If the block does not exist or is not solved yet, the preconditioner has several
+            ranks, its damping is not a number, or the method's map is not linear, or singular.
     """
     block = _block(preconditioner, name)
     sizes = [parameter.numel() for parameter in block.parameters.values()]
@@ -116,13 +115,13 @@ def block_errors(
     kind: Kind = "empirical",
     reduction: Reduction = "mean",
 ) -> dict[str, BlockError]:
-    """Return how far each block's matrix is from the exact curvature of some data.
+    """Return the distance of each block's matrix from the exact curvature of some data.
 
-    It takes ``O(P^3)`` and the memory of ``[P, P]`` for a block of P parameters.
+    It takes ``O(P^3)`` time and the memory of ``[P, P]`` for a block of P parameters.
 
     Args:
-        preconditioner: On one process, whose factors were made of the same data, or are to
-            generalise from others.
+        preconditioner: A preconditioner on one process, whose factors were made of the same data,
+            or are to generalise from others.
         model: Its model.
         inputs: See `dense_fisher`.
         loss: See `dense_fisher`.
@@ -171,27 +170,27 @@ def natural_gradient_cosines(
     kind: Kind = "empirical",
     reduction: Reduction = "mean",
 ) -> Cosines:
-    """Return the cosines of the directions of the last step with the exact natural gradient.
+    """Return the cosines of the last step's updates with the exact natural gradient.
 
-    Call it between ``preconditioner.step()`` and whatever moves the parameters or clears their
-    gradients, which hold the directions then. It takes ``O(P^3)`` and the memory of ``[P, P]`` for
-    P parameters in all.
+    Call it after ``preconditioner.step()``, before the parameters move or their gradients, which
+    hold the updates, are cleared. It takes ``O(P^3)`` time and the memory of ``[P, P]`` for P
+    parameters in all.
 
     Args:
-        preconditioner: On one process.
+        preconditioner: A preconditioner on one process.
         model: Its model.
-        inputs: Of the batch whose gradient the step has preconditioned, see `dense_fisher`.
+        inputs: The inputs of the step's batch, see `dense_fisher`.
         loss: See `dense_fisher`.
         targets: See `dense_fisher`.
-        damping: Of the exact solve; None for that of each block in the last step.
+        damping: The damping of the exact solve; None for each block's in the last step.
         kind: See `dense_fisher`.
         reduction: See `dense_fisher`.
 
     Returns:
-        The cosines; 0 where a direction or a natural gradient is zero.
+        The cosines; 0 if an update or a natural gradient is zero.
 
     Raises:
-        ValueError: If no step was taken, the preconditioner has several ranks, its damping is no
+        ValueError: If no step was taken, the preconditioner has several ranks, its damping is not a
             number, or see `dense_fisher`.
     """
     blocks = list(preconditioner.blocks)
@@ -261,7 +260,7 @@ def _names(model: nn.Module, blocks: Sequence[Block]) -> list[str]:
 
 
 def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> Tensor:
-    """Return what a block's method makes of a gradient, both flattened over its parameters."""
+    """Return a block's update for a gradient, both flattened over its parameters."""
     sizes = [parameter.numel() for parameter in block.parameters.values()]
     parts = zip(block.parameters.items(), vector.split(sizes), strict=True)
     matrix = block.layout.pack({name: part.view_as(p) for (name, p), part in parts})

@@ -1,10 +1,9 @@
 """The exact block of one layer, in the order of the layer's gradient matrix.
 
-A *layer matrix* is the order that soframe packs a layer's gradient in: ``[out, in(+1)] =
-[weight | bias]``, vectorised row by row, so that a block indexed by ``(o, i)`` compares with
-``kron(G, A)``. The features of a convolution's weight are in the order kernel position, channel.
-Autograd gives the flat vector ``[weight.flatten(), bias]`` instead;
-``layer_matrix_basis`` translates the one into the other.
+soframe packs a layer's gradient as a *layer matrix* ``[out, in(+1)] = [weight | bias]``, vectorised
+row by row, so that a block indexed by ``(o, i)`` compares with ``kron(G, A)``. The features of a
+convolution's weight are in the order kernel position, channel. Autograd gives the flat vector
+``[weight.flatten(), bias]`` instead; ``layer_matrix_basis`` maps the one to the other.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def dense_blocks(
 def layer_matrix_basis(
     module: nn.Module, *, weight: bool | None = None, bias: bool | None = None
 ) -> Tensor:
-    """Return where each entry of a layer's gradient matrix sits in its flat parameter vector.
+    """Return the index in a layer's flat parameter vector of each entry of its gradient matrix.
 
     With ``basis = layer_matrix_basis(module)`` and ``flat`` the concatenation of the flattened
     weight and bias: ``flat[basis]`` is the gradient as ``[groups, out/groups, in(+1)]``,
@@ -77,9 +76,9 @@ def layer_matrix_basis(
     ``F[order][:, order]`` is the block of group ``g`` over ``(o, i)``, row-major.
 
     Args:
-        module: A Linear, or a convolution of 1 to 3 dimensions, with
-            weight ``[out, in/groups, *kernel]``. Input features are in the order kernel position
-            (the last kernel axis fastest), then channel.
+        module: A Linear, or a convolution of 1 to 3 dimensions, with weight ``[out, in/groups,
+            *kernel]``. Input features are in the order kernel position (the last kernel axis
+            fastest), then channel.
         weight: Whether the flat vector holds the weight; by default whether it is trainable.
         bias: The same for the bias.
 
@@ -88,7 +87,7 @@ def layer_matrix_basis(
 
     Raises:
         TypeError: If the module is none of these.
-        ValueError: If neither parameter is held.
+        ValueError: If the flat vector holds neither parameter.
     """
     if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         raise TypeError(f"no layer matrix is defined for {type(module).__name__}")
@@ -131,7 +130,7 @@ def layer_fisher(
         reduction: As in ``dense_fisher``.
 
     Returns:
-        For each group the block over ``(o, i)``, row-major, float64: what ``kron(G, A)``
+        For each group the block over ``(o, i)``, row-major, float64: the matrix that ``kron(G, A)``
         approximates. Frozen parameters have no column.
     """
     basis = layer_matrix_basis(model.get_submodule(layer))

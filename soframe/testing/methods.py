@@ -1,4 +1,4 @@
-"""The check of a method: what one process does, any number of ranks must do, however they do it."""
+"""The check of a method: any number of ranks must give the results of one process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from soframe.testing.compare import compare
 SAMPLES = 12
 FEATURES = 4
 STEPS = 4
-"""Solves in the first and third; what a step before the last gets wrong shows in the last."""
+"""Solves in the first and third; an error before the last step shows in the last."""
 MIDDLE = 1
-"""Steps before a run is saved: the next takes data of the first solve, the one after solves."""
+"""Steps before a run is saved: the next uses data of the first solve, the one after solves."""
 ALL_CONTRIBUTE: tuple[Strategy | str, ...] = (
     "comm-opt",
     "mem-opt",
@@ -44,7 +44,7 @@ ALL_CONTRIBUTE: tuple[Strategy | str, ...] = (
 """Strategies under which all ranks contribute to all statistics, so that they are one process."""
 
 Launch = Callable[..., Sequence[Any]]
-"""Runs ``function(rank, ranks, *args)`` on so many ranks of one group, and returns the results."""
+"""Runs ``function(rank, ranks, *args)`` on all ranks of one group, and returns the results."""
 
 
 class Net(nn.Module):
@@ -73,13 +73,13 @@ class Training:
     Attributes:
         method: The method.
         strategy: The distribution strategy.
-        fisher: The Fisher; those that are observed take squared errors as the loss.
-        passes: How many micro-batches each rank's batch is cut into.
-        copies: How often each sample is in the batch; the loss is a mean all the same.
+        fisher: The Fisher; observed ones use squared errors as the loss.
+        passes: The number of micro-batches of each rank's batch.
+        copies: The number of copies of each sample in the batch, with the same mean loss.
         begin: The first step.
         end: The step after the last.
-        state: What to begin from; None for the start. A path is that of a sharded checkpoint.
-        folder: Where a sharded checkpoint is saved in the end; None for nowhere.
+        state: The initial state; None for a fresh start, a path for a sharded checkpoint.
+        folder: The folder of a final sharded checkpoint; None for no checkpoint.
         options: Further settings of `soframe.Optimizer`.
     """
 
@@ -97,11 +97,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Trained:
-    """What has become of a run.
+    """The result of a run.
 
     Attributes:
         weights: All parameters and their names.
-        state: The states of the model and of the optimizer, where the run ends before its time.
+        state: The states of the model and of the optimizer, if the run ends early.
     """
 
     weights: dict[str, Tensor]
@@ -172,37 +172,36 @@ def check_method(
     rtol: float = 1e-9,
     **options: Any,
 ) -> None:
-    """Check a method: every number of ranks, strategy and micro-batch is one process.
+    """Check a method: every number of ranks, strategy and micro-batch gives one process's results.
 
-    A small network of tall, wide, square and grouped layers is trained in float64 by
-    `soframe.Optimizer`, on one process with the whole batch, and then
+    `soframe.Optimizer` trains a small network of tall, wide, square and grouped layers in float64,
+    on one process with the whole batch, and then
 
-    - with a check of what it returns: names, shapes and dtypes, and that nothing that it is given
-      has changed in place;
-    - with every sample twice in the batch, which changes no mean: so it shows a factor whose
-      ``degree`` in the gradient is another than the method says;
-    - in micro-batches, and with a copy of the method for every layer in place of one instance,
-      which shows what a method keeps in itself, and what it makes of all groups together;
+    - with a check of the method's results: names, shapes and dtypes, and unchanged inputs;
+    - with every sample twice in the batch, which keeps all means: a wrong ``degree`` of a factor in
+      the gradient shows;
+    - in micro-batches, and with a copy of the method for every layer in place of one instance:
+      state in the instance, and results that mix groups, show;
     - saved in the middle and resumed by a fresh optimizer, to the bit;
     - on ranks, each with its part of the batch, under every strategy;
-    - saved on the most ranks and resumed on half of them or fewer, under another strategy: from a
+    - saved on the most ranks and resumed on at most half of them, under another strategy: from a
       state, and from a sharded checkpoint.
 
     Args:
         method: The method, or its name.
-        ranks: Numbers of ranks that divide 12; the default covers what differs.
+        ranks: Numbers of ranks that divide 12; the default covers all cases.
         strategies: The strategies; all ranks must contribute to all statistics.
-        fishers: The Fishers, where the method reads calls; the empirical one alone where it is
-            defined for no other.
-        launch: Runs a function on ranks, see `Launch`; None for processes that are spawned here, to
-            which the method must be picklable.
-        rtol: The largest relative error of the weights in the end.
+        fishers: The Fishers, if the method reads calls; pass ``("empirical",)`` for a method that
+            supports no other.
+        launch: Runs a function on ranks, see `Launch`; None spawns processes, to which the method
+            must be picklable.
+        rtol: The largest relative error of the final weights.
         **options: Further settings of `soframe.Optimizer`.
 
     Raises:
-        AssertionError: If something differs; the message says under which setting, and by how much.
+        AssertionError: If a result differs; the message has the setting and the difference.
         TypeError: If `Method.direct` returns no `Direction`.
-        ValueError: If a tensor that it returns has another name, shape or dtype than declared.
+        ValueError: If a returned tensor has another name, shape or dtype than declared.
     """
     chosen = KINDS["method"].build(method, Method) if isinstance(method, str) else method
     launch = spawn if launch is None else launch
@@ -223,7 +222,7 @@ def check_method(
         first = train(0, 1, replace(one, end=MIDDLE))
         resumed = train(0, 1, replace(one, begin=MIDDLE, state=first.state))
         _same(resumed, whole, f"{name}, resumed", 0.0)
-        # Where statistics come from is the same under all strategies: two tell for other Fishers.
+        # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
         here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
         for number in ranks:
             runs = [replace(one, strategy=strategy) for strategy in here]
@@ -282,7 +281,7 @@ def _damped(method: Method | Mapping[str, Method]) -> bool:
 
 
 def _unequal(method: Method) -> Method:
-    """Return a copy that equals no other, so that each block is directed alone."""
+    """Return a copy that equals no other, so that each block is a stack of its own."""
     kind = type(method)
     copied = copy.deepcopy(method)
     object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__slots__": ()}))

@@ -1,1 +1,1 @@
-"""Which phase of a step a rank is in: ranges for profilers, and times."""
+"""The phases of a step: ranges for profilers, and times."""

@@ -1,8 +1,8 @@
-"""The phase that a rank is in: a range for ``torch.profiler``, and a clock.
+"""The current phase of a rank: a range for ``torch.profiler``, and a clock.
 
 A rank is in one phase at a time: a phase that begins within another one interrupts it, so that
-ranges never overlap and times add up. A collective belongs to its own phase from the buffer to the
-wait. Without a profiler or a clock a phase costs two calls.
+ranges never overlap and times sum to the step's. A collective belongs to its own phase from the
+buffer to the wait. Without a profiler or a clock a phase costs two calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Seconds:
     """The duration of a phase so far, in seconds."""
 
     host: float = 0.0  # waiting included
-    device: float | None = None  # between events on the device's stream, if there is one
+    device: float | None = None  # between events on the device's stream; None on a CPU
 
 
 class Phases:
@@ -122,7 +122,7 @@ _UNSEEN = nullcontext()
 
 
 class Clock:
-    """Adds up the times of phases, by events of the device's current stream if there are any."""
+    """Sums the times of phases, on the host and by events of the device's current stream."""
 
     def __init__(self, event: Callable[[], Any] | None) -> None:
         self._event = event
@@ -150,7 +150,7 @@ class Clock:
             last = self._event()
             last.record()
             self._pending.append((name, self._first, last))
-            # What has ended is added up on the way, so that few events are alive.
+            # Sum finished events at once, so that few are alive.
             while self._pending and self._pending[0][2].query():
                 self._add(*self._pending.popleft())
 

@@ -1,10 +1,10 @@
 """The preconditioner's own damping, chosen by the quadratic model.
 
-The damping of the quadratic model says how far the model is trusted; what the preconditioner needs
-besides makes up for its approximations, and may be larger or smaller by orders of magnitude, for
-each run of layers another. Every few steps neighbours are tried too, and those are kept whose step
-the exact model predicts to bring most (after Martens and Grosse, 2015, section 6.6, where all
-layers have one). `soframe.trust_region.proposals` has what a trial is.
+The damping of the quadratic model measures the trust in that model; the preconditioner's damping
+compensates its approximations, and may be larger or smaller by orders of magnitude, differently for
+each layer group. Every few steps neighbours are tried too, and the step with the best prediction of
+the exact model is kept (after Martens and Grosse, 2015, section 6.6, with one damping for all
+layers). `soframe.trust_region.proposals` runs a trial.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from soframe.checks.numbers import require_integer, require_numbers
 
 @dataclass
 class AdaptiveDamping:
-    """A damping for each run of layers, that moves among neighbours.
+    """A damping for each layer group, which moves among neighbours.
 
-    At a trial each run has one neighbour: the one ahead where its damping has moved last time, the
-    other one in turn where it has stayed. Trials pay while dampings are on their way. So the steps
-    between two of them double where all stay, and halve where one moves.
+    At a trial each group has one neighbour: the next in the same direction if its damping moved
+    last time, otherwise up and down in turn. Trials pay while dampings move, so the steps between
+    two of them double if all stay, and halve if one moves.
 
     Attributes:
-        ratio: Neighbours are a factor of this apart.
+        ratio: The factor between neighbours.
         interval: The fewest steps between trials.
         longest: The most steps between trials.
-        spread: No damping is further than this factor from the median of all. A part that matters
-            little for now would else stay where it began.
+        spread: The largest factor between a damping and the median of all. Without it the damping
+            of a group with little effect would stay at its start.
         low: The least damping.
         high: The largest damping.
     """
@@ -62,9 +62,9 @@ class AdaptiveDamping:
         self.restart()
 
     def restart(self) -> None:
-        """Forget every trial: an optimizer begins, with a copy of what it was given."""
+        """Reset all trials, for the start of an optimizer with its copy."""
         self._now: list[float] = []
-        self._ways: list[int] = []  # up or down, where each goes next
+        self._ways: list[int] = []  # up or down, the next direction of each
         self._wait = self.interval  # between the last trial and the next
         self._due = 0  # the step of the next
 
@@ -77,17 +77,17 @@ class AdaptiveDamping:
         return list(self._now)
 
     def trial(self, step: int) -> list[float]:
-        """Return the dampings to try beside those of now, each another one."""
+        """Return a neighbour of each damping if a trial is due, or an empty list."""
         return self._neighbours() if step >= self._due else []
 
     def retreat(self, unsolved: Sequence[bool]) -> None:
-        """Go back where there is a factor that cannot be solved with its damping."""
+        """Raise all dampings if some factor cannot be solved with its own."""
         if any(unsolved):
             self._now = [self._within(damping * self.ratio) for damping in self._now]
             self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
 
     def choose(self, taken: Sequence[bool], step: int) -> None:
-        """Go on with some of the dampings that were tried."""
+        """Keep the tried dampings that were taken."""
         tried = self._neighbours()
         self._ways = [
             (1 if new > old else -1) * (1 if take else -1)
@@ -115,7 +115,7 @@ class AdaptiveDamping:
         return min(self.high, max(self.low, damping))
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs."""
+        """Return the state for `load`."""
         return {
             "now": list(self._now),
             "ways": list(self._ways),

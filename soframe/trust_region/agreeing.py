@@ -33,10 +33,10 @@ def agree(
     common: Callable[[], Mapping[str, object]],
     further: Sequence[float] = (),
 ) -> tuple[float, list[float]]:
-    """Return the mean loss over ranks, and the sums of further numbers; raise on all ranks if one.
+    """Return the mean loss over ranks, and the sums of further numbers; if one rank raises, all do.
 
-    ``error`` is the one that this rank is about to raise, ``common`` returns by name what must be
-    the same on every rank.
+    ``error`` is this rank's error, or None; ``common`` returns by name the values that must be
+    equal on every rank.
     """
     mine: Mapping[str, object] = {}
     try:

@@ -21,14 +21,15 @@ from soframe.trust_region.forward import FORWARD, Forward
 
 @dataclass(frozen=True)
 class Fit:
-    """The curvature of a closure's loss, in terms of the declared loss's.
+    """The curvature of a closure's loss, relative to the declared loss's.
 
     Attributes:
         samples: The samples of the closure's batch.
         times: The ratio of the two curvatures, for the declared loss as a mean over the samples.
         plain: Whether it is 1 / k for k closures.
-        mute: Whether both are below rounding, as those of saturated outputs, so that nothing shows.
-        problem: Why the closure's loss is no multiple of the declared one.
+        mute: Whether both are below rounding, as for saturated outputs, so that the ratio is
+            unknown.
+        problem: The reason why the closure's loss is not a multiple of the declared one.
         tolerance: The relative precision of ``times``.
     """
 
@@ -42,7 +43,7 @@ class Fit:
     def weight(self, closures: int, *, alike: bool) -> float:
         """Return the weight of the batch in the statistics, relative to its share of the samples.
 
-        ``alike``: all samples of all closures count alike, so sample counts have the weights.
+        ``alike``: all samples of all closures have equal weights, so sample counts suffice.
         """
         return 1.0 if self.plain or alike else closures * self.times
 
@@ -95,7 +96,7 @@ def _fit_of_curvature(
     total, wanted = (sum(float(one.sum()) for one in each) for each in (measured, theirs))
     if not math.isfinite(total) or not math.isfinite(wanted):
         return Fit(samples, 1 / closures, mute=True)
-    # Saturated outputs leave a curvature that is all rounding of what flat ones have.
+    # The curvature of saturated outputs is rounding error of the unsaturated ones'.
     rounding = 16 * torch.finfo(outputs[0].dtype).eps
     sizes = [one.nan_to_num(0.0, 0.0, 0.0).abs() for one in flattest]
     noise = rounding * sum(float(one.sum()) for one in sizes)
@@ -150,7 +151,7 @@ def _fit_of_gradients(
 def _tangents(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return fixed directions in the outputs: fractional parts of multiples of irrational numbers.
 
-    Random numbers would be slow, and change what the user draws.
+    Random numbers would be slow, and change the user's random stream.
     """
     tangents = []
     for output in outputs:
@@ -172,7 +173,7 @@ def _hessian_products(
 
 
 def numbers(fits: Sequence[Fit]) -> list[float]:
-    """Return this rank's share of what `require_agreement` needs, to be summed over ranks."""
+    """Return this rank's part of the sums for `require_agreement`."""
     return [
         sum(one.times for one in fits),
         float(any(not one.plain for one in fits)),
@@ -191,7 +192,7 @@ def require_agreement(
         return
     tolerance = max(one.tolerance for one in fits)
     if math.isclose(total, ranks, rel_tol=tolerance):
-        # By the inequality of Cauchy and Schwarz, equal only if shares are those of the samples.
+        # By the Cauchy-Schwarz inequality, equal only if weights are proportional to the samples.
         if not alike or math.isclose(squares * samples, total**2, rel_tol=4 * tolerance):
             return
         raise ValueError(

@@ -18,11 +18,11 @@ from soframe.trust_region.twice import Direction
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch at the present parameters, once its backward passes have run.
+    """A batch at the present parameters, after its backward passes.
 
     Attributes:
-        parameters: The parameters that are trained.
-        gradients: Of the objective (loss and weight decay), the mean over ranks.
+        parameters: The trained parameters.
+        gradients: The gradients of the objective (loss and weight decay), the mean over ranks.
         decays: The weight decay of each parameter.
         forwards: This rank's forward passes, one for each closure.
         loss: The loss, the mean over ranks.
@@ -43,7 +43,7 @@ class Batch:
 def exact_model(
     backend: Backend, batch: Batch, directions: Sequence[Direction], damping: float
 ) -> Quadratic:
-    """Return the quadratic model of the objective along k directions; every rank calls this."""
+    """Return the quadratic model of the objective along k directions; a collective of all ranks."""
     count, error = len(directions), None
     curvature = torch.full((count, count), torch.nan, dtype=torch.float64, device="cpu")
     try:

@@ -1,4 +1,4 @@
-"""One forward pass of the user's closure, and the derivatives that the quadratic model needs."""
+"""One forward pass of the user's closure, and its derivatives for the quadratic model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORWARD = (
 )
 
 _Edge = tuple[Any, int]
-"""A function of autograd, and the number of its result."""
+"""An autograd function, and the index of its result."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Forward:
 
     Attributes:
         closure: The closure.
-        replay: How to run it again.
-        outputs: The model's outputs, those of several calls one after the other.
+        replay: The random state and buffers for another run.
+        outputs: The model's outputs, of all calls in order.
         gradients: The gradients of the loss in them, themselves differentiable.
         kernels: The kernels that the pass ran in.
-        calls: How many times the closure called the model.
+        calls: The number of the closure's calls of the model.
         expected: The declared loss, if its expected Hessian replaces the closure's own.
     """
 
@@ -50,7 +50,7 @@ class Forward:
     expected: Loss | None = None
 
     def backward(self) -> None:
-        """Add the gradients of the loss to those of the parameters; the graph stays."""
+        """Accumulate the gradients of the loss in the parameters'; the graph stays."""
         with self.kernels.again():
             torch.autograd.backward(
                 self.outputs, [gradient.detach() for gradient in self.gradients], retain_graph=True
@@ -78,7 +78,7 @@ class Forward:
         rows = [
             (gradient, tangent)
             for gradient, tangent in zip(self.gradients, tangents, strict=True)
-            if gradient.requires_grad  # not where the loss is linear in the output
+            if gradient.requires_grad  # not if the loss is linear in the output
         ]
         if not rows:
             return tuple(torch.zeros_like(tangent) for tangent in tangents)
@@ -93,7 +93,7 @@ class Outputs:
     """Collects a model's outputs while a closure runs, by a forward hook that `close` removes.
 
     Attributes:
-        differentiates: Whether the last closure asked for gradients itself; True before the first.
+        differentiates: Whether the last closure computed gradients itself; True before the first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,8 +124,8 @@ class Outputs:
         if isinstance(output, Tensor):
             self._seen.append((output,))
             return None
-        # One output may be made of another, and the loss is differentiated in each apart: the
-        # closure gets views, of which no output is made.
+        # One output may be made of another, and the loss is differentiated in each separately: the
+        # closure gets views, which no other output is made of.
         views = [one.view_as(one) for one in outputs]
         self._seen.append(tuple(views))
         kind: Any = type(output)
@@ -165,7 +165,7 @@ def first_pass(
     parameters: Sequence[nn.Parameter],
     loss: Loss | None = None,
 ) -> tuple[Forward, Tensor]:
-    """Run a closure and differentiate its loss in the model's outputs; ``loss`` is the declared."""
+    """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
     with _no_gradient_changes(parameters):
         seen, calls, value = outputs.of(closure, kernels)
@@ -178,7 +178,7 @@ def first_pass(
 
 
 def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: bool) -> float:
-    """Return the sum of the closures' losses at the present parameters, and leave no trace."""
+    """Return the sum of the closures' losses at the present parameters, without side effects."""
     total = 0.0
     for closure, replay in forwards:
         with torch.set_grad_enabled(differentiates), replay.again():
@@ -188,14 +188,14 @@ def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: boo
 
 @contextmanager
 def moved(parameters: Sequence[nn.Parameter], update: Sequence[Tensor]) -> Iterator[None]:
-    """Within it parameters have moved, in other memory: the graphs of earlier passes stay valid."""
+    """A context with updated parameters in new storage: the graphs of earlier passes stay valid."""
     with placed(parameters, [p.data + more for p, more in zip(parameters, update, strict=True)]):
         yield
 
 
 @contextmanager
 def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Within it parameters have other values, in other memory."""
+    """A context with other values of the parameters, in new storage."""
     before = [parameter.data for parameter in parameters]
     try:
         for parameter, value in zip(parameters, values, strict=True):
@@ -217,12 +217,12 @@ def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
     return closures
 
 
-# -- what a closure must and must not do ----------------------------------------------------------
+# -- requirements of a closure -------------------------------------------------------------------
 
 
 @contextmanager
 def _no_gradient_changes(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    # The tensors themselves are kept, so that no other one takes their address.
+    # Keep the tensors themselves, so that no other one takes their address.
     before = [(p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
     yield
     for parameter, (gradient, version) in zip(parameters, before, strict=True):
@@ -293,7 +293,7 @@ def _require_apart(outputs: Sequence[Tensor], calls: int) -> None:
 def _reaches(
     edges: Iterable[_Edge], wanted: Callable[[_Edge], bool], without: Container[_Edge] = ()
 ) -> bool:
-    """Whether a graph leads to an edge that is wanted, without passing some others."""
+    """Whether a graph leads to a wanted edge, on a path without some others."""
     todo = [edge for edge in edges if edge not in without]
     seen = set()
     while todo:

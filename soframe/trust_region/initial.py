@@ -1,4 +1,4 @@
-"""The first damping: the one whose step brings most on the first batch."""
+"""The first damping: the one with the largest reduction on the first batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from soframe.damping.policies import APART
 
 TRIES = 10
-"""Dampings that are tried in each direction, before the first step."""
+"""The number of dampings tried in each direction before the first step."""
 
 BETTER = 2.0
-"""How many times the reduction of the last damping a further one must bring. The damping that
-brings most in one step is not the best of a hundred: on CURVES the lower dampings that this passes
-over took a third more steps."""
+"""The factor by which another damping must increase the last one's reduction. The damping with the
+best single step is not the best over a hundred: on CURVES the lower dampings skipped by this factor
+took a third more steps.
+"""
 
 
 def best_damping(first: float, start: float, after: Callable[[float], float]) -> float:

@@ -1,8 +1,8 @@
 """Layer groups: the quadratic model chooses a coefficient of each direction for each of them.
 
 A block-diagonal curvature has no interaction of layers, so a step that suits the first layers may
-be too long or too short for the others. The exact model has it: given the direction of each layer
-group as a direction of its own, its minimum has a length for each.
+be too long or too short for the others. The exact model has it: with the update of each layer group
+as a direction of its own, its minimum has a length for each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def group_of_each(
         raise ValueError(f"layer_groups must be a positive integer, not {count!r}")
     if count == 1:
         return dict.fromkeys(parameters, 0)
-    # Layers are the modules that have parameters themselves, in the model's order. A shared
-    # parameter is its first layer's; with fewer layers than groups every layer is a group.
+    # Layers are the modules with parameters of their own, in the model's order. A shared parameter
+    # belongs to its first layer; with fewer layers than groups every layer is a group.
     wanted = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
@@ -39,7 +39,7 @@ def group_of_each(
 
 
 class LayerGroups:
-    """The layer group of each parameter, which follows the parameters that are trained.
+    """The layer group of each trained parameter.
 
     Attributes:
         numbers: Parameter -> number of its group.
@@ -50,12 +50,12 @@ class LayerGroups:
         self.numbers = group_of_each(model, parameters, count)
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the model anew if other parameters are trained now."""
+        """Recompute the groups if the set of trained parameters has changed."""
         if set(parameters) != set(self.numbers):
             self.numbers = group_of_each(self._model, parameters, self._count)
 
     def split(self, parameters: Sequence[nn.Parameter], direction: Direction) -> list[Direction]:
-        """Return the parts of a direction that are not zero, one for each layer group."""
+        """Return the nonzero parts of a direction, one for each layer group."""
         numbers = [self.numbers[p] for p in parameters]
         parts: list[Direction] = []
         for number in sorted(set(numbers)):

@@ -1,8 +1,8 @@
 """The optimizer that owns the step: K-FAC with a trust region (Martens and Grosse, 2015).
 
-The preconditioned gradient and the last update are the directions; the exact quadratic model says
-how far to go along each. Levenberg-Marquardt damping says how far that model is trusted. So there
-is no learning rate to tune::
+The preconditioned gradient and the last update are the directions; the minimum of the exact
+quadratic model is the length along each. Levenberg-Marquardt damping measures the trust in that
+model. So it has no learning rate to tune::
 
     optimizer = soframe.TrustRegion(model, loss="cross-entropy")
     ...
@@ -55,13 +55,13 @@ from soframe.trust_region.twice import Direction
 from soframe.trust_region.watch import LossWatch
 
 MOST_DAMPINGS = 60
-"""Raises of the damping in one step, until the predicted reduction is possible."""
+"""The most raises of the damping in one step, until the predicted reduction is possible."""
 
 ROSE = "the objective rose"
-"""Why most updates are undone."""
+"""The most common reason for undoing an update."""
 
 SILENCE = 20
-"""Steps below the loss's rounding, one after the other, until a warning."""
+"""Consecutive steps below the loss's rounding, until a warning."""
 
 OWN = {
     "steps",
@@ -88,23 +88,24 @@ class TrustRegion(torch.optim.Optimizer):
             steps that take statistics check it.
         damping: The damping policy: a name, class or instance; or a number, or a callable of the
             step.
-        params: Param groups, each with ``lr`` and ``weight_decay`` of its own if it likes; or
+        params: Param groups, each optionally with its own ``lr`` and ``weight_decay``; or
             parameters. By default all of the model's. See `soframe.trust_region.param_groups`.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         momentum: Whether the last update is a direction of the model.
-        layer_groups: How many runs of layers have coefficients of their own in the step; see
+        layer_groups: The number of layer groups with coefficients of their own in the step; see
             `soframe.trust_region.layer_groups`.
-        lr: Multiplies the update; 1 is the minimum of the model. Groups move in their ratio.
+        lr: Multiplies the update; 1 is the minimum of the model. Groups move in proportion to
+            theirs.
         preconditioner_damping: The damping within the preconditioner: an `AdaptiveDamping`, which
             begins with the policy's, or a multiple of the policy's.
-        reject: Undo a step, at those steps that measure the reduction ratio, if the objective rose.
-        full_batch: Whether every step has the same data and the same loss (not with dropout).
-            Then the next step's loss measures every step, and may undo the last: change no
-            parameter in between. Else the closures run once more at some steps. See `settle`.
-        max_increase: Undo the last update if a step's loss is more than this many times the
-            largest of the ten before, or twice that while there are fewer; None for never.
+        reject: Undo a step, at steps that measure the reduction ratio, if the objective rose.
+        full_batch: Whether every step has the same data and the same loss (not with dropout). Then
+            the next step's loss measures every step, and may undo the last: change no parameter in
+            between. Else the closures run once more at some steps. See `settle`.
+        max_increase: Undo the last update if a step's loss is more than this many times the largest
+            of the ten before, or twice that with fewer; None for never.
         burn_in: Batches before the first update that only give statistics.
-        on_step: Is called with a `soframe.trust_region.Readout` after each step, as is
+        on_step: Called with a `soframe.trust_region.Readout` after each step, such as
             `soframe.trust_region.History`.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
             `soframe.trust_region.settings.PRECONDITIONER`. ``fisher`` is ``"monte-carlo"`` by
@@ -113,16 +114,16 @@ class TrustRegion(torch.optim.Optimizer):
     Attributes:
         preconditioner: The preconditioner.
         damping: A copy of the damping policy.
-        counters: How many steps were ``"rejected_steps"`` (the objective rose), and how many
-            ``"skipped_steps"`` (something was not finite, or the loss far above the last ones).
+        counters: The number of ``"rejected_steps"`` (the objective rose), and of
+            ``"skipped_steps"`` (a value was not finite, or the loss far above the last ones).
         last: Of the last step that was taken ``"loss"``, ``"damping"`` and ``"predicted"``;
             ``"change"`` and ``"ratio"`` of the last one that was measured.
         readout: The `Readout` of the last step; None before the first.
 
     Raises:
         ValueError: If a setting is out of range, a combination is refused
-            (`soframe.trust_region.settings.REFUSED`), or a parameter that needs a gradient is in
-            no group.
+            (`soframe.trust_region.settings.REFUSED`), or a parameter that needs a gradient is in no
+            group.
         TypeError: If a setting has the wrong type, or does not exist.
     """
 
@@ -171,7 +172,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._layer_groups = LayerGroups(self._model, layer_groups, trained)
             self._watch = LossWatch(max_increase)
             self._steps = 0
-            self._mean_damping()  # a callable that raises, raises here
+            self._mean_damping()  # raises here if a callable damping raises
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._alike = preconditioner.get("loss_average") == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
@@ -220,21 +221,21 @@ class TrustRegion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Runs the model on a batch, once, and returns the loss, a scalar that depends
-                on the parameters through the model's outputs alone; it does not call
-                ``backward``. For micro-batches a list of closures whose losses add up to the
-                batch's (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
+            closure: Runs the model on a batch, once, and returns the loss, a scalar that depends on
+                the parameters through the model's outputs alone; it does not call ``backward``. For
+                micro-batches a list of closures whose losses add up to the batch's (``loss /
+                len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
             The loss before the update, averaged over ranks, in float64.
 
         Raises:
-            ValueError: If the closure's loss is not the declared one, or param groups and model
-                no longer agree.
-            TypeError: If there is no closure, or it does not return a scalar tensor.
-            RuntimeError: If a closure does not run the model, or its loss has terms that do not
-                go through the model's output, or the model has no derivatives along directions;
-                or if another rank raises.
+            ValueError: If the closure's loss is not the declared one, or param groups and model no
+                longer agree.
+            TypeError: If the closure is missing, or does not return a scalar tensor.
+            RuntimeError: If a closure does not run the model, or its loss has terms that do not go
+                through the model's output, or the model has no derivatives along directions; or if
+                another rank raises.
         """
         param_groups.check_all(self._model, self.param_groups)
         closures = closures_of(closure)
@@ -250,10 +251,10 @@ class TrustRegion(torch.optim.Optimizer):
         return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def settle(self, closure: Closure | Sequence[Closure]) -> bool:
-        """Measure the last step if it still waits for the next, as with ``full_batch`` it may.
+        """Measure the last step if its verdict is pending, as with ``full_batch``.
 
         Args:
-            closure: As for `step`; it leaves no trace.
+            closure: As for `step`; it has no side effects here.
 
         Returns:
             False if that step has been undone.
@@ -263,7 +264,7 @@ class TrustRegion(torch.optim.Optimizer):
         return self._judge(self._evaluate((c, Replay(self._model)) for c in closures_of(closure)))
 
     def _first_passes(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
-        """Run the closures; once more if their loss undoes the step that waits."""
+        """Run the closures; once more if their loss undoes the pending step."""
         if not self._reduction.waits:
             return self._forward_backward(closures)
         before = Snapshot(self._model)
@@ -275,7 +276,7 @@ class TrustRegion(torch.optim.Optimizer):
         return self._forward_backward(closures)
 
     def _forward_backward(self, closures: Sequence[Closure]) -> tuple[list[Forward], float]:
-        """Run the closures and their backward passes, and the Fisher's where it is due."""
+        """Run the closures and their backward passes, and the Fisher's at statistics steps."""
         self.zero_grad()
         self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
         parameters = param_groups.trainable(self.param_groups)
@@ -347,7 +348,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._measure_damping(batch, others, shares, lr)
         proposals = proposer.propose(parameters, batch.gradients, shares, self._steps)
         if self._momentum:
-            # The last update counts as it was, except where parameters are to stand still.
+            # The last update keeps its length, except for parameters with `lr` 0.
             last = [self.state[p].get("update") for p in parameters]
             moving = param_groups.scaled(last, [float(share != 0) for share in shares])
             others += self._layer_groups.split(parameters, moving)
@@ -365,9 +366,9 @@ class TrustRegion(torch.optim.Optimizer):
     def _measure_damping(
         self, batch: Batch, others: Sequence[Direction], shares: Sequence[float], lr: float
     ) -> None:
-        """Begin with the damping, of the model and of the preconditioner, whose step brings most.
+        """Begin with the damping, of model and preconditioner, whose step reduces the loss most.
 
-        What a step brings is measured: with too little damping any model predicts much.
+        The reduction is measured: with too little damping any model predicts a large one.
         """
         parameters = batch.parameters
         decay = param_groups.mean_decay(self.param_groups)
@@ -397,7 +398,7 @@ class TrustRegion(torch.optim.Optimizer):
         quadratic: Quadratic,
         lr: float,
     ) -> dict[str, Any]:
-        """Take the step that minimises the model, and measure what it brought if that is due."""
+        """Take the step that minimises the model, and measure its effect if that is due."""
         parameters, objective = batch.parameters, batch.loss + batch.penalty
         coefficients, predicted, damping = self._believable(quadratic, lr, objective)
         measure = self._reduction.due(self._steps)
@@ -408,7 +409,7 @@ class TrustRegion(torch.optim.Optimizer):
         states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
         for frozen in set(self.state) - set(parameters):
-            self.state[frozen].pop("update", None)  # of long ago, once it is thawed
+            self.state[frozen].pop("update", None)  # outdated once it is thawed
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
@@ -435,14 +436,14 @@ class TrustRegion(torch.optim.Optimizer):
     def _believable(
         self, quadratic: Quadratic, lr: float, objective: float
     ) -> tuple[Tensor, float, float]:
-        """Return the model's minimum, its predicted change, and the damping, raised if need be."""
-        # No loss falls below its floor, so a model that predicts that is no model of the loss at
-        # such a length, as where outputs are saturated: more damping, or part of the way, then.
+        """Return the model's minimum, its predicted change, and the (raised) damping."""
+        # No loss falls below its floor. A prediction below it, as for saturated outputs, is invalid
+        # at such a length: raise the damping, or go part of the way.
         start = self.damping.at(self._steps)
         coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), start
         floor = self._loss.floor
-        # Below its floor the closure's loss is another one, by a constant at least.
+        # Below its floor the closure's loss differs from the declared one, by a constant at least.
         if floor is None or not objective > floor or not -predicted > objective - floor:
             return coefficients, predicted, damping
         self._notes.append("the model promised more than the loss can fall")
@@ -461,7 +462,7 @@ class TrustRegion(torch.optim.Optimizer):
         return coefficients, model.change(coefficients), damping
 
     def _judge(self, loss: float) -> bool:
-        """Keep the step that waits for this loss, or undo it."""
+        """Keep the pending step for this loss, or undo it."""
         penalty = param_groups.penalty(self._reduction.decayed(self.state))
         accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
         self.counters["rejected_steps"] += not accepted
@@ -473,7 +474,7 @@ class TrustRegion(torch.optim.Optimizer):
         return accepted
 
     def _step_back(self, why: str) -> None:
-        """Undo the last update: it, or this batch, made something that is large or not finite."""
+        """Undo the last update: it, or this batch, made a large or non-finite value."""
         self.counters["skipped_steps"] += 1
         self._undone = why
         self.damping.observe(-math.inf)
@@ -484,7 +485,7 @@ class TrustRegion(torch.optim.Optimizer):
                     parameter.sub_(last)
 
     def _tell(self, seen: dict[str, Any]) -> None:
-        """Make the readout of a step, and warn once of a run that stands still."""
+        """Make the readout of a step, and warn once of a run without progress."""
         within = self._damping_within
         dampings = within.at(self._mean_damping()) if isinstance(within, AdaptiveDamping) else []
         if self.damping.at_cap() and self._undone == ROSE:
@@ -553,8 +554,8 @@ class TrustRegion(torch.optim.Optimizer):
         """Return the optimizer's state, the preconditioner's and the damping's, for ``torch.save``.
 
         Args:
-            curvature: Whether the preconditioner's is in it, gathered from all ranks; without it
-                save `soframe.checkpoint.part` of ``preconditioner`` beside.
+            curvature: Whether it includes the preconditioner's state, gathered from all ranks;
+                without it save `soframe.checkpoint.part` of ``preconditioner`` too.
 
         Returns:
             The state; see `soframe.Preconditioner.state_dict` for when to call it.
@@ -585,13 +586,12 @@ class TrustRegion(torch.optim.Optimizer):
         """Continue from a state; call it on every rank.
 
         Args:
-            state_dict: What `state_dict` returned. If it is without curvature, the preconditioner
+            state_dict: The result of `state_dict`. If it is without curvature, the preconditioner
                 stays as it is: see `soframe.checkpoint.load`.
 
         Raises:
-            ValueError: If it is not the state of a TrustRegion on such a model, or truncated, or
-                another rank's is, or the ranks' states differ; nothing has changed then, on any
-                rank.
+            ValueError: If, on any rank, it is not the state of a TrustRegion on such a model, or
+                truncated, or the ranks' states differ; then no rank changes.
         """
 
         def check() -> None:

@@ -1,10 +1,9 @@
 """Param groups: lengths and weight decays of some parameters, within the model of the objective.
 
 The objective is the loss and ``sum_g decay_g / 2 ||parameters_g||^2``, whose gradient and curvature
-are exact for every group. A group that is to move less than others has its share of every
-new direction scaled down before the model weighs them, so that the model is one of the step as it
-is taken; the last update counts as it was, unless its group stands. The largest ``lr`` then
-multiplies the step.
+are exact for every group. In a group with a smaller ``lr`` every new direction is scaled down
+before the model weighs it, so that the model predicts the step that is taken; the last update keeps
+its length, unless its group's ``lr`` is 0. The largest ``lr`` then multiplies the step.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from soframe.trust_region.twice import Direction
 Group = Mapping[str, Any]
 
 SETTINGS = {"params", "param_names", "lr", "initial_lr", "weight_decay"}
-"""What a group may have; schedulers of torch add ``initial_lr``."""
+"""The allowed keys of a group; schedulers of torch add ``initial_lr``."""
 
 MOST = 1e30
-"""Of a weight decay: more is no number in single precision, once it is multiplied."""
+"""The largest weight decay: products with more overflow in single precision."""
 
 
 def check(model: nn.Module, group: Group) -> None:
@@ -84,7 +83,7 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
     checked = []
     for group in groups:
         lr, decay = group["lr"], group["weight_decay"]
-        if not is_number(lr) or not lr >= 0:  # at 0 the parameters stand still
+        if not is_number(lr) or not lr >= 0:  # at 0 the parameters do not move
             raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
         if not is_number(decay) or not 0 <= decay <= MOST:
             raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
@@ -111,7 +110,7 @@ def setting(groups: Sequence[Group], name: str) -> list[float]:
 
 
 def mean_decay(groups: Sequence[Group]) -> float:
-    """Return the weight decay that the preconditioner damps with: the mean over all numbers."""
+    """Return the weight decay that the preconditioner damps with: the mean over all elements."""
     decays = setting(groups, "weight_decay")
     if len(set(decays)) == 1:
         return decays[0]
@@ -120,7 +119,7 @@ def mean_decay(groups: Sequence[Group]) -> float:
 
 
 def shares(groups: Sequence[Group]) -> tuple[list[float], float]:
-    """Return the ``lr`` of each parameter of `trainable` over the largest ``lr``, and that."""
+    """Return the ``lr`` of each `trainable` parameter over the largest ``lr``, and the largest."""
     lrs = setting(groups, "lr")
     largest = max(lrs)
     return [1.0 if lr == largest else lr / largest for lr in lrs], largest
@@ -161,10 +160,10 @@ def slope_and_metric(
     decays: Sequence[float],
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the quadratic model has besides the curvature of the loss; float64, on the CPU.
+    """Return the quadratic model's terms beside the curvature of the loss; float64, on the CPU.
 
-    ``[k]``, the inner products of directions and gradient; ``[k, k]``, those of every two
-    directions, weighted by damping and decays; ``[k, k]``, the same unweighted.
+    ``[k]``, the inner products of directions and gradient; ``[k, k]``, of every two directions,
+    weighted by damping and decays; ``[k, k]``, the same unweighted.
     """
     slope = torch.zeros(len(directions), dtype=torch.float64, device="cpu")
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")

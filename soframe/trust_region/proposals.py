@@ -1,7 +1,7 @@
 """Preconditioned gradients with several dampings, in layer groups, and the choice among them.
 
-``damp`` and ``propose`` of `soframe.Preconditioner` make a direction with given dampings;
-``snapshot`` and ``restore`` go back to the one that is chosen.
+``damp`` and ``propose`` of `soframe.Preconditioner` make an update with given dampings;
+``snapshot`` and ``restore`` go back to the chosen one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Proposal:
 
     Attributes:
         parts: Its negative, one direction for each layer group that has blocks.
-        solved: What each block was preconditioned with: see `soframe.Preconditioner.snapshot`.
-        failed: Which layer groups with blocks have a factor that could not be solved for it.
+        solved: The data of each block's update: see `soframe.Preconditioner.snapshot`.
+        failed: The layer groups with a factor that could not be solved for it.
     """
 
     parts: list[Direction]
@@ -42,7 +42,7 @@ class Proposer:
 
     Args:
         preconditioner: The preconditioner.
-        damping: The dampings of layer groups that are tried, or the multiple.
+        damping: The trial dampings of layer groups, or the multiple.
         groups: The layer groups.
     """
 
@@ -53,7 +53,7 @@ class Proposer:
         self._start = 1.0
 
     def begin(self, start: float) -> None:
-        """Before the preconditioner's step, damp the blocks; ``start`` is the policy's damping."""
+        """Damp the blocks before the preconditioner's step; ``start`` is the policy's damping."""
         self._start = start
         if self.covered() <= set(self._groups.numbers):  # else the step replaces these blocks
             self._damp(self._dampings())
@@ -65,7 +65,7 @@ class Proposer:
         shares: Sequence[float],
         step: int,
     ) -> list[Proposal]:
-        """Return what the preconditioner's step made, and a second proposal if a trial is due."""
+        """Return the preconditioner's update, and a second proposal if a trial is due."""
         made = [self._proposal(parameters, shares)]
         if not isinstance(self._damping, AdaptiveDamping) or not made[0].failed:
             return made
@@ -82,7 +82,7 @@ class Proposer:
         shares: Sequence[float],
         start: float,
     ) -> Proposal:
-        """Propose once more, from another damping of the policy, and forget all trials."""
+        """Propose once more, from another damping of the policy, and reset all trials."""
         self._start = start
         if isinstance(self._damping, AdaptiveDamping):
             self._damping.restart()
@@ -104,7 +104,7 @@ class Proposer:
         if usual.finite():
             barred = [bad or not good for bad, good in zip(other.failed, finite, strict=True)]
             taken, model = quadratic.best_of(count, barred)
-        else:  # nothing is chosen, and the same trial is not repeated at once
+        else:  # no choice was made, and the same trial is not repeated at once
             taken, model = [False] * count, usual
         self._damping.choose(taken, step)
         second = self._of_blocks(taken)

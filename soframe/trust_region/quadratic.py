@@ -21,7 +21,8 @@ from soframe.trust_region.forward import Forward
 from soframe.trust_region.twice import Direction
 
 TOGETHER = 2**18
-"""Numbers: smaller parameters are multiplied together, since each product is a call."""
+"""Elements up to which parameters are concatenated for one product, since each product is a call.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Quadratic:
     Attributes:
         curvature: ``[k, k]``, C.
         slope: ``[k]``, b.
-        lengths: ``[k, k]``, the inner products of directions, by which another damping is another
-            model; None where nobody asks for one.
+        lengths: ``[k, k]``, the inner products of directions, which change the model's damping;
+            None if it is never changed.
     """
 
     curvature: Tensor
@@ -48,8 +49,8 @@ class Quadratic:
         self, count: int, barred: Sequence[bool] | None = None
     ) -> tuple[list[bool], Quadratic]:
         """Choose one of each of ``count`` pairs of directions, for the best predicted reduction."""
-        # First come the first of each pair, then the second of each, then directions of every step.
-        # The search begins with all first or all second ones, and exchanges one pair after another.
+        # First the first of each pair, then the second of each, then directions of every step. The
+        # search begins with all first or all second ones, and exchanges one pair after another.
 
         def model(taken: Sequence[bool]) -> Quadratic:
             chosen = [number + count * second for number, second in enumerate(taken)]
@@ -60,7 +61,7 @@ class Quadratic:
             return quadratic.change(quadratic.minimise())
 
         free = [True] * count if barred is None else [not bad for bad in barred]
-        # Of equal promises the first: what is stays.
+        # Ties go to the first, so the present one stays.
         best = min(([False] * count, free), key=promised)
         for number in range(count):
             if not free[number]:
@@ -70,7 +71,7 @@ class Quadratic:
         return best, model(best)
 
     def along(self, which: Sequence[int]) -> Quadratic:
-        """Return the model along some of the directions, given their numbers."""
+        """Return the model along the directions with these indices."""
         lengths = None if self.lengths is None else self.lengths[which][:, which]
         return Quadratic(self.curvature[which][:, which], self.slope[which], lengths)
 
@@ -79,18 +80,18 @@ class Quadratic:
         return bool(self.curvature.isfinite().all() and self.slope.isfinite().all())
 
     def finite_directions(self) -> list[bool]:
-        """Return of each direction whether its slope and its own curvature are finite."""
+        """Return for each direction whether its slope and its own curvature are finite."""
         good: list[bool] = (self.curvature.diagonal().isfinite() & self.slope.isfinite()).tolist()
         return good
 
     def minimise(self) -> Tensor:
         """Return the coefficients of the minimum, ``[k]``, float64.
 
-        Directions that are zero, or linearly dependent, get the least coefficients that reach it.
+        If directions are zero or linearly dependent, the coefficients have the least norm.
         """
         scale = self.curvature.diagonal().clamp(min=0).sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
-        # Scaled to a unit diagonal, so that a short direction is no singular one.
+        # Scale to a unit diagonal, so that a short direction does not count as singular.
         scaled = self.curvature / scale / scale.unsqueeze(1)
         inverse: Tensor = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-10)
         minimum: Tensor = -(inverse @ (self.slope / scale)) / scale
@@ -132,14 +133,14 @@ def curvature_along(
 
 
 def _at_least_single(tensor: Tensor) -> Tensor:
-    """Return outputs under autocast in single precision: sums of theirs may overflow, or cancel."""
+    """Return outputs under autocast in single precision: their sums may overflow, or cancel."""
     return tensor.float() if tensor.itemsize < torch.float32.itemsize else tensor
 
 
 def inner_products(directions: Sequence[Direction]) -> Tensor:
     """Return the inner products of every two of k directions, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
-    # Of parts few have the same parameters: each group of directions is added where it belongs.
+    # Few parts share parameters: add each group of directions into its own rows and columns.
     groups: dict[Any, list[list[Tensor]]] = {}
     for tensors in zip(*directions, strict=True):
         present = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
@@ -157,7 +158,7 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
 
 
 def _together(columns: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield runs of parameters of up to `TOGETHER` numbers, or a larger one."""
+    """Yield runs of parameters of up to `TOGETHER` elements, or a larger one."""
     start = numbers = 0
     for stop, (first, *_) in enumerate(columns):
         if stop > start and numbers + first.numel() > TOGETHER:

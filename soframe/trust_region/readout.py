@@ -1,4 +1,4 @@
-"""What a step of the trust region saw and did, as data, as TensorBoard's scalars, and as a plot.
+"""Readouts of the trust region's steps: as data, as TensorBoard's scalars, and as a plot.
 
 ``TrustRegion(..., on_step=...)`` calls with a `Readout` after each step::
 
@@ -20,22 +20,22 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Readout:
-    """What one step saw and did.
+    """Inputs, predictions and results of one step.
 
     Attributes:
         step: Completed steps before it.
         loss: Before the update, over all ranks.
         damping: The policy's.
         preconditioner_dampings: One for each layer group.
-        coefficients: Of the directions in the update; empty where none was made.
-        directions: What each of these directions is: ``"preconditioned"``, ``"steepest descent"``
-            of parameters without a block, or ``"last update"``; one for each layer group.
-        predicted: By how much the model said that the objective would change; None likewise.
-        change: By how much it changed in the step that was judged: this one, or with
-            ``full_batch`` the one before; None where none was.
-        ratio: That over what was predicted.
-        undone: Why an update was undone, or none was made; None if nothing was.
-        notes: What else there is to say.
+        coefficients: The coefficients of the directions in the update; empty without an update.
+        directions: The kinds of these directions: ``"preconditioned"``, ``"steepest descent"`` of
+            parameters without a block, or ``"last update"``; one for each layer group.
+        predicted: The predicted change of the objective; None without an update.
+        change: The measured change in the step that was judged: this one, or with ``full_batch``
+            the one before; None if none was judged.
+        ratio: ``change`` over the predicted change.
+        undone: The reason why an update was undone, or none was made; None otherwise.
+        notes: Further messages.
     """
 
     step: int
@@ -67,7 +67,7 @@ PRECONDITIONED, STEEPEST, LAST = "preconditioned", "steepest descent", "last upd
 """The names of directions: of blocks, of parameters without one, and the momentum."""
 
 OnStep = Callable[[Readout], object]
-"""Is given the readout of each step, on every rank."""
+"""Called with the readout of each step, on every rank."""
 
 
 class History(Sequence[Readout]):
@@ -77,29 +77,29 @@ class History(Sequence[Readout]):
         self._readouts: list[Readout] = []
 
     def __call__(self, readout: Readout) -> None:
-        """Keep one more."""
+        """Append a readout."""
         self._readouts.append(readout)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of readouts."""
         return len(self._readouts)
 
     def __iter__(self) -> Iterator[Readout]:
-        """Return them in order."""
+        """Iterate over readouts in order."""
         return iter(self._readouts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one, or a list of a slice."""
+        """Return one readout, or a list for a slice."""
         return self._readouts[index]
 
     def plot(self, path: str | Path) -> None:
-        """Write a figure: losses, dampings and ratios over the steps, and what was undone.
+        """Write a figure: losses, dampings, ratios and undone updates over the steps.
 
         Args:
-            path: Of an image, or of whatever else matplotlib writes.
+            path: The file, of a format that matplotlib writes.
 
         Raises:
-            ImportError: If there is no matplotlib.
+            ImportError: If matplotlib is not installed.
         """
         try:
             figures: Any = importlib.import_module("matplotlib.figure")
@@ -128,7 +128,7 @@ class History(Sequence[Readout]):
 
 
 class ScalarWriter(Protocol):
-    """What ``torch.utils.tensorboard.SummaryWriter`` is, as far as it is used here."""
+    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write a number."""
@@ -139,14 +139,14 @@ class Scalars:
 
     Args:
         writer: A ``SummaryWriter``.
-        prefix: Of every tag.
+        prefix: The prefix of every tag.
     """
 
     def __init__(self, writer: ScalarWriter, prefix: str = "trust_region/") -> None:
         self._writer, self._prefix = writer, prefix
 
     def __call__(self, readout: Readout) -> None:
-        """Write the numbers of a step, and 1 as ``undone`` where an update was."""
+        """Write the numbers of a step, and 1 as ``undone`` if an update was undone."""
         scalars: dict[str, float | None] = {
             name: getattr(readout, name)
             for name in ("loss", "damping", "predicted", "change", "ratio")

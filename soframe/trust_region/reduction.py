@@ -1,15 +1,14 @@
-"""The reduction ratio: what a step brought, over what the model promised.
+"""The reduction ratio: the measured change of a step over the model's prediction.
 
-At the steps at which it is due the closures run once more, after the update. Where every step has
-all of the data there is no need to: the loss of the next step is that very number. So with
-``full_batch=True`` every step is judged, the verdict waits until then, and a step that is rejected
-costs the pass that showed it.
+At measured steps the closures run once more, after the update. If every step has all of the data,
+the loss of the next step is that very number. So with ``full_batch=True`` every step is judged, its
+verdict waits until then, and a rejected step costs the pass that measured it.
 
-The policy hears of ratios at its own interval; of a step that did harm, and of one that nothing can
-be said of, it hears at once. Where every step has all of the data it also hears at once of one that
-brought more than twice its promise. With a curvature c along the step and a damping d, a quadratic
-loss falls by ``(c + 2 d) / (c + d)`` times the promise. So at two the damping is all that there is
-in the model, and the loss curves less than that still.
+The policy receives ratios at its own interval; the ratio of a harmful step, and of one with an
+unknown ratio, at once. With all of the data it also receives ratios above two at once. With a
+curvature c along the step and a damping d, a quadratic loss falls by ``(c + 2 d) / (c + d)`` times
+the prediction. So a ratio of two means that the damping dominates the model, and a larger one that
+the loss curves less still.
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ from soframe.damping.policies import DampingPolicy
 State = dict[str, Any]
 
 FIRST = 5
-"""Steps that are judged in any case: so early nothing is known of the damping."""
+"""Steps that are always measured: the first damping is a guess."""
 
 MORE = 2.0
-"""The ratio above which a step of all data is told at once. With less, CURVES took more steps."""
+"""The ratio above which the policy is updated at once, with all data. With less, CURVES took more
+steps.
+"""
 
 ROUNDINGS = 8
-"""Of the objective, relative to its type: smaller changes are noise of its sum."""
+"""The noise of the objective's sum, in units of its relative rounding."""
 
 
 class Reduction:
-    """Measures what steps brought, and keeps or undoes them.
+    """Measures reductions of steps, and keeps or undoes them.
 
-    An ``"update"`` that is kept is in the optimizer's state of each parameter; one that waits for
-    its measurement is ``"moved"`` there, beside the values ``"before"`` and the ``"decay"``. With
-    an ``lr`` above 2, or of 0, a step is not predicted to bring anything: it has no ratio, unless
-    the objective rose.
+    A kept ``"update"`` is in the optimizer's state of each parameter; a pending one is ``"moved"``
+    there, beside the values ``"before"`` and the ``"decay"``. With an ``lr`` above 2, or of 0, the
+    model predicts no reduction: the step has no ratio, unless the objective rose.
 
     Attributes:
         last: The change and the ratio of the last measured step, until `take_last`.
@@ -57,11 +57,11 @@ class Reduction:
 
     @property
     def waits(self) -> bool:
-        """Whether a step waits for its verdict."""
+        """Whether a step's verdict is pending."""
         return self._waiting is not None
 
     def decayed(self, states: Mapping[Any, State]) -> list[tuple[Any, float]]:
-        """Return the parameters of the step that waits, and their weight decays in it."""
+        """Return the parameters of the pending step, and their weight decays in it."""
         return [(p, state["decay"]) for p, state in states.items() if "moved" in state]
 
     def due(self, step: int) -> bool:
@@ -70,7 +70,7 @@ class Reduction:
         return self.told(step) or (interval > 0 and (self._every or step < min(interval, FIRST)))
 
     def told(self, step: int) -> bool:
-        """Return whether the policy wants the ratio of a step."""
+        """Return whether the policy receives the ratio of a step."""
         interval = self._damping.interval
         return interval > 0 and (step + 1) % interval == 0
 
@@ -95,20 +95,20 @@ class Reduction:
         *,
         told: bool = True,
     ) -> None:
-        """Leave a step until `judge`."""
+        """Leave a step pending until `judge`."""
         self._waiting, self._told = (objective, predicted), told
         for state, moved, old, decay in zip(states, update, before, decays, strict=True):
             state.update(moved=moved, before=old, decay=decay)
 
     def judge(self, states: Mapping[Any, State], objective: float, eps: float = 0.0) -> bool:
-        """Keep the step that waits, or undo it."""
+        """Keep the pending step, or undo it."""
         assert self._waiting is not None
         (before, predicted), self._waiting = self._waiting, None
         change = objective - before
         self.last = {"change": change}
         rounding = ROUNDINGS * eps * max(abs(before), abs(objective))
-        # A step so short says nothing against the model, and may be as short because of the
-        # damping: a damping that never falls again would hold the run where it is.
+        # So short a step does not contradict the model. It may be short because of the damping,
+        # which must be able to fall again, or the run would stop here.
         self.silent = -rounding <= predicted < 0 and abs(change) <= rounding
         harmless = change <= 0 or self.silent
         accepted = harmless or not (self._reject or not math.isfinite(change))
@@ -132,7 +132,7 @@ class Reduction:
         return accepted
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs, besides the optimizer's own state."""
+        """Return the state for `load`, beside the optimizer's own."""
         return {"waiting": self._waiting, "told": self._told, "last": dict(self.last)}
 
     def load(self, state: Mapping[str, Any]) -> None:

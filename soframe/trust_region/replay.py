@@ -1,4 +1,4 @@
-"""Run a closure again with the same dropout masks, and leave no trace in buffers."""
+"""Run a closure again with the same dropout masks, without side effects on buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def eagerly() -> AbstractContextManager[object]:
 
 
 class RandomState:
-    """The state of torch's random generators: the CPU's, and those of some CUDA devices."""
+    """The state of torch's random generators: on the CPU, and on some CUDA devices."""
 
     def __init__(self, devices: Sequence[int] = ()) -> None:
         self._devices = devices
@@ -30,7 +30,7 @@ class RandomState:
         self._cuda = [torch.cuda.get_rng_state(device) for device in devices]
 
     def restore(self) -> None:
-        """Draw from here on."""
+        """Restore the generators."""
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
@@ -72,9 +72,9 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it the random state is that of the first run, and the model's buffers are copies.
+        """A context with the random state of the first run and copies of the model's buffers.
 
-        Afterwards both are as they were.
+        Afterwards both are restored.
         """
         places = [module._buffers for module in self._model.modules()]
         before = [dict(place) for place in places]

@@ -23,7 +23,7 @@ from soframe.trust_region.adaptive import AdaptiveDamping
 COUNTERS = ("rejected_steps", "skipped_steps")
 
 VERSIONS = (2, 3)
-"""Of states that can be loaded; 3 is written. 2 had checksums, and more than one method."""
+"""Versions of states that can be loaded; 3 is written. 2 had checksums, and several methods."""
 
 PRECONDITIONER: dict[str, Any] = {
     "method": "kfac",
@@ -38,14 +38,14 @@ _SHAPE = BlockShape(1, 2, 2)
 
 @dataclass(frozen=True)
 class Given:
-    """What a trust region was given, built: the loss, the methods and all other settings."""
+    """The settings of a trust region, built: the loss, the methods and all others."""
 
     loss: Loss
     methods: list[Method]
     settings: Mapping[str, Any]
 
     def chosen(self, name: str, *allowed: object) -> bool:
-        """Whether a setting of the preconditioner was given, and is none of the allowed values."""
+        """Whether a setting of the preconditioner was given, outside the allowed values."""
         return name in self.settings and self.settings[name] not in allowed
 
 
@@ -112,7 +112,7 @@ REFUSED: tuple[tuple[Callable[[Given], object], str], ...] = (
 
 @dataclass(frozen=True)
 class OwnSettings:
-    """A trust region's own settings, besides its param groups; the same on every rank."""
+    """A trust region's own settings, beside its param groups; the same on every rank."""
 
     damping: DampingPolicy
     momentum: bool
@@ -175,7 +175,7 @@ def policy_of(choice: DampingChoice) -> DampingPolicy:
 
 
 def damping_within(choice: AdaptiveDamping | float | None) -> AdaptiveDamping | float:
-    """Return the damping within the preconditioner: dampings to try, anew, or a multiple."""
+    """Return the damping within the preconditioner: a fresh set of trials, or a multiple."""
     damping = AdaptiveDamping() if choice is None else choice
     if isinstance(damping, AdaptiveDamping):
         damping = copy.copy(damping)  # one instance may serve many optimizers
@@ -194,7 +194,7 @@ def unscaled() -> float:
 
 
 def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
-    """Return the settings of the preconditioner: the given ones, and the defaults of here."""
+    """Return the preconditioner's settings: the given ones, and the trust region's defaults."""
     settings = {**PRECONDITIONER, "grad_scaler": unscaled, "kl_clip": None, **given}
     if "method" not in given:
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
@@ -208,7 +208,7 @@ def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
 
 
 def require_state(state: Any, keys: set[str], own: set[str], what: str) -> None:
-    """Check that a state is that of a trust region; ``own`` is in it under ``"trust_region"``."""
+    """Check that a state is a trust region's; it has the keys ``own`` under ``"trust_region"``."""
     if not isinstance(state, Mapping):
         raise ValueError(f"not the state of {what}: it is {type(state).__name__}")
     if missing := sorted({*keys, "state", "param_groups", "trust_region"} - set(state)):

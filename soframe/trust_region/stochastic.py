@@ -8,16 +8,17 @@
     with optimizer.averaged():
         evaluate(model)
 
-Every thirtieth step takes the exact quadratic model of its batch along Adam's direction, and adds
-it to a mean over batches, whose minimum is the length of this step and of those up to the next
-model. These run the closure and its backward pass once, and one fused kernel of Adam, so that they
-cost a step of AdamW. Each model is judged on its batch: the damping is told the reduction ratio,
-and a step after which the objective has risen is undone. All steps together are judged by the
-average of the iterates, on batches that they have not seen (`soframe.trust_region.trend`).
+Every thirtieth step computes the exact quadratic model of its batch along Adam's direction, and
+adds it to a mean over batches, whose minimum is the length of this step and of the next ones up to
+the next model. These run the closure and its backward pass once, and one fused kernel of Adam, so
+that they cost a step of AdamW. Each model is judged on its batch: the damping policy receives the
+reduction ratio, and a step after which the objective has risen is undone. All steps together are
+judged by the average of the iterates, on batches that they have not seen
+(`soframe.trust_region.trend`).
 
-A falling learning rate takes noise out of the last iterate, and needs to know when training ends.
+A falling learning rate takes noise out of the last iterate, but requires the length of training.
 The mean of the last iterates is rid of the same noise at any time. It has polynomial decay (Shamir
-and Zhang, 2013, section 4), so that it forgets the beginning::
+and Zhang, 2013, section 4), so that the weight of the beginning falls::
 
     average_t = average_{t-1} + (eta + 1) / (t + eta) (parameters_t - average_{t-1})
 """
@@ -60,13 +61,13 @@ from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.trend import SAID, AveragedModel, Trend
 
 FIRST = 5
-"""Steps that have a model in any case: averages only begin in them."""
+"""Steps that always have a model: averages only begin in them."""
 
 MOMENTS = ("mean", "square")
 """Adam's averages of each parameter; its count is ``"step"``, which torch does not cast."""
 
 EARLIER = "earlier"
-"""The average that the next one is compared with."""
+"""The key of the average that the next one is compared with."""
 
 OWN = {"steps", "since", "model", "trend", "damping", "counters"}
 """The keys of the optimizer's own state."""
@@ -83,29 +84,28 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             declared.
         damping: The damping policy of the quadratic model: a name, class or instance; or a number,
             or a callable of the step.
-        params: Param groups, each with ``lr`` and ``weight_decay`` of its own if it likes; or
+        params: Param groups, each optionally with its own ``lr`` and ``weight_decay``; or
             parameters. By default all of the model's. See `soframe.trust_region.param_groups`.
         weight_decay: Coefficient of ``1/2 ||parameters||^2`` in the objective.
         lr: Multiplies the update; 1 is the minimum of the averaged model. 0.7 keeps nine tenths of
-            the predicted reduction, and half of the noise that the step adds. Groups move in their
-            ratio.
+            the predicted reduction, and half of the noise that the step adds. Groups move in
+            proportion to theirs.
         betas: The decays of Adam's averages of gradients and of their squares.
-        eps: Is added to the root of the latter, which may be zero: positive in the parameters'
-            dtypes.
+        eps: Added to the root of the latter, which may be zero: positive in the parameters' dtypes.
         model_every: Steps from one quadratic model to the next.
         averaging: The average has about the last ``1 / averaging`` of all iterates; eta in
             `soframe.trust_region.stochastic`.
         reject: Undo a step with a model if the objective rose on its batch.
-        shorten: Take shorter steps where the average of the iterates gets no better on batches that
-            no step has seen, for which it is evaluated twice in thirty steps, and kept once more:
-            see `soframe.trust_region.trend`.
-        on_step: Is called with a `soframe.trust_region.Readout` after each step.
+        shorten: Take shorter steps if the average of the iterates stops improving on unseen
+            batches, on which it is evaluated twice in thirty steps; costs one more copy of the
+            average: see `soframe.trust_region.trend`.
+        on_step: Called with a `soframe.trust_region.Readout` after each step.
         backend: The communication backend: see `soframe.Preconditioner`.
 
     Attributes:
         damping: A copy of the policy.
-        counters: How many steps were ``"rejected_steps"``, and how many ``"skipped_steps"``, since
-            something was not finite.
+        counters: The number of ``"rejected_steps"``, and of ``"skipped_steps"``, in which a value
+            was not finite.
         readout: The `Readout` of the last step; None before the first.
 
     Raises:
@@ -184,18 +184,18 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         Args:
             closure: Runs the model on a batch, in one call or in several that are independent of
                 each other, and returns the loss, a scalar that depends on the parameters through
-                the model's outputs alone; it does not call ``backward``. For
-                micro-batches a list of closures whose losses add up to the batch's.
+                the model's outputs alone; it does not call ``backward``. For micro-batches a list
+                of closures whose losses add up to the batch's.
 
         Returns:
             The loss before the update, averaged over ranks, in float64.
 
         Raises:
-            TypeError: If there is no closure, or it does not return a scalar tensor.
+            TypeError: If the closure is missing, or does not return a scalar tensor.
             ValueError: If param groups and model no longer agree.
-            RuntimeError: If it is called within `averaged`; if a closure does not run the model,
-                or its loss has terms that do not go through the model's output, or the model
-                has no derivatives along directions; or if another rank raises.
+            RuntimeError: If it is called within `averaged`; if a closure does not run the model, or
+                its loss has terms that do not go through the model's output, or the model has no
+                derivatives along directions; or if another rank raises.
         """
         if self._swapped:
             raise RuntimeError("leave averaged() before the next step: it has other parameters")
@@ -256,12 +256,12 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                     loss.backward()
             total += float(loss.detach())
             eps = torch.finfo(loss.dtype).eps
-        # Comparing gradients takes time, and ranks that differ do so at steps with a model, too.
+        # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
         gradients = [p.grad for p in parameters if p.grad is not None] if due else []
         return forwards, self._agree(total, None, gradients), eps
 
     def _compare(self, batch: Batch, eps: float) -> tuple[str, ...]:
-        """Compare the average with an earlier one, on a batch that no step has seen."""
+        """Compare the average with an earlier one, on an unseen batch."""
         if self._trend is None or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
         states = [self.state[p] for p in batch.parameters]
@@ -288,7 +288,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
     def _with_model(self, batch: Batch, eps: float) -> dict[str, Any]:
         """Add the batch's model to the mean, move to its minimum, and judge the step."""
         parameters = batch.parameters
-        self._adam(0.0)  # its averages go on with this gradient
+        self._adam(0.0)  # its averages include this gradient
         shares, largest = param_groups.shares(self.param_groups)
         whole = [self._direction(parameter) for parameter in parameters]
         direction = [d * s if s != 1 else d for d, s in zip(whole, shares, strict=True)]
@@ -330,7 +330,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             self._since = self._every  # the next step has a model
             made["undone"] = "the objective rose"
         for state in states:
-            state.pop("update", None)  # there is no direction of the last update
+            state.pop("update", None)  # this optimizer has no direction of the last update
         return {**made, **self._reduction.take_last()}
 
     def _adam(self, length: float) -> None:
@@ -369,16 +369,16 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the model has the average of the iterates: for evaluation, and for saving it.
+        """A context in which the model has the average of the iterates, for evaluation and saving.
 
-        Running statistics of batch norm stay those of the iterates. Parameters that have an average
-        take part whether they are frozen meanwhile or not.
+        Running statistics of batch norm stay the iterates'. Parameters with an average take part,
+        frozen meanwhile or not.
 
         Yields:
             Nothing.
 
         Raises:
-            RuntimeError: If it is entered once more within itself.
+            RuntimeError: If contexts are nested.
         """
         if self._swapped:
             raise RuntimeError("averaged() is entered already")
@@ -397,7 +397,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 parameter.copy_(value)
 
     def _go_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Go back to the average: this batch, or the last steps, made something not finite."""
+        """Go back to the average: this batch, or the last steps, made a non-finite value."""
         self.counters["skipped_steps"] += 1
         averages: dict[Tensor, Tensor] = {
             p: self.state[p]["average"] for p in parameters if p in self.state
@@ -476,12 +476,11 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """Continue from a state; call it on every rank.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The result of `state_dict`.
 
         Raises:
-            ValueError: If it is not the state of a StochasticTrustRegion on such a model, or
-                truncated, or another rank's is, or the ranks' states differ; nothing has changed
-                then, on any rank.
+            ValueError: If, on any rank, it is not the state of a StochasticTrustRegion on such a
+                model, or truncated, or the ranks' states differ; then no rank changes.
         """
 
         def check() -> None:
@@ -501,13 +500,13 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         own = state_dict["trust_region"]
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for parameter, state in self.state.items():
-            # In copies, since another optimizer may go on from the same state; the count is where
-            # the fused kernel wants it.
+            # In copies, since another optimizer may load the same state; the count is on the device
+            # that the fused kernel requires.
             state.update({name: tensor.clone() for name, tensor in state.items()})
             state["step"] = state["step"].to(parameter.device)
             if self._trend is None:
                 state.pop(EARLIER, None)
-            else:  # a run without it has a trend that begins
+            else:  # without it, a fresh trend begins
                 state.setdefault(EARLIER, state["average"].clone())
         self._steps, self._since = own["steps"], own["since"]
         self._mean.load(own["model"])
@@ -522,7 +521,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
 
 
 def _require_precise(model: nn.Module, eps: float) -> None:
-    """Check that averages can be kept, and divided by, in the parameters' dtypes."""
+    """Check that the parameters' dtypes can hold averages, and ``eps`` as a divisor."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

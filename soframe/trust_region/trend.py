@@ -1,19 +1,19 @@
 """Means over batches: of the quadratic model along a line, and of the loss of averaged iterates.
 
-One batch's model along a direction says little of the next batch's. Slopes, curvatures and squared
+One batch's model along a direction predicts the next batch's poorly. Slopes, curvatures and squared
 lengths are linear in the batch, so the mean of models is the model of the mean loss::
 
     mean_t M_t(c) = mean_t b_t c + 1/2 c^2 (mean_t C_t + damping mean_t |d_t|^2)
 
-Its minimum is a quotient of means. A mean of minima, each of them a quotient, would be large where
-one batch happens to have little curvature.
+Its minimum is a quotient of means. A mean of minima, each of them a quotient, would be large if one
+batch happens to have little curvature.
 
 Steps of one length get no further than the noise of gradients allows, and a batch that can be
-fitted by itself gives a good reduction ratio at every step, however much is lost on others. Both
-show on batches that no step has seen: there the average of the iterates is compared with an earlier
-one, on the same samples, so that their noise cancels. Steps become shorter where several such
-differences show that the average got worse, or where more of them do not show that it got better,
-and longer again, up to the model's own length, where it did.
+fitted by itself gives a good reduction ratio at every step, even if it raises the loss on others.
+Both show on unseen batches: there the average of the iterates is compared with an earlier one, on
+the same samples, so that their noise cancels. Steps become shorter if several such differences show
+that the average got worse, or if more of them do not show that it got better, and longer again, up
+to the model's own length, if it did.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEEP = 0.9
 """The decay of the averaged model."""
 
 APART = 30
-"""Steps from one average to the next, at least."""
+"""The fewest steps from one average to the next."""
 
 LEAST, MOST = 4, 10
 """Differences for a verdict, and for the verdict that the average did not get better."""
@@ -37,7 +37,7 @@ ERRORS = 1.0
 """Standard errors of the mean that are significant."""
 
 SHORTER, LONGER = 0.5, 1.25
-"""Factors of the share after a rise, and after a fall: it stays where three falls follow each rise,
+"""Factors of the share after a rise, and after a fall: it stays if three falls follow each rise,
 since ``1.25^3`` is about two."""
 
 STALLED = 0.7
@@ -63,12 +63,12 @@ class AveragedModel:
         self._length = KEEP * self._length + model.lengths.item()
 
     def minimum(self, damping: float) -> float:
-        """Return the step to the minimum of the damped mean; negative curvature counts as none."""
+        """Return the step to the minimum of the damped mean; negative curvature counts as zero."""
         bend = max(0.0, self._curvature) + damping * self._length
         return -self._slope / bend if bend > 0 else 0.0
 
     def state(self) -> dict[str, float]:
-        """Return what `load` needs."""
+        """Return the state for `load`."""
         return {"slope": self._slope, "curvature": self._curvature, "length": self._length}
 
     def load(self, state: Mapping[str, float]) -> None:
@@ -78,7 +78,7 @@ class AveragedModel:
 
 
 class Trend:
-    """Collects by how much the loss of the average changes on batches that no step has seen.
+    """Collects changes of the average's loss on unseen batches.
 
     Attributes:
         share: The factor of the model's length.
@@ -93,11 +93,11 @@ class Trend:
         self._mean = self._squares = 0.0
 
     def due(self, step: int) -> bool:
-        """Whether it is time for the next average, after so many completed steps."""
+        """Whether the next average is due after this number of completed steps."""
         return self._at < 0 or step - self._at >= APART
 
     def begin(self, step: int) -> bool:
-        """Begin the next difference; return whether there is an earlier average to compare with."""
+        """Begin the next difference; return whether an earlier average exists for comparison."""
         first, self._at = self._at < 0, float(step)
         return not first
 
@@ -125,7 +125,7 @@ class Trend:
         return factor < 1
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs."""
+        """Return the state for `load`."""
         return {
             "share": self.share,
             "count": float(self._count),

@@ -1,12 +1,12 @@
 """Derivatives of outputs along directions, by differentiating a gradient: for any function.
 
-``J^T u`` is linear in u, so the gradient of ``(J^T u)^T v`` in u is ``J v``, whatever u is. One
+``J^T u`` is linear in u, so the gradient of ``(J^T u)^T v`` in u is ``J v``, for any u. One
 gradient with its own graph serves all directions; each takes one backward pass through that graph.
-Nothing runs forward again. Source: Townsend, "A new trick for calculating Jacobian vector
+No forward pass is repeated. Source: Townsend, "A new trick for calculating Jacobian vector
 products", 2017.
 
-Fused kernels of attention and recurrent layers have no second derivative, so a forward pass that
-is to be differentiated twice runs them in plain ones (`PlainKernels`).
+Fused kernels of attention and recurrent layers have no second derivative, so a forward pass that is
+to be differentiated twice runs them in plain ones (`PlainKernels`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PLAIN: dict[Any, _Kernels] = {
 
 
 class PlainKernels(TorchFunctionMode):
-    """Within it, functions whose fused kernels have no second derivative run in plain ones.
+    """A context that replaces fused kernels without a second derivative by plain ones.
 
     Attributes:
         differentiates: Whether `torch.autograd.grad` was called within it.
@@ -111,8 +111,8 @@ def jacobian_products(
         each = [_gradient(slope, cotangents) for slope in slopes]
     except RuntimeError as error:  # autograd's error for a missing second derivative
         raise RuntimeError(_remedy(str(error))) from error
-    # Both sides of u^T (J v) = (J^T u)^T v are at hand: they differ where autograd treated a
-    # gradient as constant, which raises nothing.
+    # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
+    # which raises no error.
     rounding = 1e3 * max(torch.finfo(t.dtype).eps for t in (*cotangents, *gradients))
     with torch.no_grad():
         for v, slope, tangents in zip(moves, slopes, each, strict=True):

@@ -1,8 +1,8 @@
 """Losses that show that the last update was too long.
 
 On a few samples the quadratic model is exact at every single batch, so the damping falls, and a
-step that suits one batch may ruin the next. The reduction ratio, which is measured on the batch of
-the step, does not see that; the next loss does, and costs nothing.
+step that suits one batch may ruin the next. The reduction ratio, measured on the batch of the step,
+does not detect that; the next loss does, at no cost.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from soframe.checks.numbers import is_number
 
 WINDOW = 10
-"""Losses that are remembered."""
+"""The number of remembered losses."""
 
 EARLY = 2.0
-"""By how much the limit is wider while there are fewer: the largest of a few may be small."""
+"""The factor of the limit with fewer losses: the largest of a few may be small."""
 
 
 class LossWatch:
@@ -26,9 +26,9 @@ class LossWatch:
         self.losses: list[float] = []
 
     def rises(self, loss: float, *, undoable: bool) -> bool:
-        """Return whether the last update, if any, is to be undone; if not, remember the loss."""
-        # Losses that are all negative have no scale. Data that have changed for good are no reason
-        # to undo more than one update.
+        """Return whether to undo the last update, if any; if not, remember the loss."""
+        # Negative losses have no scale. Data that have changed for good are no reason to undo more
+        # than one update.
         most = max(self.losses, default=0.0)
         wider = 1.0 if len(self.losses) == WINDOW else EARLY
         if undoable and self._limit is not None and 0 < most * self._limit * wider < loss:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import soframe
 from benchmarks import scaling, steps
-from experiments.steps import (
+from benchmarks.timing import (
     PHASES,
     STEP_KINDS,
     TURNS,

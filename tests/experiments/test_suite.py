@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import suite
-from experiments.problems import PROBLEMS, UNSEEN
+from benchmarks.problems import PROBLEMS, UNSEEN
 from experiments.train import ALONE, Run
 from experiments.workloads import workload
 

@@ -1,4 +1,4 @@
-"""Small problems of many kinds, on which nobody tunes the trust region.
+"""Small problems of many kinds, which the trust region was not tuned on.
 
 Each trains in a few seconds of a processor. Data are synthetic, or come with scikit-learn; models
 are small, and their last layer is called ``head``, which Muon leaves to AdamW.
@@ -102,7 +102,7 @@ class NaturalGaussian(Loss):
     """
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """See `Loss.hessian_product`: that of ``a^2 / (2 b) - log(b) / 2`` in ``(a, b)``."""
+        """Return the Hessian of ``a^2 / (2 b) - log(b) / 2`` in ``(a, b)`` times vectors."""
         a, b = outputs.unbind(1)
         u, v = vectors.unbind(1)
         return torch.stack(
@@ -110,7 +110,7 @@ class NaturalGaussian(Loss):
         )
 
     def half_factor(self, outputs: Tensor) -> Iterator[Tensor]:
-        """See `Loss.half_factor`: columns of the Cholesky factor."""
+        """Yield the columns of the Cholesky factor."""
         a, b = outputs.unbind(1)
         yield torch.stack([b.rsqrt(), -a / b**1.5], 1)
         yield torch.stack([torch.zeros_like(a), math.sqrt(0.5) / b], 1)
@@ -599,7 +599,7 @@ def ranking(seed: int) -> Task:
     return Task(Ranking(users, things), loss, criterion, (triples,))
 
 
-#: By name: what makes it, a few words, and the examples of a step, None for all of them.
+#: By name: its maker, a few words, and the examples of a step, None for all of them.
 PROBLEMS = {
     "logistic": (logistic, "logistic regression, raw ill-conditioned features", None),
     "narrow-tanh": (narrow_tanh, "20 narrow layers, tanh", None),

@@ -34,7 +34,7 @@ WORDS = frozenset(
         *("staggered", "background", "background ready"),
     }
 )
-"""What a contender's name says after the library's, separated by commas."""
+"""The words in a contender's name after the library's, separated by commas."""
 
 Times = Mapping[str, list[list[float]]]
 """For each of `STEP_KINDS`, for each round, the seconds of the steps."""
@@ -105,7 +105,7 @@ class Contender:
         model: Its copy of the network.
         step: Takes a step.
         clock: Returns seconds, once the device has nothing more to do.
-        preconditioner: A library's preconditioner, if there is one.
+        preconditioner: A library's preconditioner, or None.
         taken: Completed steps.
         times: The seconds of the steps of each kind in each round.
     """
@@ -147,7 +147,7 @@ class Contender:
 
 
 def kind_of(step: int) -> str:
-    """Return the kind of a step, which libraries may ask before and after it is taken."""
+    """Return the kind of a step, for libraries that need it before and after the step."""
     return "solve" if step == 0 else CYCLE[(step - 1) % len(CYCLE)]
 
 
@@ -170,7 +170,7 @@ def words_of(name: str) -> tuple[str, list[str]]:
     """Return the library that a contender's name begins with, and the words after it.
 
     Raises:
-        ValueError: If there is no such library or word.
+        ValueError: If the library or a word is unknown.
     """
     library, *words = name.split(", ")
     unknown = [word for word in words if word not in WORDS]
@@ -200,7 +200,7 @@ def contender(
         model: Its weights, which are copied.
         device: The device.
         own: The settings of ``"soframe, own"``.
-        every: Intervals of statistics and solves; None for those of `kind_of`.
+        every: Intervals of statistics and solves; None for `kind_of`'s.
         wrap: Wraps the model.
     """
     library, said = words_of(name)
@@ -291,7 +291,7 @@ def mean_step(times: Mapping[str, float], every: int, solve_every: int) -> float
 
 
 def phases(times: Mapping[str, float], plain: float) -> dict[str, float]:
-    """Return what each part of a preconditioner adds to a plain step."""
+    """Return the time that each part of a preconditioner adds to a plain step."""
     steps = [plain, *(times[kind] for kind in STEP_KINDS)]
     return {phase: b - a for phase, (a, b) in zip(PHASES, pairwise(steps), strict=True)}
 
@@ -318,7 +318,7 @@ def figures(found: Mapping[str, Times]) -> list[dict[str, Any]]:
         for kind in STEP_KINDS:
             row[kind] = 1e3 * statistics.median(times[kind] for times in own)
         for every, solve_every in INTERVALS:
-            # Against plain steps at the same places of the round, which is what surrounds them.
+            # Divide by plain steps at the same places of the round, which surround them.
             ratios = [
                 mean_step(times, every, solve_every) / mean_step(base, every, solve_every)
                 for times, base in zip(own, rounds[first], strict=True)
@@ -370,7 +370,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def phase_table(title: str, rows: list[dict[str, Any]]) -> str:
-    """Return what the parts of preconditioners add to a step, as text, also over kfac-pytorch's."""
+    """Return the times of preconditioners' parts as text, also over kfac-pytorch's."""
     heads = [f"{name} ms" for name in PHASES] + [f"{name} : kfac-pytorch" for name in PHASES]
     lines = [["", *heads]]
     for row in (row for row in rows if "phases" in row):
