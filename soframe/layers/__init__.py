@@ -1,7 +1,7 @@
 """Layer helpers: how a module's inputs, output gradients and parameters become matrices.
 
-Linear layers and two-dimensional convolutions are registered; what else is here joins them where a
-user asks for it, with ``layers="all"`` or by class.
+Linear layers and two-dimensional convolutions are used by default, the others with ``layers="all"``
+or by class.
 """
 
 from soframe.layers.attention import AttentionHelper

@@ -1,15 +1,15 @@
 """Multi-head attention: the projections within ``nn.MultiheadAttention``.
 
-The projections are products inside one function, whose inputs and outputs no module hook sees. So
-they are looked up in the graph of the output: from there up to the inputs of the module, the
-products that take one of its weights, with what autograd has saved of their inputs. The gradient is
-taken where it enters the product.
+The projections are products inside one function, where module hooks do not see their inputs and
+outputs. So the autograd graph is searched, from the module's output up to its inputs, for products
+with one of its weights. Their inputs are the tensors that autograd saved for them, and their output
+gradients are captured at their graph nodes.
 
-There is a block for ``in_proj_weight`` and its bias, with three groups: the projections of queries,
-keys and values are three layers side by side, which may be called with different inputs. Where
-their weights are parameters of their own (``kdim`` or ``vdim``) each is a block, and the bias,
-which they have in common, another one. The output projection is a block with weight and bias. All
-rows are positions, in the *expand* setting, as for ``nn.Linear`` in place of each projection.
+``in_proj_weight`` and its bias are one block with three groups: the projections of queries, keys
+and values are three independent layers, whose inputs may differ. If their weights are separate
+parameters (``kdim`` or ``vdim``), each is a block, and the common bias is another one. The output
+projection is a block with weight and bias. All rows are positions, in the *expand* setting, as with
+an ``nn.Linear`` for each projection.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 @KINDS["layer"].register_optional(nn.MultiheadAttention)
 class AttentionHelper(LayerHelper):
-    """One block of an ``nn.MultiheadAttention``: with or without ``batch_first``, a mask, weights.
+    """One block of an ``nn.MultiheadAttention``: any ``batch_first``, masks and ``need_weights``.
 
     Args:
         module: The module.
-        weights: The names of the weights whose products make the block's rows, each with the first
-            of the groups that it is.
-        weight: The name of the weight of the block, if it has one.
-        bias: The name of its bias, if it has one.
-        groups: How many projections the block has.
+        weights: The names of the weights whose products have the block's rows, mapped to the first
+            group of each.
+        weight: The name of the weight in the block, or None.
+        bias: The name of the bias in the block, or None.
+        groups: The number of projections in the block.
     """
 
     module: nn.MultiheadAttention
@@ -88,7 +88,7 @@ class AttentionHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """A bias whose weight is frozen is in no block."""
+        # A bias whose weight is frozen is in no block.
         made = []
         biased = "in_proj_bias" in trained and joint
         if "in_proj_weight" in trained:
@@ -116,12 +116,12 @@ class AttentionHelper(LayerHelper):
 
     @property
     def groups(self) -> int:
-        """The projections."""
+        """The number of projections."""
         return self._groups
 
     @property
     def multiplies(self) -> bool:
-        """A block of the projections' biases alone does not."""
+        """False for the block of the common bias."""
         return self.weight is not None
 
     @property
@@ -130,7 +130,7 @@ class AttentionHelper(LayerHelper):
         return BlockShape(self._groups, self._out, columns + (self.bias is not None))
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """Three projections may see rows of their own."""
+        # The three projections may see different rows.
         if self._groups > 1 and spec.mean_over == "rows":
             return replace(spec, mean_over="group rows")
         return spec
@@ -140,7 +140,7 @@ class AttentionHelper(LayerHelper):
     def observe(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[InnerCall]:
-        """The products that take the block's weights."""
+        """Find the products with the block's weights in the graph of the output."""
         first = output[0] if isinstance(output, tuple) else output
         weights = {name: parameter_of(self.module, name) for name in self._weights}
         trained = any(w is not None and w.requires_grad for w in weights.values())
@@ -187,23 +187,23 @@ class AttentionHelper(LayerHelper):
         )
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """The same for all projections called, zeros for others."""
+        """Return the same rows for all projections of the call, zeros for the others."""
         x, reaches = inputs
         rows = x.unsqueeze(0).expand(self._groups, *x.shape)
         return rows if bool(reaches.all()) else rows * _beside(reaches, x).view(-1, 1, 1, 1)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """The projections are side by side in the features."""
+        # The features of the projections are concatenated.
         batch, shared, _ = grad_output.shape
         return grad_output.view(batch, shared, self._groups, self._out).permute(2, 0, 1, 3)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Projections that are not called have no ones either."""
+        # Projections outside the call have no ones for the bias either.
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
         return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """Projections that are not called."""
+        """Exclude projections outside the call."""
         reaches = inputs[1]
         if bool(reaches.all()):
             return None
@@ -211,7 +211,7 @@ class AttentionHelper(LayerHelper):
         return reached.view(-1, 1, 1).expand(output_rows.shape[:3])
 
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """Known without a look at the device."""
+        # Counted on the host, without a synchronisation.
         reaches = inputs[1]
         _, batch, shared, _ = output_rows.shape
         return None if bool(reaches.all()) else reaches * (batch * shared)
@@ -235,7 +235,7 @@ class AttentionHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """Computed once, for all projections of the call."""
+        # Computed once for all projections of the call.
         if self._groups == 1:
             return super().input_moment(inputs, output_rows, total, scale)
         x, reaches = inputs
@@ -255,16 +255,14 @@ class AttentionHelper(LayerHelper):
 
 
 def _beside(reaches: Tensor, like: Tensor) -> Tensor:
-    """Return which projections are called as numbers of another tensor's dtype and device."""
+    """Convert the mask of a call's projections to another tensor's dtype and device."""
     return sent([float(reached) for reached in reaches.tolist()], like)
 
 
 def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
-    """Return what makes ``[N, T, groups out]`` of a gradient, positions first, of some projections.
+    """Return a function from a gradient ``[..., out]``, positions first, to ``[N, T, groups out]``.
 
-    Args:
-        batch: N.
-        around: How many features of other projections come before and after, zeros.
+    ``around`` counts the features of other projections before and after, which are zeros.
     """
 
     def arrange(gradient: Tensor) -> Tensor:

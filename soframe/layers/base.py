@@ -1,15 +1,15 @@
-"""The layer helper: the one place that knows how a module lays out its tensors.
+"""The layer helper: how the tensors of one type of module become rows and matrices.
 
 Rows are ``[groups, batch, shared, features]``: ``groups`` are independent sub-layers of one module
 (the groups of a convolution; 1 otherwise), ``batch`` the samples, ``shared`` the positions at
-which one sample uses the same weights (sequence, space), ``features`` what a weight row multiplies.
-A layer's gradient is the matrix ``[groups, out, in]``; the bias, where it is part of the block, is
-the last input column, and its input is one.
+which one sample uses the same weights (sequence, space), ``features`` the inputs of a weight row.
+A layer's gradient is the matrix ``[groups, out, in]``; the bias, if it is part of the block, is the
+last input column, and its input is one.
 
-``input_rows`` and ``output_rows`` make a helper correct; everything else has a default that they
-imply. ``input_moment`` and ``output_moment`` add to a sum in place; they may be overridden to be
-fast, and are then held equal to the plain version by ``soframe.testing.check_layer_helper``. No
-helper chooses a scale: that is the method's (``soframe/methods/scaling.py``).
+A helper must implement ``input_rows`` and ``output_rows``; everything else has a default that is
+computed from them. ``input_moment`` and ``output_moment`` add to a sum in place and may be
+overridden by a faster version, which ``soframe.testing.check_layer_helper`` compares with the plain
+one. Helpers never scale: ``soframe/methods/scaling.py`` does.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from soframe.specs import FactorSpec
 __all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment", "widened"]
 
 Unit = Literal["row", "sample"]
-"""What can be taken of a call by itself."""
+"""The parts of a call that can be selected: single rows, or whole samples."""
 
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A call inside a module, which shows in the graph of its output and nowhere else.
+    """A product inside a module, found in the autograd graph of the module's output.
 
     Attributes:
-        edge: Where the gradient of its output arrives.
-        read: Returns its inputs, from what the graph has saved for the backward pass.
-        like: Tensors with the shapes, dtypes and devices of the inputs, which need no memory: for
-            a graph that has saved nothing, since it is computed anew in the backward pass.
-        arrange: Turns the gradient that arrives into the tensor that `LayerHelper.output_rows`
-            takes.
+        edge: The graph edge of its output.
+        read: Returns its inputs, from the tensors that the graph saved for the backward pass.
+        like: Returns tensors with the shapes, dtypes and devices of the inputs, without memory of
+            their own: for a checkpointed graph, which saves nothing until it is recomputed.
+        arrange: Transforms the gradient of its output into the argument of
+            `LayerHelper.output_rows`.
     """
 
     edge: GradientEdge
@@ -57,34 +57,34 @@ class InnerCall:
 
 
 FEW = 2**15
-"""Numbers: fewer are copied, beside ones for the bias; that takes less than a border of the sum."""
+"""Up to so many numbers, rows are concatenated with ones for the bias rather than summed apart."""
 
 
 class LayerHelper(ABC):
-    """How one module's tensors become rows and matrices.
+    """The base class of layer helpers: how one module's tensors become rows and matrices.
 
     Args:
         module: The module.
-        weight: Whether the weight is part of the block (it is not when frozen).
+        weight: Whether the weight is part of the block (False if it is frozen).
         bias: Whether the bias is part of the block.
 
     Attributes:
         module: The module.
-        weight: The weight, if it is part of the block.
-        bias: The bias, if it is part of the block.
-        unit: What ``take_inputs`` and ``take_rows`` can take of a call: single rows, or whole
-            samples; None, the default, if nothing but all of it.
-        transposed: Whether the weight is stored with its inputs first. The matrix of a method that
-            reads gradients alone has its outputs first all the same.
-        widens: Whether its moments take rows of half precision, of one group, where these are as
-            exact (`soframe.kernels.halves.widens`). A class says so for itself alone: what is
-            derived from it may have moments of its own.
+        weight: The weight, if it is part of the block, else None.
+        bias: The bias, if it is part of the block, else None.
+        unit: The parts of a call that ``take_inputs`` and ``take_rows`` can select: ``"row"``,
+            ``"sample"``, or None, the default, if a call cannot be split.
+        transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
+            outputs first in any case.
+        widens: Whether its moments accept rows in half precision, for one group
+            (`soframe.kernels.halves.widens`). It is read from the class itself and not inherited,
+            since a subclass may override the moments.
     """
 
     unit: ClassVar[Unit | None] = None
     transposed: ClassVar[bool] = False
     widens: ClassVar[bool] = False
-    _keys: tuple[str, str] = ("weight", "bias")  # their names in the module
+    _keys: tuple[str, str] = ("weight", "bias")  # names of weight and bias in the module
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
         self.module = module
@@ -102,11 +102,11 @@ class LayerHelper(ABC):
         """Return the rows that the weight multiplies, without the bias column.
 
         Args:
-            *inputs: What the module was called with, in the order of ``forward``'s parameters.
+            *inputs: The input tensors of the call, in the order of ``forward``'s parameters.
 
         Returns:
-            ``[groups, batch, shared, in_features]`` (features of the weight alone), in the
-            inputs' dtype.
+            ``[groups, batch, shared, in_features]``, without the bias feature, in the inputs'
+            dtype.
         """
 
     @abstractmethod
@@ -124,13 +124,13 @@ class LayerHelper(ABC):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """Return why this helper cannot serve a module, or None if it can.
+        """Return the reason why this helper does not support a module, or None if it does.
 
         Args:
             module: The module.
 
         Returns:
-            The reason for the registration report.
+            The reason, for the registration report.
         """
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
             return "its weight is not a parameter of its own (parametrised or computed)"
@@ -148,10 +148,10 @@ class LayerHelper(ABC):
         """Return the helpers of a module, one for each block.
 
         Args:
-            module: The module, which `unsupported` has nothing against.
-            trained: The names of the parameters that are to be in blocks; those of submodules are
-                dotted. Blocks without any are left out.
-            joint: Whether a block may have several parameters; else it has its weight alone.
+            module: The module; `unsupported` returned None for it.
+            trained: The names of the parameters to put into blocks, dotted for submodules. Blocks
+                without any of them are left out.
+            joint: Whether a bias joins the block of its weight.
 
         Returns:
             By default one, for ``weight`` and ``bias``.
@@ -167,59 +167,59 @@ class LayerHelper(ABC):
             module: The module.
 
         Returns:
-            By default the module's own ``weight`` and ``bias``; dotted where they are a
-            submodule's, which then has no blocks of its own.
+            By default the module's own ``weight`` and ``bias``. Names of a submodule's parameters
+            are dotted; the submodule then has no blocks of its own.
         """
         registered = module._parameters
         return tuple(name for name in ("weight", "bias") if registered.get(name) is not None)
 
     @property
     def multiplies(self) -> bool:
-        """Whether a parameter of the block multiplies the inputs, rather than a bias alone."""
+        """Whether a parameter of the block multiplies the inputs; False for a bias only."""
         return self.weight is not None or any(name != "bias" for name in self.parameters)
 
     @property
     def part(self) -> str:
-        """What tells this block from others of its module; by default nothing does."""
+        """The suffix that distinguishes this block from others of its module; empty by default."""
         return ""
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """Return a factor of the method as this layer has it.
+        """Adapt a factor of the method to this layer.
 
         Args:
             spec: The factor.
 
         Returns:
-            By default the same; a layer whose inputs are indices makes that of its inputs diagonal,
-            one whose groups see rows of their own takes means over these.
+            By default the same spec. An embedding makes the factor of its inputs diagonal; a layer
+            whose groups see different rows averages over group rows.
         """
         return spec
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """Return which rows reach the parameters of each group.
+        """Return a mask of the rows that reach the parameters of each group.
 
-        It is asked where `factor` makes a mean one over group rows. The gradients of rows that do
-        not reach a group are left out.
+        Called if `factor` sets ``mean_over="group rows"``. The other rows' gradients are excluded
+        from the statistics of a group.
 
         Args:
             inputs: The tensors of the call.
             output_rows: The rows of the same call's output gradient.
 
         Returns:
-            ``[groups, batch, shared]``, bool; None, the default, where all rows reach all groups.
+            ``[groups, batch, shared]``, bool; None, the default, if all rows reach all groups.
         """
         del inputs, output_rows
         return None
 
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """Return how many rows reach each group.
+        """Count the rows that reach each group.
 
         Args:
             inputs: The tensors of the call.
             output_rows: The rows of the same call's output gradient.
 
         Returns:
-            ``[groups]``, by default what `mask` says; None where all rows reach all groups.
+            ``[groups]``, by default the counts of `mask`; None if all rows reach all groups.
         """
         mask = self.mask(inputs, output_rows)
         return None if mask is None else mask.sum((1, 2))
@@ -227,16 +227,16 @@ class LayerHelper(ABC):
     def observe(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[InnerCall] | None:
-        """Return the calls inside a module that the block's rows are made of.
+        """Find the products inside a module that use the block's parameters.
 
         Args:
             args: Positional arguments of the module's call.
             kwargs: Its keyword arguments.
-            output: What it returned, with its graph.
+            output: Its return value, with the autograd graph.
 
         Returns:
-            The calls; None, the default, where it is the module's own call, with one tensor for an
-            output.
+            The products; None, the default, if the block belongs to the module's own call, whose
+            output is one tensor.
         """
         del args, kwargs, output
         return None
@@ -261,7 +261,7 @@ class LayerHelper(ABC):
         return {name: p for name, p in named if p is not None}
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a call, however they were given.
+        """Return the input tensors of a call, positional or by keyword.
 
         Args:
             args: Positional arguments of the call.
@@ -275,13 +275,13 @@ class LayerHelper(ABC):
         return tuple(value for value in args if isinstance(value, Tensor))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return tensors of the parameters' shapes as the block's matrix.
+        """Pack tensors of the parameters' shapes into the block's matrix.
 
         Args:
             tensors: The tensors, by the names of `parameters`.
 
         Returns:
-            ``[groups, out, in]``. By default what ``to_matrix`` makes of weight and bias.
+            ``[groups, out, in]``; by default the result of `to_matrix` for weight and bias.
         """
         weight, bias = map(tensors.get, self._keys)
         return self.to_matrix(weight, bias)
@@ -302,11 +302,11 @@ class LayerHelper(ABC):
         """Pack tensors of the parameters' shapes into the block's matrix.
 
         Args:
-            weight: A tensor of the weight's shape; None where it is not part of the block.
-            bias: A tensor of the bias's shape; None where it is not part of the block.
+            weight: A tensor of the weight's shape; None if it is not part of the block.
+            bias: A tensor of the bias's shape; None if it is not part of the block.
 
         Returns:
-            ``[groups, out, in]``; a view of ``weight`` where there is no bias.
+            ``[groups, out, in]``; a view of ``weight`` if the block has no bias.
         """
         columns = []
         if weight is not None:
@@ -322,8 +322,8 @@ class LayerHelper(ABC):
             matrix: ``[groups, out, in]``.
 
         Returns:
-            Views of the matrix in the shapes of the weight and the bias; None for those that are
-            not part of the block.
+            Views of the matrix in the shapes of the weight and the bias; None for a parameter that
+            is not part of the block.
         """
         bias = None
         if self.bias is not None:
@@ -331,12 +331,12 @@ class LayerHelper(ABC):
         return (None if self.weight is None else self._weight_of(matrix)), bias
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
-        """Return the weight of a matrix without its bias column."""
+        """Return a matrix without bias column, ``[groups, out, in]``, in the weight's shape."""
         assert self.weight is not None
         return matrix.reshape(self.weight.shape)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Return the input rows of the block: those of the weight, then ones for the bias.
+        """Return the input rows of the block: rows of the weight, with ones appended for the bias.
 
         Args:
             inputs: The tensors of the call.
@@ -346,7 +346,7 @@ class LayerHelper(ABC):
             ``[groups, batch, shared, in]`` in the dtype of ``output_rows``.
 
         Raises:
-            ValueError: If the helper's two kinds of rows do not belong together.
+            ValueError: If the shapes of `input_rows` and ``output_rows`` do not match.
         """
         ones = output_rows.new_ones(()).expand(*output_rows.shape[:3], 1)
         if not self.multiplies:
@@ -377,26 +377,26 @@ class LayerHelper(ABC):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """Return the inputs of a call that consists of some samples or rows of another.
+        """Select samples or rows from the inputs of a call.
 
         Args:
             inputs: The tensors of the call.
-            index: Which samples, or which of the rows, counted sample by sample.
-            unit: What ``index`` counts; a helper whose ``unit`` is a row is asked for both.
+            index: Indices of samples, or of rows numbered sample by sample.
+            unit: The unit of ``index``. A helper whose ``unit`` is ``"row"`` must support both.
 
         Returns:
-            The tensors. By default the samples are taken from all of them.
+            The tensors of a smaller call. By default samples are selected from all of them.
         """
         del unit
         return tuple(x[index] for x in inputs)
 
     def take_rows(self, output_rows: Tensor, index: Tensor, unit: Unit) -> Tensor:
-        """Return the rows of the output gradient of the same call.
+        """Select samples or rows from the output gradients of a call.
 
         Args:
             output_rows: ``[groups, batch, shared, out]``.
-            index: See ``take_inputs``.
-            unit: See ``take_inputs``.
+            index: Indices of samples, or of rows numbered sample by sample.
+            unit: The unit of ``index``.
 
         Returns:
             ``[groups, samples, shared, out]``, or ``[groups, rows, 1, out]``.
@@ -425,17 +425,17 @@ class LayerHelper(ABC):
         return self._weight_rows(inputs, output_rows).mean(2, keepdim=True)
 
     def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Return the sum over samples of the squares of the entries of their gradients.
+        """Return the sum over samples of their elementwise squared gradients.
 
-        It is asked where `factor` makes that of the inputs diagonal; elsewhere methods have the
-        rows in a basis of their own.
+        Called if `factor` makes the input factor diagonal; otherwise methods use the rows, rotated
+        into a basis.
 
         Args:
             inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient, in whichever basis.
+            output_rows: The rows of the same call's output gradient, in any basis.
 
         Returns:
-            ``[groups, out, in]``. By default made of all rows, written out.
+            ``[groups, out, in]``; by default computed from `block_rows`.
         """
         return squared_gradients(self.block_rows(inputs, output_rows), output_rows)
 
@@ -449,8 +449,8 @@ class LayerHelper(ABC):
             output_rows: The rows of the same call's output gradient.
 
         Returns:
-            ``[groups, out, out]`` and ``[groups, in, in]``; of the second the diagonal
-            ``[groups, in]`` where `factor` makes a matrix of the inputs' side diagonal.
+            ``[groups, out, out]`` and ``[groups, in, in]``; the second is its diagonal
+            ``[groups, in]`` if `factor` makes factors of the input side diagonal.
         """
         return sample_moments(self.block_rows(inputs, output_rows), output_rows)
 
@@ -467,16 +467,15 @@ class LayerHelper(ABC):
         return self.block_rows(inputs, output_rows).sum((1, 2))
 
     def input_key(self) -> Hashable | None:
-        """Return what ``input_moment`` depends on besides the tensors of the call.
+        """Return the settings on which `input_moment` depends, in addition to its tensors.
 
         Returns:
-            A key. Layers with equal keys that are called with the very same tensors have the same
-            moment, which is then computed once (`soframe.layers.sharing`). None if that is never
-            so.
+            A key. The moment of an input tensor is computed once for all layers with equal keys
+            (`soframe.layers.sharing`). None, the default, disables this.
         """
         return None
 
-    # -- fast paths: override together with a test that holds them equal ----------------------
+    # -- fast paths: an override needs a test that compares it with the plain version ---------
 
     def input_moment(
         self,
@@ -490,12 +489,12 @@ class LayerHelper(ABC):
         Args:
             inputs: The tensors of the call.
             output_rows: The rows of the same call's output gradient, in the factors' dtype.
-            total: What is added to, in place: ``[groups, in, in]``; None for zeros.
+            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
             scale: The multiplier.
 
         Returns:
-            ``[groups, in, in]`` in the dtype of ``output_rows``. Only the lower triangle has a
-            meaning.
+            ``[groups, in, in]`` in the dtype of ``output_rows``, or in float32 if that is half
+            precision. Only the lower triangle is defined.
         """
         beta = 1.0
         if total is None:
@@ -521,16 +520,16 @@ class LayerHelper(ABC):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples.
+        """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples, of `mean_rows`.
 
         Args:
             inputs: The tensors of the call.
             output_rows: The rows of the same call's output gradient, in the factors' dtype.
-            total: What is added to, in place; None for zeros.
+            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
             scale: The multiplier.
 
         Returns:
-            The moment of `mean_rows`, in the form of that of `input_moment`.
+            ``[groups, in, in]``. Only the lower triangle is defined.
         """
         rows = self.mean_rows(inputs, output_rows)
         beta = 1.0
@@ -547,11 +546,11 @@ class LayerHelper(ABC):
         Args:
             output_rows: ``[groups, batch, shared, out]`` in the factors' dtype. Rows that are a
                 view of an image, channels first or last, are not copied.
-            total: What is added to, in place: ``[groups, out, out]``; None for zeros.
+            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
             scale: The multiplier.
 
         Returns:
-            ``[groups, out, out]``. Only the lower triangle has a meaning.
+            ``[groups, out, out]``. Only the lower triangle is defined.
         """
         beta = 1.0
         if total is None:
@@ -562,7 +561,7 @@ class LayerHelper(ABC):
 
 
 def widened(rows: Tensor) -> Tensor:
-    """Return a tensor of the dtype and device in which rows are summed: not half precision."""
+    """Return a tensor in the accumulation dtype of rows: float32 for half precision."""
     return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
 
 

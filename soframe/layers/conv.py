@@ -1,18 +1,17 @@
-"""Convolutions of one to three dimensions, transposed too, with all that ``torch.nn`` accepts.
+"""Convolutions in one to three dimensions, and transposed ones, with all options of ``torch.nn``.
 
-A patch is a row and an output location a position (KFC: Grosse and Martens, 2016, section 3), with
-the features of a patch in the order kernel row, kernel column, channel: that of a weight in
-channels_last. A factor is then made of blocks of channels, one for each two kernel positions, which
-fast paths compute without writing patches out (`soframe.kernels`). Each group of a grouped
-convolution is a sub-layer of its own, with its own factors.
+A patch is a row and an output location a position (KFC: Grosse and Martens, 2016, section 3). The
+features of a patch are in the order kernel row, kernel column, channel, as in a channels_last
+weight. A factor then has a block ``[channels, channels]`` for each pair of kernel positions, which
+fast paths compute without materialising patches (`soframe.kernels`). Each group of a grouped
+convolution is an independent sub-layer with its own factors.
 
-The fast paths know images. One dimension is an image of one row. Of three dimensions the last is
-unfolded: kernel positions of that axis become channels, and its output positions further images.
+The fast paths take images. A one-dimensional input is an image with one row. In three dimensions
+the last axis is unfolded: its kernel positions become channels, its output positions more images.
 
-A transposed convolution is a convolution of its inputs with zeros between them (Dumoulin and Visin,
-2016, section 4), and has the rows of that one: a position is a location of its output, with one
-bias each. Its kernel meets the inputs backwards, so the axes of the inputs are turned round instead
-of the weight.
+A transposed convolution is a convolution of its inputs with zeros inserted between them (Dumoulin
+and Visin, 2016, section 4), and has the rows of that convolution: the positions are locations of
+the output. Its kernel is flipped; the axes of the inputs are flipped instead of the weight.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ __all__ = [
 
 @register("layer", nn.Conv2d)
 class Conv2dHelper(LayerHelper):
-    """``nn.Conv2d``: stride, padding in numbers or words, padding modes, dilation, groups.
+    """``nn.Conv2d``: any stride, padding (also ``"same"``), padding mode, dilation and groups.
 
     Attributes:
-        path: How factors of inputs are computed: one of `soframe.kernels.dispatch.PATHS`, or None
-            for what `soframe.kernels.dispatch.choose` expects to be fastest. All give the same
-            factor. To choose for some layers, name a subclass in ``Preconditioner(layers=...)``.
+        path: The kernel for input factors, one of `soframe.kernels.dispatch.PATHS`; None for the
+            choice of `soframe.kernels.dispatch.choose`. All compute the same factor. To set it for
+            some layers, pass a subclass in ``Preconditioner(layers=...)``.
     """
 
     module: nn.modules.conv._ConvNd
@@ -57,11 +56,11 @@ class Conv2dHelper(LayerHelper):
     transposed: ClassVar[bool] = False
     path: ClassVar[Path | None] = None
     unit: ClassVar[Unit | None] = "sample"
-    widens: ClassVar[bool] = True  # in the ways of an accelerator, which takes no others
+    widens: ClassVar[bool] = True  # true of all paths that accelerators use
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        if not isinstance(module, nn.modules.conv._ConvNd):  # helpers of others may extend this one
+        if not isinstance(module, nn.modules.conv._ConvNd):  # a subclass's own key
             return f"{cls.__name__} serves convolutions, not {type(module).__name__}"
         if (len(module.kernel_size), module.transposed) != (cls.dimensions, cls.transposed):
             kind = "transposed convolutions" if module.transposed else "convolutions"
@@ -74,7 +73,7 @@ class Conv2dHelper(LayerHelper):
         return self.module.groups
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """A view where the weight is in channels_last."""
+        # A view if the weight is in channels_last.
         return super().to_matrix(weight if weight is None else weight.movedim(1, -1), bias)
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
@@ -83,11 +82,11 @@ class Conv2dHelper(LayerHelper):
         return matrix.reshape(out, *kernel, channels).movedim(-1, 1)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """The plain way, which writes all patches out."""
+        """Return all patches: the plain twin of the fast paths."""
         return patches(*self._image(*inputs))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        """A view, channels first or last."""
+        """Return a view, channels first or last."""
         g = self._batched(grad_output)
         groups = self.module.groups
         batch, channels, *locations = g.shape
@@ -117,7 +116,7 @@ class Conv2dHelper(LayerHelper):
         return total
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Without patches."""
+        # Without materialising patches.
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
         x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
@@ -139,12 +138,12 @@ class Conv2dHelper(LayerHelper):
         return x if x.dim() == self.dimensions + 2 else x.unsqueeze(0)
 
     def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
-        """Return a batch with all padding that is not zeros, and the axes that are left."""
+        """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
         del settings
         conv = self.module
         x, around = self._batched(x), _padding(conv)
         if conv.padding_mode != "zeros":
-            # The last dimension first.
+            # F.pad takes the last dimension first.
             x = F.pad(x, [n for pair in reversed(around) for n in pair], mode=conv.padding_mode)
             around = [(0, 0)] * len(around)
         numbers = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
@@ -163,7 +162,7 @@ class Conv2dHelper(LayerHelper):
 
 @KINDS["layer"].register_optional(nn.Conv1d)
 class Conv1dHelper(Conv2dHelper):
-    """``nn.Conv1d``: an image of one row."""
+    """``nn.Conv1d``: an image with one row."""
 
     dimensions: ClassVar[int] = 1
 
@@ -174,7 +173,7 @@ class Conv1dHelper(Conv2dHelper):
 
 @KINDS["layer"].register_optional(nn.Conv3d)
 class Conv3dHelper(Conv2dHelper):
-    """``nn.Conv3d``: for each output position of the last axis an image."""
+    """``nn.Conv3d``: one image for each output position of the last axis."""
 
     dimensions: ClassVar[int] = 3
 
@@ -200,32 +199,32 @@ class Conv3dHelper(Conv2dHelper):
 
 
 class _Transposed(Conv2dHelper):
-    """What transposed convolutions of all dimensions have in common."""
+    """The base class of transposed convolutions of all dimensions."""
 
     module: nn.modules.conv._ConvTransposeNd
     transposed: ClassVar[bool] = True
 
     @property
     def shape(self) -> BlockShape:
-        """The weight is ``[in, out / groups, kernel]``."""
+        """The shape of the matrix; the weight itself is ``[in, out / groups, kernel]``."""
         conv = self.module
         columns = conv.weight.numel() // conv.out_channels if self.weight is not None else 0
         out = conv.out_channels // conv.groups
         return BlockShape(conv.groups, out, columns + (self.bias is not None))
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """A view of the weight where there is one group."""
+        # A view of the weight if it has one group.
         if weight is not None:
             weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
         return super().to_matrix(weight, bias)
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
-        # Of several groups it is a copy.
+        # A copy if it has several groups.
         weight: Tensor = matrix.unflatten(2, (*self.module.kernel_size, -1))
         return weight.movedim(-1, 1).flatten(0, 1)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """With the padding of a call that names its output's size."""
+        """Return the input, and the output padding if the call has ``output_size``."""
         bound = self._signature.bind(*args, **kwargs).arguments
         x, size = bound["input"], bound.get("output_size")
         if size is None:
@@ -245,14 +244,14 @@ class _Transposed(Conv2dHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """The padding is that of all samples."""
+        # All samples have the same padding.
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        return super().input_rows(*inputs).flip(2)  # all axes are turned round
+        return super().input_rows(*inputs).flip(2)  # all axes are flipped
 
     def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
-        """Return the inputs turned round, with the zeros of the stride, and their axes."""
+        """Flip the inputs and insert the zeros of the stride; return them and their axes."""
         conv = self.module
         x = self._batched(x)
         extra = settings[0].tolist() if settings else conv.output_padding
@@ -267,7 +266,7 @@ class _Transposed(Conv2dHelper):
             reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
             after = reach - int(conv.padding[axis])
             before = after + int(extra[axis])
-            # Padding beyond the kernel's reach takes inputs away.
+            # Padding beyond the kernel's reach crops inputs.
             crop += [min(before, 0), min(after, 0)]
             axes.append(
                 Axis(

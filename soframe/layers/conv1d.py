@@ -1,7 +1,7 @@
 """Linear layers whose weight is stored transposed: ``y = x W + b`` with ``W`` ``[in, out]``.
 
-GPT-2's ``Conv1D`` is one. It is registered by its name, so that the package it comes from need not
-be installed.
+An example is GPT-2's ``Conv1D``, registered by its qualified name so that transformers need not be
+installed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["TransposedLinearHelper"]
 
 @KINDS["layer"].register_optional("transformers.pytorch_utils.Conv1D")
 class TransposedLinearHelper(LinearHelper):
-    """``y = x W + b``: the first dimension is the batch, those in between are positions.
+    """``y = x W + b`` of ``[batch, ..., in]``: dimensions in between are positions.
 
-    For any module with a matrix ``weight`` ``[in, out]`` and perhaps a ``bias`` ``[out]``.
+    For any module with a ``weight`` ``[in, out]`` and optionally a ``bias`` ``[out]``.
     """
 
     transposed: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class TransposedLinearHelper(LinearHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """The weight, transposed."""
+        """The shape of the transposed weight, with the bias column."""
         assert self._full_weight is not None
         into, out = self._full_weight.shape
         columns = into if self.weight is not None else 0

@@ -1,16 +1,15 @@
 """Embeddings: rows of a table, by index.
 
-``y = e_i^T W`` with the one-hot row ``e_i`` for an input, so that the second moment of the inputs
-is diagonal: how often each index occurs. It is counted from the indices, and neither a one-hot row
-nor a matrix of the size of the table squared is ever made. The gradient matrix is the table,
-transposed: ``[1, embedding_dim, num_embeddings]``.
+``y = e_i^T W`` with the one-hot row ``e_i`` as the input, so that the second moment of the inputs
+is the diagonal of index counts. Counts are computed from the indices; neither one-hot rows nor a
+matrix ``[num_embeddings, num_embeddings]`` are materialised. The gradient matrix is the transposed
+table, ``[1, embedding_dim, num_embeddings]``.
 
-The index for padding has no gradient. Its rows count neither for the inputs nor for the gradients
-of the outputs.
+The padding index has no gradient, so its rows are excluded from the statistics of inputs and of
+output gradients.
 
-A bag adds up rows of the table: its input is the sum of one-hot rows, with the weights that entries
-have in it. Of the second moment of these the diagonal is taken, which is all of it where no bag has
-two different indices.
+A bag adds up rows of the table: its input is a weighted sum of one-hot rows. Only the diagonal of
+its second moment is kept, which is exact if no bag has two different indices.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ __all__ = ["EmbeddingBagHelper", "EmbeddingHelper"]
 
 @KINDS["layer"].register_optional(nn.Embedding)
 class EmbeddingHelper(LayerHelper):
-    """``nn.Embedding``: the first dimension of the indices is the batch, others are positions.
+    """``nn.Embedding`` of indices ``[batch, positions...]``.
 
-    Indices without a batch, as of positions that are broadcast over it, count as so many samples:
-    skip such a module, or give it indices ``[N, positions]``.
+    Indices without a batch dimension, such as position indices ``[T]`` that are broadcast, would
+    count as T samples: skip such a module, or pass indices ``[N, T]``.
     """
 
     module: nn.Embedding
@@ -53,7 +52,7 @@ class EmbeddingHelper(LayerHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """The table, transposed."""
+        """The shape of the transposed table."""
         return BlockShape(1, self.module.embedding_dim, self.module.num_embeddings)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -64,7 +63,7 @@ class EmbeddingHelper(LayerHelper):
         return matrix[0].T
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """That of the inputs' side is diagonal."""
+        """Make the input factor diagonal, and exclude padding from means over rows."""
         if spec.captured and spec.side == "right" and spec.kind == "psd":
             return replace(spec, kind="diagonal")
         if spec.mean_over == "rows" and self.module.padding_idx is not None:
@@ -72,7 +71,7 @@ class EmbeddingHelper(LayerHelper):
         return spec
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """One-hot rows, and zeros for padding; the plain way."""
+        """Return one-hot rows, zeros for padding: the plain twin of the fast paths."""
         indices = _rows(inputs[0])
         rows = F.one_hot(indices.long(), self.module.num_embeddings)
         if self.module.padding_idx is not None:
@@ -86,7 +85,7 @@ class EmbeddingHelper(LayerHelper):
         return grad_output.reshape(1, batch, torch.Size(positions).numel(), features)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
-        """Padding reaches nothing."""
+        """Exclude padding."""
         if self.module.padding_idx is None:
             return None
         return (_rows(inputs[0]) != self.module.padding_idx).unsqueeze(0)
@@ -104,7 +103,7 @@ class EmbeddingHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """The diagonal ``[1, num_embeddings]``, counts."""
+        """Return the diagonal ``[1, num_embeddings]``: the counts of the indices."""
         indices = inputs[0].flatten()
         return self._added(indices, output_rows.new_ones(len(indices)), total, scale)
 
@@ -115,7 +114,7 @@ class EmbeddingHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """``(count / positions)^2``, added up over samples."""
+        """Return the sum over samples of ``(count / positions)^2``, ``[1, num_embeddings]``."""
         indices = _rows(inputs[0])
         size, positions = self.module.num_embeddings, max(1, indices.shape[1])
         sample = torch.arange(len(indices), device=indices.device).unsqueeze(1)
@@ -124,7 +123,7 @@ class EmbeddingHelper(LayerHelper):
         return self._added(both % size, values, total, scale)
 
     def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Of the indices that occur, sample by sample."""
+        """Square the columns of the indices that occur in each sample, and add them up."""
         indices, sums = self._columns(inputs, output_rows)
         squares = sums.new_zeros(self.module.num_embeddings, sums.shape[1])
         squares.index_add_(0, indices, sums.square())
@@ -133,22 +132,18 @@ class EmbeddingHelper(LayerHelper):
     def sample_moments(
         self, inputs: tuple[Tensor, ...], output_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of the indices' side the diagonal."""
+        """Return ``W W^T`` and the diagonal of ``W^T W``, ``[1, num_embeddings]``."""
         indices, sums = self._columns(inputs, output_rows)
         lengths = sums.square().sum(1)
         right = lengths.new_zeros(self.module.num_embeddings).index_add_(0, indices, lengths)
         return (sums.T @ sums).unsqueeze(0), right.unsqueeze(0)
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Counts."""
+        # One-hot rows: the sum is the diagonal of the moment.
         return self.input_moment(inputs, output_rows)
 
     def _columns(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of samples' gradients that are not zero, without those of padding.
-
-        Returns:
-            The index of each, and the column, ``[columns, out]``.
-        """
+        """Return the indices of the columns in samples' gradients, and the columns ``[n, out]``."""
         sample, indices, gradients = self._entries(inputs, output_rows)
         size = self.module.num_embeddings
         both, place = (indices + sample * size).unique(return_inverse=True)
@@ -161,15 +156,15 @@ class EmbeddingHelper(LayerHelper):
     def _entries(
         self, inputs: tuple[Tensor, ...], output_rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sample, the index and the gradient of each row that is looked up."""
+        """Return the sample ``[n]``, index ``[n]`` and gradient ``[n, out]`` of each lookup."""
         indices = _rows(inputs[0])
         sample = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices)
         return sample.flatten(), indices.flatten(), output_rows[0].flatten(0, 1)
 
     def _added(self, indices: Tensor, values: Tensor, total: Tensor | None, scale: float) -> Tensor:
-        """Add up values by index, times a scale, without those of padding."""
+        """Add up values by index except for padding, times a scale, ``[1, num_embeddings]``."""
         counts = values.new_zeros(1, self.module.num_embeddings)
-        # Unscaled first: counts are exact, in whichever order they are added up.
+        # Scaled afterwards: sums of integers are exact in any order.
         counts.index_add_(1, indices, values.unsqueeze(0))
         if self.module.padding_idx is not None:
             counts[:, self.module.padding_idx] = 0
@@ -184,11 +179,11 @@ class EmbeddingHelper(LayerHelper):
 class EmbeddingBagHelper(EmbeddingHelper):
     """``nn.EmbeddingBag``, modes ``"sum"`` and ``"mean"``: every bag is a sample.
 
-    The tensors of a call are the indices of all bags ``[entries]``, their weights in their bags
-    ``[entries]``, and the number of entries of each bag ``[bags]``.
+    The tensors of a call are the indices of all bags ``[entries]``, the weights of the entries in
+    their bags ``[entries]``, and the number of entries of each bag ``[bags]``.
     """
 
-    module: nn.EmbeddingBag  # type: ignore[assignment]  # it has what is asked of an Embedding
+    module: nn.EmbeddingBag  # type: ignore[assignment]  # has the same attributes
     unit: ClassVar[Unit | None] = "sample"
 
     @classmethod
@@ -198,12 +193,12 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return super().unsupported(module)
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """Empty bags reach nothing."""
+        """Exclude empty bags from means over rows."""
         spec = super().factor(spec)
         return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Entries, weights and sizes, however bags were given."""
+        """Return indices, weights and sizes, for all forms in which bags can be passed."""
         given = self._signature.bind(*args, **kwargs).arguments
         indices, offsets = given["input"], given.get("offsets")
         weights = given.get("per_sample_weights")
@@ -226,14 +221,14 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return indices, weights, sizes
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """Weighted sums of one-hot rows; the plain way."""
+        """Return weighted sums of one-hot rows: the plain twin of the fast paths."""
         indices, weights, sizes = inputs
         rows = weights.new_zeros(len(sizes), self.module.num_embeddings)
         rows.index_put_((_bags(sizes, len(indices)), indices), weights, accumulate=True)
         return rows.view(1, len(sizes), 1, -1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Bags without entries, or with padding alone, reach nothing."""
+        """Exclude bags without entries, or with padding only."""
         _, weights, sizes = inputs
         entries = (weights != 0).long()
         counts = entries.new_zeros(len(sizes)).index_add_(0, _bags(sizes, len(entries)), entries)
@@ -256,7 +251,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """The diagonal ``[1, num_embeddings]``."""
+        """Return the diagonal ``[1, num_embeddings]``."""
         indices, weights, sizes = inputs
         size = self.module.num_embeddings
         both, place = (indices + _bags(sizes, len(indices)) * size).unique(return_inverse=True)
@@ -265,7 +260,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return self._added(both % size, values.square(), total, scale)
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """The weights of each index."""
+        """Return the sum of the weights of each index, ``[1, num_embeddings]``."""
         indices, weights, _ = inputs
         return self._added(indices, weights.to(output_rows.dtype), None, 1.0)
 
@@ -276,7 +271,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """The same, for a bag has one position."""
+        # The same: a bag has one position.
         return self.input_moment(inputs, output_rows, total, scale)
 
     def _entries(
@@ -288,12 +283,12 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return bags, indices, output_rows[0, bags, 0] * weights
 
     def input_key(self) -> None:
-        """Entries of a call are tensors of that call."""
+        # The entries are new tensors in each call, so no input is ever shared.
         return
 
 
 def _bags(sizes: Tensor, entries: int) -> Tensor:
-    """Return the bag of each entry; as their number is given, a device need not be waited for."""
+    """Return the bag of each entry; the given number of entries saves a host synchronisation."""
     bags = torch.arange(len(sizes), device=sizes.device)
     return bags.repeat_interleave(sizes, output_size=entries)
 

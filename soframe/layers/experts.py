@@ -1,9 +1,9 @@
 """Experts in one parameter: ``y[e] = x[e] W[e]^T``, a linear layer for each expert.
 
 Every expert is a group: inputs are ``[experts, rows, in]``, the parameter ``[experts, out, in]``.
-Where an expert is given fewer rows than there is room for, the others are padding: rows of zeros.
-They count for nothing. So the factor of an expert's outputs is a mean over the rows that reach it,
-while that of its inputs is one over all samples, as for every layer that sees some of them.
+Rows of zeros are padding of experts that receive fewer rows, and are not counted. The output factor
+of an expert is a mean over the rows that reach it; the input factor is a mean over all samples, as
+for every layer that sees some of them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["ExpertsHelper", "are_experts"]
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module of the package transformers has one matrix for each expert."""
+    """Return whether a module is one of transformers' classes with a matrix for each expert."""
     kind = type(module)
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
 
 
 class ExpertsHelper(LayerHelper):
-    """A module that multiplies rows ``[experts, rows, in]`` with one parameter of three dimensions.
+    """A module that multiplies rows ``[experts, rows, in]`` with one three-dimensional parameter.
 
-    A subclass names the parameter of its module, and is chosen with ``layers=``. How many samples
-    the loss is a mean over cannot be told from rows of experts: say so with
-    `Preconditioner.count`, a callable ``samples=``, or by `Preconditioner.observe`.
+    A subclass names the parameter of its module, and is chosen with ``layers=``. The number of
+    samples cannot be inferred from the rows of experts: pass it by `Preconditioner.count`, a
+    callable ``samples=``, or `Preconditioner.observe`.
 
     Attributes:
         parameter: The name of the parameter.
-        transposed: Whether it is ``[experts, in, out]``, with ``y[e] = x[e] W[e]``.
+        transposed: Whether the parameter is ``[experts, in, out]``, with ``y[e] = x[e] W[e]``.
     """
 
     parameter: ClassVar[str] = "weight"
@@ -65,7 +65,7 @@ class ExpertsHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """One block."""
+        # One block for all experts.
         return [cls(module)] if cls.parameter in trained else []
 
     @classmethod
@@ -74,7 +74,7 @@ class ExpertsHelper(LayerHelper):
 
     @property
     def groups(self) -> int:
-        """The experts."""
+        """The number of experts."""
         return len(self._experts)
 
     @property
@@ -90,15 +90,15 @@ class ExpertsHelper(LayerHelper):
         return {self.parameter: matrix.mT if self.transposed else matrix}
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
-        """Means over rows are those over the rows of each expert."""
+        """Take means over rows for each expert."""
         return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        """Rows of zeros are padding."""
+        """Exclude rows of zeros, which are padding."""
         return (self.input_rows(*inputs) != 0).any(3)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        """The rows of an expert are the batch of its group."""
+        # The rows of an expert are the batch of its group.
         return inputs[0].unsqueeze(2)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:

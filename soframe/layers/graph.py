@@ -1,4 +1,4 @@
-"""Products inside a function, found in the graph of its output by the parameters that they take."""
+"""Search an autograd graph for products with given parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["PRODUCTS", "products"]
 
-# Of the nodes of products: what they have saved of the input, and which argument the weight is.
+# Node of a product -> attribute with the saved input, and index of the weight among the arguments.
 PRODUCTS = {
     "AddmmBackward0": ("_saved_mat1", 2),
     "MmBackward0": ("_saved_self", 1),
@@ -17,7 +17,7 @@ PRODUCTS = {
     "LinearBackward0": ("_saved_input", 1),
     "MkldnnLinearBackward0": ("_saved_self", 1),
 }
-# Nodes between a product and the parameter that it takes.
+# Nodes that may stand between a product and its parameter.
 VIEWS = {
     "TBackward0",
     "TransposeBackward0",
@@ -37,11 +37,11 @@ def products(
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield the node of each product of a weight, its first group and the number of its groups.
 
-    The search goes from the node of the output up to the tensors that were given to the module.
-    ``weights`` has the first group of each weight by its id, ``out`` the rows of one projection.
+    The search runs from the output's node ``start`` to the module's inputs ``given``. ``weights``
+    maps the id of each weight to its first group; ``out`` is the number of rows of a projection.
     """
     ends = [x.grad_fn for x in given if x.grad_fn is not None]
-    seen: set[Any] = {*ends}  # the nodes themselves: others might get their addresses
+    seen: set[Any] = {*ends}  # nodes, not ids: a freed id may be reused
     open_nodes = [start]
     while open_nodes:
         node = open_nodes.pop()
@@ -57,7 +57,7 @@ def products(
 
 
 def _source(node: Any, number: int) -> tuple[Tensor | None, int]:
-    """Return the parameter that a tensor is a view of, and with which of its rows it begins."""
+    """Return the parameter behind a view, and the row of it at which the view begins."""
     offset = 0
     while node is not None and node.name() in VIEWS:
         if node.name() == "SplitBackward0":

@@ -1,7 +1,7 @@
 """Layouts: how parameters become the gradient matrix of a block, and back.
 
-A `LayerHelper` is a layout that also knows rows. A method that reads gradients alone needs a layout
-and nothing else, and the plain one fits any parameter.
+A `LayerHelper` is a layout that also provides rows. Methods that read only gradients need just a
+layout, and `PlainLayout` fits any parameter.
 """
 
 from __future__ import annotations
@@ -26,33 +26,25 @@ class Layout(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The module whose parameters they are."""
+        """The module that has the parameters."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters, by their names in the module (dotted for those of a submodule)."""
+        """The parameters, by their names in the module (dotted for a submodule)."""
 
     @property
     def shape(self) -> BlockShape:
         """The shape of the matrix."""
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return tensors of the parameters' shapes, by name, as the matrix."""
+        """Pack tensors of the parameters' shapes, by name, into ``[groups, out, in]``."""
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
         """Undo `pack`."""
 
 
 class PlainLayout:
-    """The layout of one parameter, of any shape: ``[1, shape[0], the rest]``.
-
-    A scalar is ``[1, 1, 1]``, a vector ``[1, n, 1]``, and the weight of a convolution has a row for
-    each output channel.
-
-    Args:
-        module: The module.
-        name: The parameter's name in it.
-    """
+    """The layout ``[1, shape[0], rest]`` of one parameter; a scalar is ``[1, 1, 1]``."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         parameter = module._parameters[name]
@@ -73,14 +65,7 @@ class PlainLayout:
 
 
 class GroupedLayout(PlainLayout):
-    """The layout of one parameter whose first dimension counts matrices that are side by side.
-
-    ``[groups, out, in]`` is itself, and vectors ``[groups, n]`` are ``[groups, n, 1]``.
-
-    Args:
-        module: The module.
-        name: The parameter's name in it; it has two dimensions or more.
-    """
+    """The layout ``[groups, out, in]`` of a parameter that stacks matrices, or vectors (in = 1)."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
@@ -89,17 +74,10 @@ class GroupedLayout(PlainLayout):
 
 
 class CutLayout:
-    """A layout whose matrices are cut along the outputs into parts of one size, side by side.
+    """A layout split along the outputs into equal parts, ``[parts, groups * out / parts, in]``.
 
-    Packed projections are such matrices: of queries, keys and values in thirds, or each of their
-    heads by itself. A method then has them as ``[parts, out / parts, in]``.
-
-    Args:
-        layout: The layout that is cut.
-        parts: Into how many parts, those of all its groups together.
-
-    Raises:
-        ValueError: If the outputs do not divide into so many.
+    For fused weights such as Q, K and V, or their heads; ``parts`` counts all groups. Raises a
+    ValueError if the outputs are not divisible.
     """
 
     def __init__(self, layout: Layout, parts: int) -> None:
@@ -126,7 +104,7 @@ class CutLayout:
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the parameter that a module has now; ``"out_proj.weight"`` is a submodule's."""
+    """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
     if "." not in name:
         return module._parameters.get(name)
     path, _, last = name.rpartition(".")

@@ -13,7 +13,7 @@ from soframe.registry import register
 
 @register("layer", nn.Linear)
 class LinearHelper(LayerHelper):
-    """``y = x W^T + b``: the first dimension is the batch, those in between are positions."""
+    """``y = x W^T + b`` of ``[batch, ..., in]``: dimensions in between are positions."""
 
     unit: ClassVar[Unit | None] = "row"
     widens: ClassVar[bool] = True

@@ -1,11 +1,11 @@
 """Scales and shifts of normalisations: ``y = w x̂ + b``, feature by feature.
 
-The normalised input ``x̂`` is computed again from the input, so that nothing is kept besides what
-the module was called with. Each feature is a group of its own, with the gradient matrix ``[1, 2]``
-(scale, shift): its curvature is 2 x 2, and that of the whole module the diagonal of these blocks.
+The normalised input ``x̂`` is recomputed from the input, so only the input is kept. Each feature is
+a group with the gradient matrix ``[1, 2]`` (scale, shift): the curvature is block-diagonal, with a
+2 x 2 block for each feature.
 
-A batch norm in training mode mixes the samples of a batch. With the statistics of the batch given,
-its scale and shift are those of any other normalisation, and so they are treated here.
+A batch norm in training mode mixes the samples of a batch. The statistics of the batch are treated
+as constants here, so that its scale and shift are like any other normalisation's.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ __all__ = [
 
 
 class NormHelper(LayerHelper):
-    """A normalisation: a subclass says how to normalise, and where the features are.
+    """The base class of normalisations.
 
-    ``input_rows`` of each is the normalised input, in float32 at least.
+    A subclass implements ``input_rows``, the normalised input in at least float32, and
+    ``output_rows``, both ``[features, batch, positions, 1]``.
     """
 
     @property
     def groups(self) -> int:
-        """The number of features, each of which is a sub-layer of its own."""
+        """The number of features; each is an independent sub-layer."""
         assert self._full_weight is not None
         return self._full_weight.numel()
 
     @property
     def shape(self) -> BlockShape:
-        """A scale, a shift or both for each feature."""
+        """The shape ``[features, 1, 1 or 2]``: a scale, a shift or both for each feature."""
         return BlockShape(self.groups, 1, (self.weight is not None) + (self.bias is not None))
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -57,7 +58,7 @@ class NormHelper(LayerHelper):
         total: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """Sums of squares, with no tensor besides the rows."""
+        """Add sums of squares, without temporaries."""
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         rows = self._weight_rows(inputs, output_rows)
@@ -66,14 +67,14 @@ class NormHelper(LayerHelper):
         if self.bias is not None:
             count = rows.shape[1] * rows.shape[2]
             add_bias(total, rows.sum((1, 2)), count, scale)
-        # In place: a normalised input is a new tensor, and nobody else's.
+        # In place: the normalised input is a new tensor.
         total[:, 0, 0].add_(rows.square_().sum((1, 2, 3)), alpha=scale)
         return total
 
 
 @KINDS["layer"].register_optional(nn.LayerNorm)
 class LayerNormHelper(NormHelper):
-    """``nn.LayerNorm`` over the last dimensions; the first one is the batch."""
+    """``nn.LayerNorm`` over the last dimensions of ``[batch, ...]``."""
 
     module: nn.LayerNorm
     unit: ClassVar[Unit | None] = "row"
@@ -108,9 +109,9 @@ class LayerNormHelper(NormHelper):
 
 @KINDS["layer"].register_optional(nn.RMSNorm)
 class RMSNormHelper(LayerNormHelper):
-    """``nn.RMSNorm`` over the last dimensions; the first one is the batch."""
+    """``nn.RMSNorm`` over the last dimensions of ``[batch, ...]``."""
 
-    module: nn.RMSNorm  # type: ignore[assignment]  # it has what is asked of a LayerNorm
+    module: nn.RMSNorm  # type: ignore[assignment]  # has the same attributes
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         module = self.module
@@ -137,7 +138,7 @@ class RMSNormHelper(LayerNormHelper):
     )
 )
 class LanguageModelRMSNormHelper(LayerNormHelper):
-    """The RMS norms that models of the package transformers have of their own.
+    """The RMS norms of language models in transformers.
 
     For any module ``y = w x / sqrt(mean(x^2) + variance_epsilon)`` over the last dimension.
     """
@@ -150,7 +151,7 @@ class LanguageModelRMSNormHelper(LayerNormHelper):
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         x = _wide(inputs[0])
-        epsilon = float(getattr(self.module, "variance_epsilon"))  # noqa: B009  # of no torch type
+        epsilon = float(getattr(self.module, "variance_epsilon"))  # noqa: B009  # not typed by torch
         return self._rows(F.rms_norm(x, list(x.shape[-1:]), eps=epsilon))
 
 
@@ -171,32 +172,32 @@ class GroupNormHelper(NormHelper):
 
 @KINDS["layer"].register_optional(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormHelper(NormHelper):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d``: ``[N, channels, ...]``, in either mode.
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` of ``[N, channels, ...]``, in training and eval mode.
 
-    In training the loss of one sample depends on all of them, through the statistics of the batch.
-    Its gradient is here that of scale and shift with the normalised inputs given, ``g x̂`` and
-    ``g``; over a batch these add up to the gradient that autograd has. But ``g`` is what arrives
-    at the output of the layer, where later batch norms have mixed the samples already.
+    In training the loss of one sample depends on all samples, through the statistics of the batch.
+    A sample's gradient is taken with constant statistics, ``g x̂`` for the scale and ``g`` for the
+    shift; the sum over a batch is autograd's gradient. However, later batch norms have already
+    mixed the samples in ``g``.
 
-    No sample can be taken of a batch by itself: it would have other statistics.
+    A call cannot be split into samples, which would have other statistics.
     """
 
     module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """Statistics of other ranks cannot be seen."""
+        # The statistics of other ranks are not available.
         if isinstance(module, nn.SyncBatchNorm):
             return f"{cls.__name__} normalises with the statistics of one rank, not of all of them"
         return super().unsupported(module)
 
     def inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, ...]:
-        """With the running statistics, if these were used."""
+        """Return the input, with the running statistics in eval mode."""
         inputs = super().inputs(args, kwargs)
         module = self.module
         if module.training or module.running_mean is None or module.running_var is None:
             return inputs
-        # As they were in this call, whatever the mode is when the gradient arrives.
+        # Saved now: the mode may change before the backward pass.
         return (*inputs, module.running_mean, module.running_var)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class BatchNormHelper(NormHelper):
 
 @KINDS["layer"].register_optional(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormHelper(BatchNormHelper):
-    """``nn.InstanceNorm1d``, ``2d`` and ``3d`` with ``affine=True``: every sample by itself."""
+    """``nn.InstanceNorm1d``, ``2d`` and ``3d`` with ``affine=True``, of ``[N, channels, ...]``."""
 
     module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d  # type: ignore[assignment]
     unit: ClassVar[Unit | None] = "sample"
@@ -229,11 +230,11 @@ class InstanceNormHelper(BatchNormHelper):
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
-        """Running statistics are those of all samples."""
+        # All samples have the same running statistics.
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def _batched(self, x: Tensor) -> Tensor:
-        """Return ``[N, channels, ...]``; the module takes one sample without N too."""
+        """Add the batch dimension if the module was called with a single sample."""
         return x.unsqueeze(0) if x.dim() == self.module._get_no_batch_dim() else x
 
 
@@ -243,5 +244,5 @@ def _channels(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return an input in the precision in which torch normalises it."""
+    """Convert an input to at least float32, the precision in which torch normalises."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

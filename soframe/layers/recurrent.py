@@ -1,12 +1,11 @@
-"""Recurrent cells: two products, of the input and of the state, within one function.
+"""Recurrent cells: two products, of the input and of the state, inside one function.
 
-The gates of ``nn.LSTMCell``, ``nn.GRUCell`` and ``nn.RNNCell`` are made of ``x W_ih^T + b_ih`` and
-``h W_hh^T + b_hh``: each product is a block, as if an ``nn.Linear`` stood in its place. A step of
-the sequence is a call, and calls of one backward pass are positions of the same samples, in the
-*expand* setting (Martens, Ba and Johnson, 2018, have factors for dependent steps; here steps are
-taken as independent).
+The gates of ``nn.LSTMCell``, ``nn.GRUCell`` and ``nn.RNNCell`` are functions of ``x W_ih^T + b_ih``
+and ``h W_hh^T + b_hh``; each product is a block, like an ``nn.Linear``. A step of the sequence is a
+call, and the calls in one backward pass are positions of the same samples, in the *expand* setting:
+steps are treated as independent (Martens, Ba and Johnson, 2018, model their dependence).
 
-Whole layers, ``nn.LSTM`` and its like, are one kernel on most devices, which shows no products.
+Whole layers such as ``nn.LSTM`` are one kernel on most devices, and the graph lacks its products.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class RecurrentCellHelper(LayerHelper):
 
     Args:
         module: The cell.
-        part: ``"ih"`` for the product of the input, ``"hh"`` for that of the state.
+        part: ``"ih"`` for the product with the input, ``"hh"`` for the product with the state.
         bias: Whether the bias is part of the block.
     """
 
@@ -60,7 +59,7 @@ class RecurrentCellHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        """A bias whose weight is frozen is in no block."""
+        # A bias whose weight is frozen is in no block.
         return [
             cls(module, part=part, bias=joint and f"bias_{part}" in trained)
             for part in ("ih", "hh")
@@ -74,7 +73,7 @@ class RecurrentCellHelper(LayerHelper):
 
     @property
     def shape(self) -> BlockShape:
-        """All gates below one another."""
+        """The shape of the weight, which stacks all gates, with the bias column."""
         assert self.weight is not None
         out, into = self.weight.shape
         return BlockShape(1, out, into + (self.bias is not None))
@@ -82,7 +81,7 @@ class RecurrentCellHelper(LayerHelper):
     def observe(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Sequence[InnerCall]:
-        """The product that takes the block's weight."""
+        """Find the product with the block's weight in the graph of the output."""
         first = output[0] if isinstance(output, tuple) else output
         weight = self.weight
         if weight is None or not (first.requires_grad and weight.requires_grad):
@@ -110,7 +109,7 @@ class RecurrentCellHelper(LayerHelper):
 
 
 def without_helper(module: nn.Module) -> str | None:
-    """Return why there is no helper for a recurrent layer, and what to do; None for others."""
+    """Return the reason why a recurrent layer has no helper, with a remedy; None for others."""
     if not isinstance(module, nn.RNNBase):
         return None
     return (
@@ -121,7 +120,7 @@ def without_helper(module: nn.Module) -> str | None:
 
 
 def _call(node: Any, into: int) -> InnerCall:
-    """Return the call that a product is."""
+    """Describe a product by its graph node."""
     saved, _ = PRODUCTS[node.name()]
     meta = node._input_metadata[0]
 

@@ -1,9 +1,8 @@
-"""Inputs that several layers have in common: the queries, keys and values of attention, for one.
+"""A cache of input moments: layers with a common input, such as Q, K and V, share its moment.
 
-Their moment is the same matrix, and their calls complete one after another. So it is remembered
-which input the last sum was made of; a layer that was called with the very same tensor takes it
-over, for the price of an addition. No input is kept for that and nothing computed: it works where
-the first sum consists of that call alone, as it does with one backward pass per step.
+Their calls complete one after another. The cache holds the last sum and a key of its input tensor;
+a layer with the same input adds the cached sum instead of computing it. No input is kept alive. The
+cache is used if the first sum consists of that call alone, as with one backward pass per step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from soframe.layers.base import LayerHelper
 
 
 def content(tensors: Sequence[Tensor]) -> Hashable:
-    """Return a key of the memory and version of tensors, valid while `memory` of them is held."""
+    """Return a key of the memory and version of tensors, valid while `memory` is held."""
     return tuple(
         (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         for x in tensors
@@ -26,23 +25,23 @@ def content(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def memory(tensors: Sequence[Tensor]) -> tuple[StorageWeakRef, ...]:
-    """Return weak references to the storages, so that a freed address is not taken for theirs."""
+    """Return weak references to the storages, so that a freed address is not a cache hit."""
     return tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A sum of one call."""
+    """The cached sum of one call."""
 
     key: Hashable
-    memory: tuple[StorageWeakRef, ...]  # so that the key is nobody else's
+    memory: tuple[StorageWeakRef, ...]  # keeps the addresses in the key from being reused
     total: Tensor
     version: int
     scale: float
 
 
 class SharedInputs:
-    """Remembers the sum of the last call's inputs."""
+    """Caches the input moment of the last call."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -55,13 +54,13 @@ class SharedInputs:
         total: Tensor | None,
         scale: float,
     ) -> Tensor:
-        """Compute ``helper.input_moment``, or copy it from the call before; scale is not zero."""
+        """Compute ``helper.input_moment``, or add the cached one; scale must not be zero."""
         input_key = helper.input_key()
         if input_key is None:
             return helper.input_moment(inputs, output_rows, total, scale)
         key = (input_key, content(inputs), output_rows.dtype, output_rows.shape[:3])
         known = self._known
-        # Whatever was written since then, to the input or to the sum, has changed its version.
+        # A write to the input or to the sum since then has changed its version.
         if known is not None and known.key == key and known.total._version == known.version:
             ratio = scale / known.scale
             return known.total * ratio if total is None else total.add_(known.total, alpha=ratio)
@@ -73,5 +72,5 @@ class SharedInputs:
         return total
 
     def forget(self) -> None:
-        """Drop the last call."""
+        """Clear the cache."""
         self._known = None

@@ -1,4 +1,4 @@
-"""Methods: what becomes of the gradient of a block, of which statistics."""
+"""Methods: how the gradient of a block is preconditioned, and from which statistics."""
 
 from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method

@@ -1,7 +1,6 @@
-"""Methods of single entries: Adam's direction, the gradient itself, the diagonal of the Fisher.
+"""Elementwise methods: Adam, SGD, and the diagonal of the Fisher.
 
-They suit any parameter. What they keep has the shape of the gradient's matrix,
-``[groups, out, in]``.
+They apply to any parameter. States have the shape of the gradient matrix, ``[groups, out, in]``.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
 @register("method", "adamw")
 @dataclass(frozen=True)
 class AdamW(Method):
-    """Adam's direction (Kingma and Ba, 2015, algorithm 1); the decay is the optimizer's.
+    """Adam's update (Kingma and Ba, 2015, algorithm 1), without weight decay.
 
-    With ``x`` what the stage is given, at its update number t::
+    With ``x`` the input of the stage, at its update number t::
 
         m <- b1 m + (1 - b1) x        v <- b2 v + (1 - b2) x^2
-        direction = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        update = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Weight decay that is decoupled (Loshchilov and Hutter, 2019) acts on parameters, so it is a
-    matter of `soframe.Optimizer`, or of whoever takes the step.
+    Decoupled weight decay (Loshchilov and Hutter, 2019) acts on the parameters: it belongs to
+    `soframe.Optimizer`, or to the optimizer that follows the preconditioner.
 
     Attributes:
-        betas: What m and v keep of their past.
-        eps: Is added to the root.
+        betas: The decays of m and v, each in ``[0, 1)``.
+        eps: Added to the root in the denominator.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -76,14 +75,14 @@ class AdamW(Method):
 @register("method", "sgd")
 @dataclass(frozen=True)
 class SGD(Method):
-    """The gradient itself, or its momentum as ``torch.optim.SGD`` has it.
+    """The gradient itself, or its classical momentum as in ``torch.optim.SGD``.
 
     Attributes:
-        momentum: What the sum of gradients keeps of its past; 0 for none.
-        nesterov: See `Momentum`.
+        momentum: The decay of the sum of gradients; 0 for no momentum.
+        nesterov: Whether the update is Nesterov's, see `Momentum`.
 
     Raises:
-        ValueError: If the momentum is not in ``[0, 1)``, or Nesterov's without any.
+        ValueError: If the momentum is not in ``[0, 1)``, or zero with ``nesterov=True``.
     """
 
     clipped = False
@@ -119,12 +118,12 @@ class SGD(Method):
 @register("method", "diagonal")
 @dataclass(frozen=True)
 class Diagonal(Method):
-    """The diagonal of the Fisher: ``g / (diag(F) + damping)``, of whichever Fisher is chosen.
+    """The diagonal of the chosen Fisher: the update is ``g / (diag(F) + damping)``.
 
-    Its factor is the mean over samples of the squares of their gradients, each summed over the
-    positions at which the sample uses the weights (Amari et al., 2019; of the empirical Fisher,
-    Dangel et al., 2020, call it the second moment). A Fisher of several columns, such as type-2,
-    adds up the squares of each column.
+    Its factor ``[groups, out, in]`` is the mean over samples of the squared sample gradients, each
+    summed over the positions at which the sample uses the weights (Amari et al., 2019; for the
+    empirical Fisher, Dangel et al., 2020, call it the second moment). A Fisher with several
+    columns, such as type-2, adds up the squares of its columns.
     """
 
     scalings = ("fisher",)
@@ -148,7 +147,7 @@ class Diagonal(Method):
 
 
 def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> Tensor:
-    """Return a matrix over the damped factor ``[groups, out, in]``; zero where that is zero."""
+    """Divide a matrix by the damped factor ``[groups, out, in]``; zero where that is zero."""
     if factor not in data:
         return matrix.clone()
     curvature = data[factor][VALUE] + damping

@@ -1,13 +1,13 @@
-"""The method: which factors a block has, what becomes of its gradient, what is kept for that.
+"""The method: the factors of a block, their statistics, and the update of its gradient.
 
-A method that reads calls sees one call of one layer at a time, as rows, and adds plain sums to the
-statistics (`Method.statistics`); one that reads gradients is given the averaged gradient at the
-step (`Method.observe`). How sums and counts become averages is `soframe.methods.scaling`. Then it
-is given the gradient as a matrix ``[groups, out, in]``, the second-order data of the block's
-factors and its own state, and returns a direction and a new state (`Method.direct`).
+Statistics come from the calls of a layer, as plain sums over rows (`Method.statistics`), or from
+the averaged gradient at the step (`Method.observe`). `soframe.methods.scaling` turns sums and
+counts into averages. `Method.direct` takes the gradient as a matrix ``[groups, out, in]``, the
+second-order data of the block's factors and the state of the method, and returns the update and
+the new state.
 
-A method keeps nothing in itself: one instance serves many blocks, some of them at once. Methods
-are chained by `soframe.methods.chain.Chain`; each is then a stage.
+A method object holds settings only, no tensors: one instance serves many blocks, several of them in
+one batch. `soframe.methods.chain.Chain` composes methods; each is then a stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
-"""Of these a method tells the names that it uses, unless it says them itself."""
+"""Shapes from which the names of factors and states are read by default."""
 
 Addend = Callable[[Tensor | None, float], Tensor]
-"""Adds to a sum in place, times a multiplier, and returns it; makes a sum where there is none."""
+"""``(total, scale)``: add ``scale`` times a sum to ``total`` in place; None makes a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class Call:
 
     Attributes:
         helper: The helper of the module that was called.
-        inputs: The tensors that it was called with; None where they were counted before and only
-            the output gradients are new.
-        output_rows: ``[groups, batch, shared, out]`` in the factors' dtype, as the loss left them.
-        shared: Knows the moments of inputs that other layers have in common; None for nothing.
+        inputs: The input tensors; None if they were counted before and only the output gradients
+            are new, as in the later columns of a type-2 Fisher.
+        output_rows: Output gradients ``[groups, batch, shared, out]`` in the factors' dtype, as
+            backward computed them: means, weights and a loss scale are not undone.
+        shared: Cache of input moments that several layers use; None without one.
         data: The second-order data of the block, for factors whose statistics need them.
-        halves: ``output_rows`` in half precision, where moments of such rows are as exact, and much
-            faster; None elsewhere.
+        halves: ``output_rows`` in their original half precision, from which moments with float32
+            accumulation are as exact and much faster; None otherwise.
     """
 
     helper: LayerHelper
@@ -58,11 +59,11 @@ class Call:
         """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
 
         Args:
-            total: What is added to, in place: ``[groups, in, in]``; None for zeros.
+            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
             scale: The multiplier.
 
         Returns:
-            The sum, of which the lower triangle counts.
+            The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
         rows = self.output_rows
@@ -77,53 +78,55 @@ class Call:
         """Add ``scale`` times the sum of ``g g^T``: an `Addend`.
 
         Args:
-            total: What is added to, in place: ``[groups, out, out]``; None for zeros.
+            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
             scale: The multiplier.
 
         Returns:
-            The sum, of which the lower triangle counts.
+            The sum; only its lower triangle is defined.
         """
         rows = self.output_rows if self.halves is None else self.halves
         return self.helper.output_moment(rows, total, scale)
 
     def mean_input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum over samples of ``a a^T``, with means over positions.
+        """Add ``scale`` times the sum over samples of ``a a^T``, ``a`` averaged over positions.
 
         Args:
-            total: See `input_moment`.
-            scale: See `input_moment`.
+            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
+            scale: The multiplier.
 
         Returns:
-            See `input_moment`.
+            The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
         return self.helper.mean_moment(self.inputs, self.output_rows, total, scale)
 
     def summed_output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum over samples of ``g g^T``, with sums over positions.
+        """Add ``scale`` times the sum over samples of ``g g^T``, ``g`` summed over positions.
 
         Args:
-            total: See `output_moment`.
-            scale: See `output_moment`.
+            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
+            scale: The multiplier.
 
         Returns:
-            See `output_moment`.
+            The sum; only its lower triangle is defined.
         """
         return self.helper.output_moment(self.output_rows.sum(2, keepdim=True), total, scale)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a method makes a direction of.
+    """The inputs of `Method.direct` at one step.
 
     Attributes:
         gradient: The averaged gradient, ``[groups, out, in]`` in the factors' dtype.
-        incoming: What the stage before has made of it; the gradient itself for the first.
-        data: The second-order data of the factors that are solved, and the values of those that are
-            not, ``data[name]["value"]``. A factor that has no data yet is missing.
-        state: What the method keeps for the block, by name: zeros before the first update.
-        updates: How many updates there were.
-        solver: The user's solver, which made the data of factors for which the method chooses none.
+        incoming: The output of the previous stage, of the same shape; the gradient itself for the
+            first stage.
+        data: Second-order data by factor and tensor name. A factor without a solver has its value
+            as ``data[name]["value"]``; a factor that was not solved yet is missing.
+        state: The state of the method for this block, by name; zeros before the first update.
+        updates: The number of updates before this one.
+        solver: The solver that the user chose. It made the data of all factors for which
+            `Method.solver` does not return another one.
         damping: The damping of this step.
     """
 
@@ -138,12 +141,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Direction:
-    """What a method makes of a gradient.
+    """The result of `Method.direct`: the update of a gradient, and the new state.
 
     Attributes:
-        matrix: ``[groups, out, in]``, in a tensor that is not the gradient's.
-        state: The state after the update, in new tensors: the old ones stay as they are, since the
-            update may be given up. A name that is missing keeps its tensor.
+        matrix: The update, ``[groups, out, in]``, in a tensor of its own.
+        state: The new state, in new tensors: the step may still be skipped, so the old tensors must
+            not change. A missing name keeps its old tensor.
     """
 
     matrix: Tensor
@@ -152,12 +155,12 @@ class Direction:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A block that a method may take or leave.
+    """A block that a method may accept or reject (`Method.unsuited`).
 
     Attributes:
         name: The name of the module, or of the parameter.
         module: The module.
-        parameters: The names of the parameters in it.
+        parameters: The names of its parameters within the module.
         shape: The shape of the gradient matrix.
         last: Whether it is the model's head: tied to an embedding, or else the last Linear.
     """
@@ -180,29 +183,33 @@ DECLARED = (
     "empirical_only",
     "scalings",
 )
-"""What a method says of itself by attributes, see `Method`."""
+"""The attributes by which a method declares its properties, see `Method`."""
 
 
 class Method(ABC):
-    """What becomes of the gradient of a block.
+    """The base class of methods: how the gradient of a block is preconditioned.
+
+    A stateless method implements `factors`, `statistics` or `observe`, and `precondition`; a
+    stateful one implements `state` and `direct` in place of `precondition`. `direct` must be
+    deterministic: several ranks may compute the same update.
 
     Attributes:
-        reduces: Whether all positions of a sample make one row, so that a call has as many rows as
-            samples.
-        joint: Whether a weight and its bias are one block, rather than one each.
-        clipped: Whether the clips scale its directions: so it is for those that have the length of
-            a Newton step, not for those whose length is part of their definition.
-        damped: Whether it reads the damping itself (`Given.damping`), beside what the solver makes
-            of it. Where no method does, ``damping=`` is an error.
-        starts_at_once: Whether it makes directions before its factors are solved.
-        refreshes_after: Whether statistics of the averaged gradient, and the solves of its factors,
-            come after the direction of the step.
-        observes_with_data: Whether statistics of the averaged gradient are made with the block's
-            second-order data. Before the first solve there are none; where data are lost later,
-            such as those of a state that another solver has made, `observe` waits for the next.
-        empirical_only: Whether its statistics of calls are defined for the loss's own output
-            gradients alone, and not for those of targets that the model draws, nor for columns of a
-            type-2 Fisher.
+        reduces: True if the positions of a sample are reduced to one row, so that a call has as
+            many rows as samples.
+        joint: True if a weight and its bias are one block, False if each is a block of its own.
+        clipped: True if the clips scale its updates. Set False if the length of the update is part
+            of the method's definition, as for Adam and Muon, rather than the length of a Newton
+            step.
+        damped: True if it reads `Given.damping` itself, in addition to the solver. If no method
+            does, passing ``damping=`` is an error.
+        starts_at_once: True if it computes updates before the first solve of its factors.
+        refreshes_after: True if statistics of the averaged gradient and solves follow the update of
+            the step, rather than precede it.
+        observes_with_data: True if `observe` needs the block's second-order data. It gets none
+            before the first solve; if data are lost later, for example because a loaded state was
+            made by another solver, `observe` is not called until the next solve.
+        empirical_only: True if its statistics of calls are defined only for gradients of the loss
+            itself, not for targets drawn from the model or columns of a type-2 Fisher.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
     """
 
@@ -217,7 +224,7 @@ class Method(ABC):
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
 
     def _declare_as(self, inner: Method) -> None:
-        """Declare what another method declares, for a frozen method that is made around it."""
+        """Copy the declarations of an inner method; self is a frozen dataclass."""
         for name in DECLARED:
             object.__setattr__(self, name, getattr(inner, name))
 
@@ -233,29 +240,31 @@ class Method(ABC):
         """
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
-        """Return what a call adds to each factor: plain sums over samples and positions.
+        """Return the contribution of a call to each factor: plain sums over samples and positions.
 
         Args:
             call: The call.
 
         Returns:
-            For each factor that is made of calls a tensor of its shape, or, to save that tensor, a
-            function that adds to a sum in place, such as ``call.output_moment``. It is called at
-            once, if this rank contributes to the factor. Of matrices the lower triangle counts.
-            For factors of the outputs' side alone where the call has no inputs. By default nothing.
+            For each factor that is captured from calls, a tensor of the factor's shape or an
+            `Addend` such as ``call.output_moment``, which saves that tensor: it is called
+            immediately, and only if this rank contributes to the factor. Only the lower triangle
+            of matrices is read. If ``call.inputs`` is None, return the factors of the output side
+            only. By default nothing.
         """
         del call
         return {}
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        """Return the statistics of the averaged gradient, once in a step.
+        """Return the statistics of the averaged gradient, once per step.
 
-        It is called on gradient workers, which have the block's data under every strategy.
+        Called on the block's gradient workers, which hold its second-order data under every
+        strategy.
 
         Args:
             gradient: ``[groups, out, in]``.
-            data: The second-order data of the block, of its last solve, and the values of factors
-                that are not solved, ``data[name]["value"]``; nothing before the first solve.
+            data: The second-order data of the last solve, and the values of factors without a
+                solver, ``data[name]["value"]``; empty before the first solve.
 
         Returns:
             For each factor with ``reads="gradient"`` a tensor of its shape; by default nothing.
@@ -264,28 +273,27 @@ class Method(ABC):
         return {}
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        """Return what the method keeps for a block from step to step; by default nothing.
+        """Return the state tensors of a block, such as momentum buffers; by default none.
 
         Args:
             shape: The shape of the block's gradient matrix.
 
         Returns:
-            Names and shapes, ``[groups, ...]``. The tensors have the dtype of the factors, begin
-            with zeros, live on the gradient workers, and are saved and moved like second-order
-            data.
+            Names and shapes, ``[groups, ...]``. The tensors have the dtype of the factors, start
+            as zeros, live on the gradient workers, and are saved and moved like second-order data.
         """
         del shape
         return {}
 
     def direct(self, given: Given) -> Direction:
-        """Return what becomes of the gradient.
+        """Compute the update of a block and the new state.
 
         Args:
-            given: What there is to make it of.
+            given: The inputs of this step.
 
         Returns:
-            The direction, which is the same whenever ``given`` is; by default that of
-            ``precondition``.
+            The update, a deterministic function of ``given``; by default the result of
+            `precondition`, without a state.
         """
         direction = self.precondition(given.incoming, given.data, given.solver, given.damping)
         return Direction(direction)
@@ -293,7 +301,7 @@ class Method(ABC):
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
-        """Return the preconditioned gradient, for methods without a state.
+        """Precondition a gradient; for methods without a state, in place of `direct`.
 
         Args:
             gradient: ``[groups, out, in]``.
@@ -303,18 +311,21 @@ class Method(ABC):
 
         Returns:
             ``[groups, out, in]``, in a new tensor.
+
+        Raises:
+            NotImplementedError: If a method overrides neither `direct` nor this.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither direct() nor precondition()")
 
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
-        """Return the state in new second-order data, before the first direction with these.
+        """Transform the state into the basis of new second-order data, before their first use.
 
         Args:
             state: The state.
-            old: The data that it was kept with.
-            new: The data that take their place.
+            old: The second-order data in whose basis it is.
+            new: The second-order data that replace them.
 
         Returns:
             The tensors that change, by name; by default none.
@@ -323,39 +334,43 @@ class Method(ABC):
         return {}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        """Return who solves a factor.
+        """Return the solver of a factor.
 
         Args:
             factor: The factor.
             default: The solver that the user chose.
 
         Returns:
-            A solver; None for a factor that is used as it is. By default the user's, for matrices
-            and diagonals.
+            A solver, or None if the factor is used as it is. By default the user's solver for
+            matrices and diagonals, and None for vectors and elementwise factors.
+
+        Raises:
+            ValueError: If the method cannot use the user's solver.
         """
         return default if factor.kind in ("psd", "diagonal") else None
 
     def unsuited(self, candidate: Candidate) -> str | None:
-        """Return why a block is none for this method, or None if it is.
+        """Return the reason why this method skips a block, or None if it accepts it.
 
         Args:
             candidate: The block.
 
         Returns:
-            The reason for the registration report; by default None.
+            The reason, which stands in the registration report; by default None.
         """
         del candidate
         return None
 
     def effort(self, shape: BlockShape) -> float:
-        """Return the operations of a direction up to a constant, where they are to be balanced.
+        """Return the FLOPs of an update up to a constant, by which placements balance updates.
 
         Args:
             shape: The shape of the block's gradient matrix.
 
         Returns:
-            ``groups n^3`` in the units of a solve: by default those of a product with the smaller
-            side, for methods that read no calls; 0 for others, whose solves count.
+            The cost in the unit in which a solve costs ``groups n^3``: by default 0 for methods
+            with captured factors, whose solves dominate, and otherwise the cost of a product with
+            a square matrix of the smaller side, ``groups out in min(out, in)``.
         """
         factors = self.factors(shape)
         if any(factor.captured for factor in factors):
@@ -365,27 +380,29 @@ class Method(ABC):
 
     @property
     def captures(self) -> bool:
-        """Whether it has factors that are made of calls."""
+        """Whether any of its factors is captured from calls."""
         return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
 
     @property
     def rebases(self) -> bool:
-        """Whether what it keeps lies in bases that are its second-order data, see `rebase`."""
+        """Whether its state is kept in the basis of its second-order data, see `rebase`."""
         own = type(self).rebase is not Method.rebase
         return own and bool(self.state_names()) and bool(self.factor_names())
 
     def factor_names(self) -> frozenset[str]:
-        """Return the names of its factors, of blocks of any shape."""
+        """Return the names of its factors, over blocks of all shapes."""
         return frozenset(factor.name for shape in SMALL for factor in self.factors(shape))
 
     def state_names(self) -> frozenset[str]:
-        """Return the names of what it keeps, for blocks of any shape."""
+        """Return the names of its state tensors, over blocks of all shapes."""
         return frozenset(name for shape in SMALL for name in self.state(shape))
 
     def forward_only(self) -> Method:
-        """Return this method without the factor of the outputs, which is the identity then.
+        """Return this method with the identity as the output factor, for ``fisher="forward-only"``.
+
+        K-FAC returns `FOOF`.
 
         Raises:
-            ValueError: If it has no such form.
+            ValueError: If the method has no such form; this is the default.
         """
         raise ValueError(f"{self!r} has no form for fisher='forward-only'; K-FAC has")

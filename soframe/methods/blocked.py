@@ -1,11 +1,10 @@
-"""Matrices cut into parts of a largest size, each with factors of its own.
+"""Blocking: large matrices are split into parts, each with its own factors.
 
-A factor of a side of n costs ``n^2`` numbers and a solve of ``n^3``. Cut into k pieces, both are k
-and ``k^2`` times less (Anil et al., 2020, section 3.3, of Shampoo; so do Shi et al., 2023). Each
-side is cut into as few pieces as are no longer than the limit, whose lengths differ by one at most.
-Parts of one shape lie side by side in groups: of a side with pieces of two lengths, first the
-longer ones. So there are up to four shapes, and for the method each of these is one block
-``[groups * parts, out, in]``.
+The factor of a side of length n takes ``n^2`` numbers and a solve of ``n^3`` FLOPs. Splitting the
+side into k pieces divides them by k and ``k^2`` (Anil et al., 2020, section 3.3, and Shi et al.,
+2023, for Shampoo). Each side is split into the fewest pieces within the limit, whose lengths differ
+by at most one, the longer ones first. Parts of one shape are stacked as groups: a matrix has up to
+four shapes of parts, and each is one block ``[groups * parts, out, in]`` for the inner method.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 T = TypeVar("T")
-_SHAPES = 4  # that parts may have
+_SHAPES = 4  # the most shapes that the parts of a matrix have
 
 
 class Span(NamedTuple):
-    """Pieces of one length that lie one after another.
+    """Consecutive pieces of a side that have one length.
 
     Attributes:
-        start: Where the first begins.
-        pieces: How many they are.
-        length: How long each is.
+        start: The offset of the first piece.
+        pieces: The number of pieces.
+        length: The length of each.
     """
 
     start: int
@@ -44,7 +43,7 @@ class Span(NamedTuple):
 
 
 def spans(size: int, limit: int) -> list[Span]:
-    """Return the spans of a side."""
+    """Split a side into the fewest pieces of at most ``limit``; one span for each length."""
     pieces = -(-size // limit)
     length, longer = divmod(size, pieces)
     first = Span(0, longer, length + 1)
@@ -59,12 +58,12 @@ class Region(NamedTuple):
     columns: Span
 
     def shape(self, groups: int) -> BlockShape:
-        """Return the shape of the parts of all groups, as groups."""
+        """Return the shape of the stacked parts, ``[groups * parts, rows, columns]``."""
         number = self.rows.pieces * self.columns.pieces
         return BlockShape(groups * number, self.rows.length, self.columns.length)
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """Return the parts of ``[groups, out, in]`` as ``[groups * parts, rows, columns]``."""
+        """Split ``[groups, out, in]`` into its parts, ``[groups * parts, rows, columns]``."""
         return self._view(matrix).reshape(self.shape(len(matrix)))
 
     def put(self, matrix: Tensor, parts: Tensor) -> None:
@@ -84,20 +83,19 @@ class Region(NamedTuple):
 @register("method", "blocked")
 @dataclass(frozen=True)
 class Blocked(Method):
-    """A method of gradients alone, of each part of a matrix by itself.
+    """Apply a gradient-based method to each part of a matrix independently.
 
     ::
 
         Blocked(SOAP(), 512)
         Chain(("momentum", Blocked(Shampoo(), 256), "graft"))
 
-    The direction of a matrix is that of its parts, as if these were parameters: the length that a
-    method gives, such as with ``graft=True``, is that of each part. In a chain the other stages
-    have the matrix whole.
+    Each part is treated like a parameter of its own: a length that the method sets, for example
+    with ``graft=True``, is set for each part. Other stages of a chain work on the whole matrix.
 
     Attributes:
-        method: The method, as a name, class or instance: one whose factors are made of the averaged
-            gradient.
+        method: The inner method, as a name, class or instance; all its factors must be computed
+            from the averaged gradient.
         block_size: The longest side of a part.
 
     Raises:
@@ -189,7 +187,7 @@ class Blocked(Method):
 
     @property
     def rebases(self) -> bool:
-        """Whether what the other method keeps lies in bases."""
+        """Whether the inner method's state is kept in the basis of its second-order data."""
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
@@ -219,7 +217,7 @@ class Blocked(Method):
 
 
 def _outer(number: int, name: str) -> str:
-    """Return the name of what belongs to the parts of one shape; those of the first keep theirs."""
+    """Return the name of a factor or state for one shape of parts; number 0 has no suffix."""
     return f"{name}@{number}" if number else name
 
 
@@ -229,6 +227,6 @@ def _inner(outer: str) -> str:
 
 
 def _own(number: int, names: frozenset[str], every: Mapping[str, T]) -> dict[str, T]:
-    """Return what belongs to the parts of one shape, under the method's names."""
+    """Select the entries of one shape of parts, under the inner method's names."""
     outer = {name: _outer(number, name) for name in sorted(names)}
     return {name: every[key] for name, key in outer.items() if key in every}

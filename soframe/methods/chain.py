@@ -1,7 +1,7 @@
-"""A method made of methods: what one stage makes of the gradient is what the next one is given.
+"""A chain of methods, called stages: the update of each stage is the input of the next.
 
-Every stage sees the averaged gradient beside its predecessor's result (`Given.incoming`), and its
-own part of the second-order data and of the state, as if it were alone. A chain is one line::
+Every stage receives the averaged gradient, the output of its predecessor (`Given.incoming`), and
+its own second-order data and state under its own names, as if it were alone::
 
     Chain(("momentum", SOAP(betas=(0.0, 0.95)), "orthogonalise", "match-rms"))
 """
@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 
 class _Names:
-    """Names of the stages and names in the chain, which differ where two stages use the same.
-
-    Args:
-        by_stage: The names that each stage uses.
-    """
+    """Translates names between stages and chain; a name that two stages use gets a prefix."""
 
     def __init__(self, by_stage: Iterable[frozenset[str]]) -> None:
         self._by_stage = tuple(by_stage)
@@ -37,11 +33,11 @@ class _Names:
         self._shared = frozenset(name for name in every if every.count(name) > 1)
 
     def outer(self, stage: int, name: str) -> str:
-        """Return the name in the chain of a name in a stage."""
+        """Return the chain's name of a stage's name."""
         return f"{stage}.{name}" if name in self._shared else name
 
     def inner(self, outer: str) -> tuple[int, str]:
-        """Return the stage and its own name of a name in the chain."""
+        """Return the stage and its own name, from the chain's name."""
         for stage, names in enumerate(self._by_stage):
             for name in names:
                 if self.outer(stage, name) == outer:
@@ -49,30 +45,30 @@ class _Names:
         raise KeyError(outer)
 
     def of(self, stage: int) -> dict[str, str]:
-        """Return each name of a stage with its name in the chain."""
+        """Return the names of a stage, mapped to the chain's names."""
         return {name: self.outer(stage, name) for name in self._by_stage[stage]}
 
     def every(self) -> frozenset[str]:
-        """Return all names in the chain."""
+        """Return all names of the chain."""
         stages = range(len(self._by_stage))
         return frozenset(name for stage in stages for name in self.of(stage).values())
 
 
 @dataclass(frozen=True)
 class Chain(Method):
-    """Stages in the order in which they act; the stages of a chain within it are stages of it.
+    """Stages that act one after another; a chain within a chain is flattened.
 
-    The chain takes a weight and its bias jointly if all stages do. Its directions are clipped if no
-    stage gives them a length of their own, and begin with the first stage that needs no data. A
-    stage that has no data yet passes on what it is given.
+    A weight and its bias are one block if all stages are ``joint``; updates are clipped if all
+    stages are ``clipped``. The chain computes updates at once if any stage ``starts_at_once``:
+    stages whose factors are not solved yet return their input unchanged.
 
     Attributes:
-        stages: Methods, given as names, classes or instances.
+        stages: Methods, as names, classes or instances, in the order in which they act.
 
     Raises:
-        ValueError: If there are no stages; if stages differ in whether their factors are refreshed
-            after the direction, or in whether they take the positions of a sample as one row; if
-            there is no scaling under which all are defined.
+        TypeError: If ``stages`` is a string.
+        ValueError: If ``stages`` is empty; if stages differ in ``refreshes_after`` or in
+            ``reduces``; if no scaling is common to all.
     """
 
     stages: tuple[Method, ...]
@@ -191,7 +187,7 @@ class Chain(Method):
             rebased |= {self._state_names.outer(number, k): v for k, v in of_stage.items()}
         return rebased
 
-    # -- what it is for ---------------------------------------------------------------------------
+    # -- declarations -----------------------------------------------------------------------------
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for stage in self.stages:
@@ -204,7 +200,7 @@ class Chain(Method):
 
     @property
     def rebases(self) -> bool:
-        """Whether what a stage keeps lies in bases."""
+        """Whether the state of any stage is kept in the basis of its second-order data."""
         return any(stage.rebases for stage in self.stages)
 
     def factor_names(self) -> frozenset[str]:
@@ -221,12 +217,12 @@ class Chain(Method):
 
 
 def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """Return the entries of one stage, under its own names."""
+    """Select the entries of one stage, under its own names."""
     return {name: every[outer] for name, outer in names.items() if outer in every}
 
 
 def _common(each: list[tuple[Method, bool]], which: str) -> bool:
-    """Return the value that all stages have; False for no stages."""
+    """Return the common value of all stages, False for no stages; raise if they differ."""
     values = {value for _, value in each}
     if len(values) > 1:
         one = next(stage for stage, value in each if value)
@@ -237,7 +233,7 @@ def _common(each: list[tuple[Method, bool]], which: str) -> bool:
 
 
 def _is_ready(stage: Method, given: Given) -> bool:
-    """Return whether a stage has its data; factors that need others' data come later."""
+    """Return whether a stage can compute updates; factors with ``needs`` may still be missing."""
     if stage.starts_at_once:
         return True
     groups, out, into = given.incoming.shape

@@ -1,14 +1,14 @@
 """EKFAC: the diagonal of the Fisher in K-FAC's eigenbasis (George et al., 2018).
 
-With the eigenvectors ``Q_A`` and ``Q_G`` of K-FAC's factors, the diagonal that comes nearest to the
+With the eigenvectors ``Q_A`` and ``Q_G`` of K-FAC's factors, the diagonal that is closest to the
 Fisher in the basis ``Q_G ⊗ Q_A``, in the Frobenius norm, is not the product of eigenvalues but
 (equation 11)
 
     S = (1/N) sum_n (Q_G^T W_n Q_A)^2        W_n = sum_t g_{n,t} a_{n,t}^T        [out, in]
 
 with the gradient ``W_n`` of sample n, summed over the positions t at which the sample uses the
-weights. So S is gathered with second-order data, after the first solve, and anew after each: a
-scale belongs to its basis. While there is none, the product of eigenvalues stands in.
+weights. S belongs to its basis: it is estimated with the second-order data of the last solve, and
+restarts after each solve. Until the first estimate the product of eigenvalues is used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from soframe.specs import VALUE, FactorSpec
 @register("method", "ekfac")
 @dataclass(frozen=True)
 class EKFAC(KFAC):
-    """K-FAC whose eigenvalues are second moments of the gradients of samples.
+    """K-FAC with second moments of rotated sample gradients in place of eigenvalue products.
 
-    It needs a solver that makes eigenvectors, such as ``"eigen"`` or ``"orthogonal-iteration"``.
-    Statistics take, besides K-FAC's, two products for each row with the eigenvectors, and, where
-    a sample has several positions, the gradient of each sample (`soframe.kernels.samples`).
+    It needs a solver that computes eigenvectors, ``"eigen"`` or ``"orthogonal-iteration"``. In
+    addition to K-FAC's statistics, each row is rotated into the eigenbasis, and samples with
+    several positions need their whole gradient (`soframe.kernels.samples`).
     """
 
     scalings = ("fisher",)
@@ -60,10 +60,10 @@ class EKFAC(KFAC):
         return {**moments, "S": add}
 
     def _squares(self, call: Call) -> Tensor:
-        """Return the sum over samples of the squares of their gradients in the basis."""
+        """Return the squared rotated gradients, summed over samples: ``[groups, out, in]``."""
         assert call.inputs is not None
         gradients = _rotated(call.output_rows, call.data["G"]["vectors"])
-        if "vectors" not in call.data["A"]:  # A is diagonal: the basis is that of the indices
+        if "vectors" not in call.data["A"]:  # A is diagonal in the basis of the indices
             return call.helper.squared_gradients(call.inputs, gradients)
         rows = call.helper.block_rows(call.inputs, call.output_rows)
         return squared_gradients(_rotated(rows, call.data["A"]["vectors"]), gradients)
@@ -88,7 +88,7 @@ class EKFAC(KFAC):
             return Direction(matrix)
         curvature = given.data["S"][VALUE] + _damping(given)
         rotated = turned(given.incoming, left, right, back=False)
-        # Where there is neither curvature nor damping, no step is the least one.
+        # Zero curvature and zero damping: the pseudo-inverse gives no step.
         rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
         return Direction(turned(rotated, left, right, back=True))
 
@@ -97,7 +97,7 @@ class EKFAC(KFAC):
 
 
 def _damping(given: Given) -> Tensor | float:
-    """Return what is added to the curvature; ``[groups, 1, 1]`` where it is relative."""
+    """Return the damping, multiplied by the mean traces ``[groups, 1, 1]`` if it is relative."""
     damping: Tensor | float = given.damping
     for name in ("A", "G"):
         if (trace := given.data[name].get("mean_trace")) is not None:
@@ -106,5 +106,5 @@ def _damping(given: Given) -> Tensor | float:
 
 
 def _rotated(rows: Tensor, vectors: Tensor) -> Tensor:
-    """Return rows ``[groups, batch, shared, n]`` in a basis ``[groups, n, n]``."""
+    """Rotate rows ``[groups, batch, shared, n]`` into a basis ``[groups, n, n]``."""
     return torch.matmul(rows.flatten(1, 2), vectors).view(*rows.shape[:3], -1)

@@ -1,8 +1,8 @@
 """Eva: the curvature of mean inputs and mean output gradients (Zhang et al., 2023).
 
-Where K-FAC has the second moments of inputs and output gradients, Eva has the outer products of
-their means ("Eva: Practical Second-order Optimization with Kronecker-vectorized Approximation",
-equation 10): with the averages of samples n and positions t
+Eva replaces K-FAC's second moments of inputs and output gradients by the outer products of their
+means ("Eva: Practical Second-order Optimization with Kronecker-vectorized Approximation",
+equation 10): with the averages over samples n and positions t
 
     a = (1/N) sum_{n,t} a_{n,t}        g = (1/(N T)) sum_{n,t} g_{n,t}
 
@@ -10,12 +10,12 @@ the block is ``(g g^T) ⊗ (a a^T)``, and by Sherman and Morrison's formula the 
 
     (X - (g^T X a) / (damping + |g|^2 |a|^2) g a^T) / damping
 
-so that there are two vectors to keep and to send, and nothing to solve. With several positions the
-means are those for which a sample with the same input at all of its positions has its own
-``W W^T`` exactly, ``W = sum_t g_t a^T``.
+so that two vectors are stored and sent, and nothing is solved. With several positions, this choice
+of means is exact for a sample that has the same input at all of its positions: the block is its
+``vec(W) vec(W)^T``, ``W = sum_t g_t a^T``.
 
-Under targets that the model itself draws, output gradients have the mean zero, and the columns of
-a type-2 Fisher have arbitrary signs: the means are for the loss's own gradients alone.
+The means are defined for the empirical Fisher only: with targets drawn from the model, output
+gradients have mean zero, and the columns of a type-2 Fisher have arbitrary signs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from soframe.specs import VALUE, FactorSpec
 @register("method", "eva")
 @dataclass(frozen=True)
 class Eva(Method):
-    """A curvature of rank one for each group, of the empirical Fisher."""
+    """A rank-one curvature for each group, of the empirical Fisher; no solver is needed."""
 
     scalings = ("fisher",)
     empirical_only = True
@@ -63,7 +63,7 @@ class Eva(Method):
             return Direction(given.incoming.clone())
         row = given.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]
         column = given.data["g"][VALUE].unsqueeze(2)  # [groups, out, 1]
-        # Of unit vectors, and in float64: the product of two lengths, squared, may be out of range.
+        # Unit vectors, with lengths in float64: their squared product may overflow in float32.
         across = torch.linalg.vector_norm(row, dim=2, dtype=torch.float64)
         down = torch.linalg.vector_norm(column, dim=1, dtype=torch.float64)
         row = (row / across.where(across > 0, 1.0).unsqueeze(2)).to(row)
@@ -72,7 +72,7 @@ class Eva(Method):
         along = inner * column * row
         curvature = (across * down).square().unsqueeze(2)
         if given.damping == 0:
-            # Where there is neither curvature nor damping, no step is the least one.
+            # Zero curvature and zero damping: the pseudo-inverse gives no step.
             least = (along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0)
             return Direction(least.to(along))
         share = (curvature / (given.damping + curvature)).to(along)

@@ -1,9 +1,9 @@
 """FOOF: the block of a layer as ``A ⊗ I``, from its inputs alone (Benzing, 2022).
 
-What remains of K-FAC where the output gradients are taken to be uncorrelated and of unit variance:
-gradient descent on the layer's outputs, rather than on its weights (Benzing, 2022, section 4; the
-*forward-only* Fisher of the curvlinops library). There is no factor of the outputs: none is
-gathered, solved, sent or saved.
+This is K-FAC under the assumption that output gradients are uncorrelated with unit variance, or
+gradient descent on the layer's outputs rather than on its weights (Benzing, 2022, section 4; the
+*forward-only* Fisher of the curvlinops library). The output side has no factor, so nothing is
+accumulated, solved, sent or saved for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from soframe.specs import FactorSpec, SecondOrder
 @register("method", "foof")
 @dataclass(frozen=True)
 class FOOF(Method):
-    """The inputs' factor of K-FAC, expand setting; the outputs' factor is the identity."""
+    """K-FAC's input factor A (expand setting), with the identity as the output factor."""
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return (FactorSpec("A", "right", shape.groups, shape.in_features),)

@@ -1,9 +1,9 @@
 """Grafting: the direction of one method at the length of another (Agarwal et al., 2020).
 
-With ``u`` what the stage is given and ``m`` what another method makes of the averaged gradient, the
-direction is ``u |m| / |u|``, with Frobenius norms of each group. What Shampoo makes has no length
-of the gradient's; Adam's, ``Chain(("shampoo", "graft"))``, is what its published training curves
-are of (Anil et al., 2020), so that the learning rates of Adam serve.
+With ``u`` the input of the stage and ``m`` the update of another method for the averaged gradient,
+the update is ``u |m| / |u|``, with Frobenius norms of each group. The length of Shampoo's update
+is unrelated to the gradient's. ``Chain(("shampoo", "graft"))`` gives it Adam's length, as in the
+published training curves (Anil et al., 2020), so that Adam's learning rates can be used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 @register("method", "graft")
 @dataclass(frozen=True)
 class Graft(Method):
-    """The length that another method gives, a stage after those that give the direction.
+    """Rescale the input of the stage to the length of another method's update.
 
-    The other method is given the averaged gradient, whatever stages there are before. Until it has
-    the data that it needs the stage passes on what it is given.
+    The other method gets the averaged gradient, independent of the stages before. Until the factors
+    of the other method are solved, the stage returns its input unchanged.
 
     Attributes:
-        length: The other method, as a name, class or instance: by default Adam's direction.
-            ``"sgd"`` gives the length of the gradient.
+        length: The other method, as a name, class or instance: by default AdamW. ``"sgd"`` gives
+            the length of the gradient.
     """
 
     length: Any = field(default_factory=AdamW)
@@ -76,7 +76,7 @@ class Graft(Method):
 
     @property
     def rebases(self) -> bool:
-        """Whether what the other method keeps lies in bases."""
+        """Whether the other method's state is kept in the basis of its second-order data."""
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
@@ -95,7 +95,7 @@ class Graft(Method):
 
 
 def at_length(matrix: Tensor, like: Tensor) -> Tensor:
-    """Return ``[groups, out, in]`` at the Frobenius norm of another, in each group."""
+    """Scale ``[groups, out, in]`` to the Frobenius norms of another tensor, group by group."""
     lengths, wanted = _lengths(matrix), _lengths(like)
     return matrix * (wanted / lengths.where(lengths > 0, 1.0))
 

@@ -1,9 +1,9 @@
 """K-FAC: the block of a layer as the Kronecker product ``A ⊗ G`` (Martens and Grosse, 2015).
 
-A is the second moment of the layer's inputs, G that of the gradients of its outputs. With weight
-sharing every position is treated as a sample of its own (*expand*: Eschenhagen et al., 2023), which
-for convolutions is KFC (Grosse and Martens, 2016). Or all positions of a sample are taken together
-(*reduce*).
+A is the second moment of the layer's inputs, G is the second moment of its output gradients. With
+weight sharing every position is treated as a sample of its own (*expand*: Eschenhagen et al.,
+2023), which for convolutions is KFC (Grosse and Martens, 2016), or the positions of a sample are
+reduced to one row (*reduce*).
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from soframe.specs import FactorSpec, SecondOrder
 @register("method", "kfac")
 @dataclass(frozen=True)
 class KFAC(Method):
-    """Kronecker-factored approximate curvature, expand setting."""
+    """Kronecker-factored approximate curvature, expand setting.
+
+    The update of X ``[groups, out, in]`` is ``(A ⊗ G + damping I)^-1 X``, exactly or with factored
+    damping, as the solver defines it (Martens and Grosse, 2015, sections 3 and 6.3).
+    """
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return (
@@ -53,12 +57,11 @@ class KFAC(Method):
 class KFACReduce(KFAC):
     """Kronecker-factored approximate curvature, reduce setting (Eschenhagen et al., 2023, 3.3).
 
-    With positions t of a sample, ``A = E[a a^T]`` of the mean ``a`` of its inputs, and
-    ``G = E[g g^T]`` of the sum ``g`` of its output gradients. It is exact for a linear layer whose
-    outputs are averaged, where *expand* is not, and takes one row for each sample: the moments of T
-    positions cost T times less. Where positions have losses of their own it is an approximation.
-
-    A module that is called several times has a row for each call.
+    ``A = E[a a^T]`` and ``G = E[g g^T]``, with ``a`` the mean of a sample's inputs over positions
+    and ``g`` the sum of its output gradients over positions. It is exact for a linear layer whose
+    outputs are averaged, where *expand* is not, and an approximation if positions have losses of
+    their own. Each sample is one row, so moments over T positions cost T times less; a module that
+    is called several times has one row for each call.
     """
 
     reduces: ClassVar[bool] = True

@@ -1,22 +1,22 @@
 """KL-Shampoo and KL-SOAP: each factor is weighted by the inverse of the other (Lin et al., 2025).
 
-Of the averaged gradient G, ``[out, in]``, think as of a draw from a Gaussian with mean 0 and
-covariance ``L ⊗ R``, L of the rows and R of the columns. The Kullback-Leibler divergence of that
-Gaussian from one with the second moment of G is least where ("Understanding and Improving Shampoo
-and SOAP via Kullback-Leibler Minimization", arXiv 2509.03378, claim 2)
+Model the averaged gradient G, ``[out, in]``, as a draw from a Gaussian with mean 0 and covariance
+``L ⊗ R``, L of the rows and R of the columns. The Kullback-Leibler divergence between this Gaussian
+and one with the second moment of G is minimal for ("Understanding and Improving Shampoo and SOAP
+via Kullback-Leibler Minimization", arXiv 2509.03378, claim 2)
 
     L = E[G R^-1 G^T] / in        R = E[G^T L^-1 G] / out
 
-and the moving averages that go there are (equation 5 of the paper), both with the inverses so far,
+and the running averages that converge to it are (equation 5), both with the current inverses,
 
     L <- b L + (1 - b) G R^-1 G^T / in        R <- b R + (1 - b) G^T L^-1 G / out
 
 where Shampoo has the identity in place of the inverses. They start from ``start`` times the
-identity, with its whole weight, as the authors' code lets the eigenvalues start from 0.1: were an
-average of few gradients freed of its start, it would be singular, and its inverse unbounded.
+identity without bias correction, as the eigenvalues in the authors' code start from 0.1: a
+bias-corrected average of few gradients would be singular, and its inverse unbounded.
 
-A factor whose other side has none is an average of ``G G^T / in``, or of ``G^T G / out``: so it is
-optimal where the other one is held at the identity (claim 1).
+If the other side has no factor, a factor is the average of ``G G^T / in`` or ``G^T G / out``, which
+is optimal with the identity on the other side (claim 1).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from soframe.solvers.root import Root
 from soframe.specs import VALUE, FactorSpec, SecondOrder
 
 EIGENVALUES = {"L": "L_values", "R": "R_values"}
-"""The factors of KL-SOAP that are eigenvalues, by the factor that they are of."""
+"""Matrix factor of KL-SOAP -> the factor that holds its eigenvalues."""
 
 
 def weighted_moments(
     gradient: Tensor, names: Collection[str], roots: Roots, start: float
 ) -> dict[str, Tensor]:
-    """Return ``G R^-1 G^T / in`` and ``G^T L^-1 G / out``, of roots P of the inverses ``P P^T``."""
+    """Compute ``G R^-1 G^T / in`` and ``G^T L^-1 G / out`` from roots P of inverses ``P P^T``."""
     _, out, into = gradient.shape
     divisors = {
         name: float(length * (start if other in names and other not in roots else 1.0))
@@ -59,16 +59,15 @@ def weighted_moments(
 class KLShampoo(Shampoo):
     """Shampoo whose factors are weighted by each other's inverse; it needs no grafting.
 
-    The direction of X is ``L^(-1/2) X R^(-1/2)``. The inverses in the statistics are the squares of
-    these roots, as the last solve has left them: those of the step before where ``solve_every`` is
-    1, and with a larger interval those of its beginning.
+    The update of X ``[groups, out, in]`` is ``L^(-1/2) X R^(-1/2)``. The inverses in the statistics
+    are the squares of the roots of the last solve: one step old if ``solve_every`` is 1, up to
+    ``solve_every`` steps otherwise.
 
     Attributes:
-        decay: See `Shampoo`.
-        power: -1/2, or None for it: the square of the root is the inverse.
-        epsilon: What is added to eigenvalues, over the largest, in the roots and so in the
-            inverses.
-        start: The multiple of the identity that the factors start from.
+        decay: The decay of the factors per step.
+        power: -1/2, or None for the same: the square of the root must be the inverse.
+        epsilon: Added to eigenvalues, relative to the largest, in the roots and thus the inverses.
+        start: The multiple of the identity from which the factors start.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -105,20 +104,19 @@ class KLShampoo(Shampoo):
 class KLSOAP(SOAP):
     """SOAP in the eigenbasis of factors that are weighted by each other's inverse.
 
-    Where both sides have a factor, their eigenvalues l and r are averages in the basis as it is,
-    which may be older than the factors, as the paper keeps them::
+    If both sides have a factor, their eigenvalues l and r are running averages in the current
+    basis, which may be older than the factors, as in the paper::
 
         l <- b l + (1 - b) diag(Q_L^T G R^-1 G^T Q_L) / in       R^-1 = Q_R diag(1/r) Q_R^T
         r <- b r + (1 - b) diag(Q_R^T G^T L^-1 G Q_R) / out      L^-1 = Q_L diag(1/l) Q_L^T
 
-    and ``epsilon`` times the largest of them is added to each of them. The columns of a new basis
-    stay in the places of the old ones, and what is kept in the basis with them: l, r and v.
+    ``epsilon`` times the largest eigenvalue is added before they are inverted. New bases keep the
+    order of their columns, so l, r and v need no permutation.
 
     Attributes:
-        epsilon: What is added to eigenvalues before they are inverted, over the largest of the
-            factor.
-        start: What the eigenvalues start from.
-        carry: See `SOAP`; of v. With ``"permute"`` it stays as it is.
+        epsilon: Added to eigenvalues before they are inverted, relative to the factor's largest.
+        start: The initial eigenvalues.
+        carry: How v is transferred to a new basis, see `SOAP`; ``"permute"`` leaves it unchanged.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -170,7 +168,7 @@ class KLSOAP(SOAP):
         return Basis(ordered=False) if factor.kind == "psd" else None
 
     def _inverse_root(self, data: SecondOrder, name: str) -> Tensor:
-        """Return the inverse roots of a factor's eigenvalues, ``[groups, n]``."""
+        """Compute the inverse roots of a factor's eigenvalues, ``[groups, n]``."""
         values = data[EIGENVALUES[name]][VALUE]
         values = values + self.epsilon * values.amax(-1, keepdim=True)
         return torch.where(values > 0, values, 1.0).rsqrt().where(values > 0, 0.0)

@@ -1,13 +1,13 @@
-"""Momentum: averages of what a stage is given (Polyak, 1964; Nesterov, 1983).
+"""Momentum: running averages or sums of the input of a stage (Polyak, 1964; Nesterov, 1983).
 
-With ``x`` what the stage is given, ``m`` its buffer of the same shape ``[groups, out, in]``, and
-``b`` the momentum, the buffer and the direction are
+With ``x`` the input of the stage, ``m`` its buffer, both ``[groups, out, in]``, and ``b`` the
+momentum, the buffer and the update are
 
     averaged:   m <- b m + (1 - b) x        m, or with Nesterov's form  b m + (1 - b) x
     classical:  m <- b m + x                m, or with Nesterov's form  b m + x
 
-The averaged form is that of Muon (Jordan et al., 2024), whose Nesterov form interpolates twice; the
-classical one is that of ``torch.optim.SGD``, which is ``1 / (1 - b)`` times as long.
+Muon (Jordan et al., 2024) uses the averaged form, whose Nesterov variant interpolates twice;
+``torch.optim.SGD`` uses the classical one, which is ``1 / (1 - b)`` times as long.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Momentum(Method):
     """Heavy-ball or Nesterov momentum, a stage.
 
     Attributes:
-        beta: What the buffer keeps of its past.
-        nesterov: Whether the direction looks one step ahead.
-        averaged: Whether the buffer is an average of what it is given, rather than a sum.
+        beta: The decay of the buffer, in ``[0, 1)``.
+        nesterov: Whether the update is Nesterov's, which looks one step ahead.
+        averaged: Whether the buffer is a running average of the inputs, rather than a decayed sum.
 
     Raises:
         ValueError: If ``beta`` is not in ``[0, 1)``.
@@ -72,7 +72,7 @@ class Momentum(Method):
 
 
 def entries(shape: BlockShape) -> float:
-    """Return the number of entries: the effort of elementwise methods."""
+    """Return the number of entries: the FLOPs of an elementwise method."""
     return float(prod(shape))
 
 

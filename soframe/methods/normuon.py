@@ -1,4 +1,4 @@
-"""NorMuon: Muon whose rows have one size (Li et al., 2025)."""
+"""NorMuon: Muon with normalised rows (Li et al., 2025)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from soframe.specs import FactorSpec, TensorSpec
 @register("method", "normalise-rows")
 @dataclass(frozen=True)
 class NormaliseRows(Method):
-    """Rows over their running root mean squares, at the norm that they had: a stage.
+    """Divide rows by their running root mean squares, and keep the matrix norm: a stage.
 
-    NorMuon's stage after `Orthogonalise` (Li et al., 2025, algorithm 1). With ``x`` what it is
-    given, of rows i and columns j::
+    NorMuon's stage after `Orthogonalise` (Li et al., 2025, algorithm 1). With ``x`` the input of
+    the stage, rows i and columns j::
 
         v_i <- b v_i + (1 - b) mean_j x_ij^2        y_ij = x_ij / (sqrt(v_i) + eps)
-        direction = y |x| / |y|
+        update = y |x| / |y|
 
-    The paper gives the direction the length ``0.2 sqrt(out in)``: that of ``MatchRMS("rms")`` after
-    a matrix that is orthogonal. The length takes away what a correction of bias would do.
+    The paper sets the length to ``0.2 sqrt(out in)``, which ``MatchRMS("rms")`` gives to an
+    orthogonal matrix. v needs no bias correction, since a common factor cancels in the length.
 
     Attributes:
-        beta: What v keeps of its past.
-        eps: Is added to the root.
+        beta: The decay of v.
+        eps: Added to the root in the denominator.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -75,18 +75,18 @@ class NormaliseRows(Method):
 @register("method", "normuon")
 @dataclass(frozen=True, init=False)
 class NorMuon(Chain):
-    """Momentum, orthogonalised, with rows of one size, at the scale of the shape.
+    """Momentum, orthogonalised, with normalised rows, scaled by the shape (Li et al., 2025).
 
-    Vectors, embeddings and the head are not for it: give them to ``auxiliary="adamw"``.
+    Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them.
 
     Args:
-        momentum: See `Momentum`.
-        nesterov: See `Momentum`.
-        row_beta: See `NormaliseRows`.
-        scale: See `MatchRMS`; the paper's is ``"rms"``.
-        steps: See `Orthogonalise`.
-        coefficients: See `Orthogonalise`.
-        dtype: See `Orthogonalise`.
+        momentum: The decay of `Momentum`.
+        nesterov: Whether the momentum is Nesterov's.
+        row_beta: The decay of `NormaliseRows`.
+        scale: The scale of `MatchRMS`; the paper's is ``"rms"``.
+        steps: The Newton-Schulz iterations of `Orthogonalise`.
+        coefficients: The coefficients of the iterations, see `Orthogonalise`.
+        dtype: The dtype of the iterations, see `Orthogonalise`.
     """
 
     def __init__(

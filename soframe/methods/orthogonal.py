@@ -2,19 +2,19 @@
 
 For ``X = U S V^T``, ``[groups, out, in]``, the nearest semi-orthogonal matrix is ``U V^T``, the
 steepest descent under the spectral norm (Bernstein and Newhouse, 2024). Newton-Schulz iterations
-come near to it by products alone: with ``X`` divided by its Frobenius norm,
+approximate it by matrix products: with ``X`` divided by its Frobenius norm,
 
     X <- a X + (b (X X^T) + c (X X^T)^2) X
 
-which takes every singular value ``s`` to ``a s + b s^3 + c s^5``. Muon's coefficients are the same
-in all steps, and leave singular values between about 0.7 and 1.2; those of Polar Express (Amsel et
-al., 2025, appendix A) are the best of each step.
+which maps every singular value ``s`` to ``a s + b s^3 + c s^5``. Muon uses the same coefficients in
+all steps, which leave singular values between about 0.7 and 1.2. Polar Express (Amsel et al., 2025,
+appendix A) uses the optimal coefficients of each step.
 
-Every step multiplies by a polynomial of the Gram matrix ``X X^T``. So for a matrix that is longer
-than it is wide the products of all steps may be of Gram matrices, ``A <- P A P`` with the
-polynomial ``P``, and the long side is met twice altogether, rather than twice in every step. Gram
-matrices have the square of the condition: this is for dtypes of 24 bits and more, whose rounding
-the iterations then still keep far below what they leave undone.
+Every step multiplies by a polynomial of the Gram matrix ``X X^T``. For an elongated matrix the
+iteration can run on Gram matrices, ``A <- P A P`` with the polynomial ``P``, so that the long side
+enters two products altogether rather than two in every step. Gram matrices square the condition
+number, so this is limited to float32 and float64, where the rounding errors remain far below the
+error of the iteration.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""The coefficients of each step; of further ones as the last (Amsel et al., 2025, appendix A)."""
+"""The coefficients of each step; the last are repeated (Amsel et al., 2025, appendix A)."""
 
 LONG = 2
-"""From so many times its width on a matrix is long: 30 to 50 % less time was measured."""
+"""The aspect ratio from which the iteration runs on Gram matrices."""
 
-_NEGATIVE = 3e-3  # the size up to which eigenvalues of a Gram matrix may be wrong
+_NEGATIVE = 3e-3  # the largest tolerated error of eigenvalues of a Gram matrix
 _PRECISE = (torch.float32, torch.float64)
-_SAFETY = 1.01  # of Polar Express: what rounding may add to the largest singular value
-_TINY = 1e-7  # is added to the norm that is divided by, as in Muon
+_SAFETY = 1.01  # Polar Express: margin for rounding of the largest singular value
+_TINY = 1e-7  # added to the norm before the division, as in Muon
 
 
 def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, float]]:
@@ -77,7 +77,7 @@ def nearest_orthogonal(
     steps: int = 5,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return about the nearest semi-orthogonal matrix of each ``[out, in]``, by Newton-Schulz."""
+    """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
     wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     norm = norm * (_SAFETY if kind == "polar-express" else 1.0) + _TINY
@@ -102,10 +102,10 @@ def _by_products(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tens
 
 
 def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
-    """Return the same as `_by_products`, by products of ``[groups, out, out]``."""
-    # An eigenvalue of a Gram matrix that rounding has made negative grows by ``a^2`` in each step,
-    # and is pulled to no one. So a new Gram matrix is made before that can be seen: with Muon's
-    # five steps never.
+    """Compute the result of `_by_products` with Gram matrices ``[groups, out, out]``."""
+    # An eigenvalue that rounding made negative grows by a^2 in each step instead of converging to
+    # one. So the Gram matrix is recomputed before the error is visible: with Muon's five steps
+    # this never happens.
     gram, product, growth = matrix @ matrix.mT, None, 1.0
     for step, (a, b, c) in enumerate(each):
         polynomial = _polynomial(gram, b, c)
@@ -124,13 +124,16 @@ def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) ->
 @register("method", "orthogonalise")
 @dataclass(frozen=True)
 class Orthogonalise(Method):
-    """The nearest semi-orthogonal matrix, a stage; for matrices within the model.
+    """The nearest semi-orthogonal matrix, a stage; for hidden matrices of the model.
+
+    Vectors, embeddings and the head are skipped.
 
     Attributes:
-        steps: Newton-Schulz iterations.
-        coefficients: ``"muon"``, or ``"polar-express"`` for those that are the best of each step.
-        dtype: The dtype of the products, by its name; None for bfloat16 on CUDA, and elsewhere that
-            of the factors.
+        steps: The number of Newton-Schulz iterations.
+        coefficients: ``"muon"`` for the same coefficients in all steps, or ``"polar-express"`` for
+            the optimal ones of each step.
+        dtype: The name of the dtype of the products; None for bfloat16 on CUDA, and elsewhere the
+            dtype of the factors.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -183,16 +186,16 @@ class Orthogonalise(Method):
 @register("method", "match-rms")
 @dataclass(frozen=True)
 class MatchRMS(Method):
-    """A factor that follows from the shape, a stage after `Orthogonalise`.
+    """Multiply by a factor that depends on the shape, a stage after `Orthogonalise`.
 
     Attributes:
-        scale: ``"spectral"`` for ``sqrt(max(1, out / in))``, which keeps the size of what the
-            layer puts out (Jordan et al., 2024); ``"rms"`` for ``0.2 sqrt(max(out, in))``, with
-            which entries have the root mean square that AdamW's have (Liu et al., 2025, section
-            2.2), so that its learning rates serve.
+        scale: ``"spectral"`` for ``sqrt(max(1, out / in))``, which controls the size of the change
+            of the layer's outputs (Jordan et al., 2024); ``"rms"`` for ``0.2 sqrt(max(out, in))``,
+            which matches the root mean square of AdamW's updates (Liu et al., 2025, section 2.2),
+            so that AdamW's learning rates can be used.
 
     Raises:
-        ValueError: If the scale is none of these.
+        ValueError: If the scale has another value.
     """
 
     clipped = False
@@ -221,14 +224,7 @@ class MatchRMS(Method):
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """How a chain ends in an orthogonal matrix at the scale of its shape.
-
-    Attributes:
-        scale: See `MatchRMS`.
-        steps: See `Orthogonalise`.
-        coefficients: See `Orthogonalise`.
-        dtype: See `Orthogonalise`.
-    """
+    """The last stages of Muon and its kin: `Orthogonalise` and `MatchRMS`, with their settings."""
 
     scale: RMS = "spectral"
     steps: int = 5
@@ -236,7 +232,7 @@ class Orthogonal:
     dtype: str | None = None
 
     def stages(self, *between: Method) -> tuple[Method, ...]:
-        """Return the last stages of a chain, with others before the scale of the shape."""
+        """Return the last stages of a chain, with others before `MatchRMS`."""
         orthogonalise = Orthogonalise(self.steps, self.coefficients, self.dtype)
         return (orthogonalise, *between, MatchRMS(self.scale))
 
@@ -244,17 +240,17 @@ class Orthogonal:
 @register("method", "muon")
 @dataclass(frozen=True, init=False)
 class Muon(Chain):
-    """Momentum, orthogonalised, at the scale of the shape (Jordan et al., 2024).
+    """Momentum, orthogonalised, scaled by the shape (Jordan et al., 2024).
 
-    Vectors, embeddings and the head are not for it: give them to ``auxiliary="adamw"``.
+    Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them.
 
     Args:
-        momentum: See `Momentum`.
-        nesterov: See `Momentum`.
-        scale: See `MatchRMS`.
-        steps: See `Orthogonalise`.
-        coefficients: See `Orthogonalise`.
-        dtype: See `Orthogonalise`.
+        momentum: The decay of `Momentum`.
+        nesterov: Whether the momentum is Nesterov's.
+        scale: The scale of `MatchRMS`.
+        steps: The Newton-Schulz iterations of `Orthogonalise`.
+        coefficients: The coefficients of the iterations, see `Orthogonalise`.
+        dtype: The dtype of the iterations, see `Orthogonalise`.
     """
 
     def __init__(
@@ -280,9 +276,8 @@ class Muon(Chain):
 class NewtonMuon(Muon):
     """Muon of the gradient times the damped inverse of the inputs' second moment.
 
-    K-FAC's factor of the inputs (`FOOF`), then momentum of what it makes, orthogonalised. It reads
-    calls, so it is for the layers that K-FAC is for; of these it takes the weights within the
-    model, without their biases. Arguments are those of `Muon`.
+    The stages are `FOOF`, momentum and Muon's last ones. It accepts the hidden weights of layers
+    that K-FAC supports, without biases. Arguments as for `Muon`.
     """
 
     def _first(self) -> tuple[Method, ...]:
@@ -292,10 +287,10 @@ class NewtonMuon(Muon):
 @register("method", "kfac-muon")
 @dataclass(frozen=True, init=False)
 class KFACMuon(Muon):
-    """Muon of K-FAC's direction: momentum of it, orthogonalised.
+    """Muon of the gradient that K-FAC has preconditioned.
 
-    As `NewtonMuon`, with K-FAC's factors of the inputs and of the output gradients. Arguments are
-    those of `Muon`.
+    The stages are `KFAC`, momentum and Muon's last ones. It accepts the hidden weights of layers
+    that K-FAC supports, without biases. Arguments as for `Muon`.
     """
 
     def _first(self) -> tuple[Method, ...]:

@@ -1,6 +1,6 @@
-"""What a method returns: memory of its own, and a check of names, shapes and dtypes at the start.
+"""Calls of a method, with copies of shared memory and a check of names, shapes and dtypes.
 
-The step scales updates in place, overwrites gradients and averages factors in place; so a tensor
+The step scales updates, overwrites gradients and averages factors in place, so a returned tensor
 that shares memory with another one is copied. `soframe.testing.check_method` checks the rest of the
 contract.
 """
@@ -17,13 +17,7 @@ from soframe.specs import FactorSpec, SecondOrder
 
 
 def direction_of(method: Method, given: Given, *, check: bool = False) -> Direction:
-    """Return a method's update ``[groups, out, in]`` and state, in memory that nothing else has.
-
-    Args:
-        method: The method.
-        given: The step inputs.
-        check: Whether names, shapes and dtypes are checked; see `check_direction`.
-    """
+    """Compute a method's update ``[groups, out, in]`` and state, in memory of their own."""
     made = method.direct(given)
     if check:
         check_direction(method, given, made)
@@ -36,12 +30,7 @@ def direction_of(method: Method, given: Given, *, check: bool = False) -> Direct
 
 
 def check_direction(method: Method, given: Given, made: object) -> None:
-    """Check the type of an update, and the names, shapes and dtypes of its tensors.
-
-    Raises:
-        TypeError: If it is no `Direction`.
-        ValueError: If a tensor has another name, shape or dtype than declared.
-    """
+    """Check the type of a result, and raise if a name, shape or dtype differs from the declared."""
     if not isinstance(made, Direction):
         raise TypeError(
             f"{method!r}: direct() must return soframe.methods.Direction(matrix, state), not "
@@ -54,7 +43,7 @@ def check_direction(method: Method, given: Given, made: object) -> None:
 def check_state(
     method: Method, source: str, state: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> None:
-    """Raise a ValueError if a state has another name, shape or dtype than `Method.state` says."""
+    """Raise a ValueError if a name, shape or dtype differs from `Method.state`."""
     for name, tensor in state.items():
         if name not in before:
             raise ValueError(
@@ -72,15 +61,7 @@ def observed_by(
     *,
     check: bool = False,
 ) -> Mapping[str, Tensor]:
-    """Return a method's statistics of the averaged gradient, in memory that is not the gradient's.
-
-    Args:
-        method: The method.
-        factors: The block's factors.
-        gradient: ``[groups, out, in]``.
-        data: The second-order data of the block.
-        check: Whether names and shapes are checked.
-    """
+    """Compute a method's statistics of the gradient ``[groups, out, in]``, in new memory."""
     made = method.observe(gradient, data)
     for factor in factors if check else ():
         if not factor.captured:
@@ -90,7 +71,7 @@ def observed_by(
 
 
 def require_told(method: Method, name: str, told: frozenset[str], where: str) -> None:
-    """Raise a ValueError if a method within another one does not list a name of its tensors."""
+    """Raise a ValueError if `factor_names` or `state_names` of an inner method lacks a name."""
     if name not in told:
         raise ValueError(
             f"{method!r}: it has {name!r} for blocks of some shapes alone, and {where}() tells "
@@ -99,7 +80,7 @@ def require_told(method: Method, name: str, told: frozenset[str], where: str) ->
 
 
 def require_declared(method: Method, factors: Sequence[FactorSpec], shape: BlockShape) -> None:
-    """Raise a ValueError if two factors have one name, or a state has no dimension of groups."""
+    """Raise a ValueError if two factors have one name, or a state lacks the group dimension."""
     names = [factor.name for factor in factors]
     if len(set(names)) < len(names):
         raise ValueError(f"{method!r}: factors() has a name twice: {names}")
@@ -112,7 +93,7 @@ def require_declared(method: Method, factors: Sequence[FactorSpec], shape: Block
 
 
 def require_statistics(method: Method, factor: FactorSpec, statistics: object, source: str) -> None:
-    """Raise a ValueError if statistics of a factor lack, or have another shape than declared."""
+    """Raise a ValueError if statistics of a factor are missing or not of the declared shape."""
     if not isinstance(statistics, Tensor):
         raise ValueError(
             f"{method!r}: {source} returned no statistics of the factor {factor.name!r}, which "
@@ -126,7 +107,7 @@ def require_statistics(method: Method, factor: FactorSpec, statistics: object, s
 
 
 def require_like(method: Method, what: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise a ValueError if a tensor has another shape or dtype than the one it replaces."""
+    """Raise a ValueError if a tensor differs in shape or dtype from the one that it replaces."""
     if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise ValueError(
             f"{method!r}: {what} of shape {tuple(tensor.shape)} and {tensor.dtype}, and it must "

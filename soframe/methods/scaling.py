@@ -1,4 +1,4 @@
-"""The scale of the factors: the only place that divides by anything.
+"""The scale of the factors: statistics are divided here and nowhere else.
 
 Convention. The loss is the mean over N samples, and the block of a layer is
 ``F = (1/N) sum_n J_n^T H_n J_n``. With inputs ``a`` and gradients ``g`` of the outputs of one
@@ -6,8 +6,8 @@ sample's own loss, over positions t of samples n (T of them per sample on averag
 
     A = (1/N) sum_{n,t} a a^T        G = (1/(N T)) sum_{n,t} g g^T
 
-so that ``A ⊗ G = F`` wherever K-FAC is exact. What the hooks see is not ``g`` but ``g0``, what the
-loss made of it: ``g`` with a weight. Three declarations say which weight (``loss_average``):
+so that ``A ⊗ G = F`` wherever K-FAC is exact. The hooks see not ``g`` but ``g0``, the gradient of
+the loss on which backward is called: ``g`` times a weight, which ``loss_average`` declares:
 
 - ``"local"``: each backward pass is a mean over its own samples, divided by the number k of
   backward passes since the last step; ranks are averaged. So ``g = k N_c g0`` for a pass over N_c
@@ -16,16 +16,15 @@ loss made of it: ``g`` with a weight. Three declarations say which weight (``los
   N samples of all passes and ranks. So ``g = (N / W) g0``, and every sample counts alike.
 - ``"sum"``: the loss is a sum over samples. So ``g = g0``; the factors are still those of the mean.
 
-N is the same for all layers, whether they see all samples or some: a layer that 2 of 6 samples are
-routed to has an A of two rows, over 6, and a G that is the mean of two. What is a sample follows
-from what the loss is a mean of (`soframe.capture.counting`); padding is neither in the sums nor in
-T.
+N is the same for all layers, whether they see all samples or some: if 2 of 6 samples are routed to
+a layer, its A is the sum of two rows over 6, and its G is the mean of two. A sample is one term of
+the mean in the loss (`soframe.capture.counting`); padding counts neither in the sums nor in T.
 
-For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch:
-every call's own mean of ``g0 g0^T``, with rows divided by the number of locations for convolutions.
+For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch: the
+mean of ``g0 g0^T`` over each call, with rows divided by the number of locations for convolutions.
 
-Every rank turns its sums into a *contribution* that only needs to be added up over ranks and
-divided by the added-up *weight*: statistics stay linear until they are used.
+Every rank turns its sums into a *contribution*; the sum of contributions over ranks divided by the
+sum of their *weights* is the average. So statistics stay linear until they are used.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ Scaling = Literal["fisher", "kaisa"]
 
 @dataclass(frozen=True)
 class CallScale:
-    """How one call enters the sums, by the degree of the factor in the gradient.
-
-    Attributes:
-        degrees: The multipliers of sums of degree 0 (``a a^T``), 1 and 2 (``g0 g0^T``).
-    """
+    """Multipliers of one call's sums, by degree in ``g0``: 0 (``a a^T``), 1, 2 (``g0 g0^T``)."""
 
     degrees: tuple[float, float, float]
 
@@ -60,14 +55,13 @@ class CallScale:
 
 @dataclass
 class Counts:
-    """What was counted of one block in one window on one rank.
+    """Counts of one block since the last reduction of statistics, on one rank.
 
     Attributes:
-        samples: Samples per backward pass, by the pass's number: those of the loss, not those that
-            reached the block.
-        rows: Rows (samples times positions) per backward pass, by the pass's number.
-        group_rows: Rows that reach each group, likewise; empty where all rows reach all.
-        calls: Calls of the block's modules.
+        samples: Backward pass -> samples of the loss, whether or not they reached the block.
+        rows: Backward pass -> rows (samples times positions) that reached the block.
+        group_rows: Backward pass -> rows that reached each group; empty if all rows reach all.
+        calls: The number of calls of the block's modules.
     """
 
     samples: dict[int, int] = field(default_factory=dict)
@@ -78,7 +72,7 @@ class Counts:
     def add(
         self, backward: int, samples: int, rows: int, reached: Sequence[float] | None = None
     ) -> None:
-        """Count the rows of one call of a backward pass."""
+        """Add the rows of one call in a backward pass."""
         if reached is not None:
             before = self.group_rows.get(backward, [0.0] * len(reached))
             self.group_rows[backward] = [a + b for a, b in zip(before, reached, strict=True)]
@@ -89,14 +83,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank contributes: multipliers of its sums, and weights to divide by.
+    """Multipliers of one rank's sums, and its terms of the divisors.
 
     Attributes:
-        degrees: Multipliers of its sums of degree 0, 1 and 2.
-        input_weight: The rank's share of the divisor of means over samples.
-        output_weight: The rank's share of the divisor of means over rows.
-        group_weights: Its share of those of means over the rows of each group; empty where all rows
-            reach all groups.
+        degrees: The multipliers of sums of degree 0, 1 and 2.
+        input_weight: The term in the divisor of means over samples.
+        output_weight: The term in the divisor of means over rows.
+        group_weights: The terms in the divisors of means over the rows of each group; empty if all
+            rows reach all groups.
     """
 
     degrees: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -109,20 +103,20 @@ class Contribution:
         return self.degrees[factor.degree]
 
     def weight(self, factor: FactorSpec) -> float:
-        """Return the rank's share of the divisor of a factor, of all groups together."""
+        """Return the rank's term in the divisor of a factor, over all groups."""
         return self.input_weight if factor.mean_over == "samples" else self.output_weight
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The convention in force.
+    """The scaling convention of a preconditioner.
 
     Attributes:
         scaling: ``"fisher"`` or ``"kaisa"``.
-        loss_average: What the loss is a mean of.
-        world_size: Over how many ranks the gradient is averaged.
-        own_gradients: Whether the rows are ``g`` itself, as a Fisher that draws its own targets
-            makes them, rather than ``g0``.
+        loss_average: ``"local"``, ``"global"`` or ``"sum"``: the weight between ``g`` and ``g0``.
+        world_size: The number of ranks over which the gradient is averaged.
+        own_gradients: True if the rows are ``g`` itself rather than ``g0``, as for a Fisher with
+            targets drawn from the model.
     """
 
     scaling: Scaling = "fisher"
@@ -169,13 +163,13 @@ class Scale:
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)
 
     def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
-        """Return the power of the factor between ``g`` and ``g0`` that no rank knows alone."""
+        """Return the part of ``(g / g0)^degree`` that depends on the counts of all ranks."""
         if self.scaling == "fisher" and self.loss_average == "global" and not self.own_gradients:
             return (input_weight / self.world_size) ** factor.degree
         return 1.0
 
 
 def _added_up(each: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    """Return the sums of equally long lists, place by place; nothing for none."""
+    """Add lists of equal length elementwise; empty if there are no lists."""
     lists = list(each)
     return tuple(map(sum, zip(*lists, strict=True))) if lists else ()

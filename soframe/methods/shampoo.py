@@ -4,9 +4,9 @@ With the averaged gradient G, ``[out, in]``, and running averages of
 
     L = G G^T        R = G^T G
 
-the direction of ``X`` is ``L^(-1/4) X R^(-1/4)`` (algorithm 1, with averages for sums), or from one
-side alone ``L^(-1/2) X`` or ``X R^(-1/2)``. Its length has nothing of the gradient's; *grafting*
-gives it that of another method (Agarwal et al., 2020).
+the update of ``X`` is ``L^(-1/4) X R^(-1/4)`` (algorithm 1, with averages in place of sums), or
+with one side only ``L^(-1/2) X`` or ``X R^(-1/2)``. Its length is unrelated to the gradient's;
+*grafting* gives it the length of another method's update (Agarwal et al., 2020).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from soframe.specs import FactorSpec, SecondOrder
 
 Sides = Literal["both", "left", "right"]
 Roots = Mapping[str, Tensor]
-"""Factor name -> a root P of a positive semi-definite matrix ``P P^T``."""
+"""Factor name -> a root P of a positive semi-definite matrix ``P P^T``, ``[groups, n, n]``."""
 
 
 def gradient_factors(
     shape: BlockShape, decay: float, *, left: bool = True, right: bool = True
 ) -> tuple[FactorSpec, ...]:
-    """Return the factors of the averaged gradient's rows and columns."""
+    """Return L ``[groups, out, out]`` and R ``[groups, in, in]``, or one of them."""
     groups, out, into = shape
     every = (
         (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
@@ -47,7 +47,7 @@ def gradient_factors(
 def gradient_moments(
     gradient: Tensor, names: Collection[str], weights: Roots | None = None
 ) -> dict[str, Tensor]:
-    """Return ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity."""
+    """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity."""
     weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
@@ -62,19 +62,20 @@ def gradient_moments(
 @register("method", "shampoo")
 @dataclass(frozen=True)
 class Shampoo(Method):
-    """Inverse roots of the factors of the averaged gradient.
+    """Precondition with inverse roots of the second moments of the averaged gradient.
 
-    Factors hold this step's gradient. The interval of their roots is ``solve_every``.
+    Factors are updated with this step's gradient before the update is computed; roots are
+    recomputed every ``solve_every`` steps.
 
     Attributes:
-        decay: What the factors keep of their past at each step.
+        decay: The decay of the factors per step.
         sides: ``"both"``, or the one side that has a factor.
         power: The power of each factor; None for -1/4 with both sides and -1/2 with one.
-        epsilon: What is added to eigenvalues, over the largest, see `soframe.solvers.Root`.
-        graft: Whether the direction has the length of what it is made of, in each group. For that
-            of another method, such as Adam's, see `Graft`.
-        max_size: Matrices with a longer side that has a factor are left to others; to cut them into
-            parts see `Blocked`.
+        epsilon: Added to eigenvalues, relative to the largest, see `soframe.solvers.Root`.
+        graft: Whether the update is rescaled to the length of its input, in each group. `Graft`
+            takes the length of another method, such as Adam.
+        max_size: The longest side that may have a factor; larger matrices are skipped. `Blocked`
+            splits them.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -100,7 +101,7 @@ class Shampoo(Method):
             raise ValueError(f"{name}: power must be negative, not {self.power!r}")
         if self.max_size < 1:
             raise ValueError(f"{name}: max_size must be positive, not {self.max_size!r}")
-        self._root  # noqa: B018  # says what is wrong with epsilon
+        self._root  # noqa: B018  # checks epsilon
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         left, right = self.sides != "right", self.sides != "left"

@@ -1,16 +1,16 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al., 2024, algorithm 3).
 
-With the averaged gradient G, ``[out, in]``, what the stage is given X (G itself where it is the
-first), and the eigenvectors ``Q_L`` and ``Q_R`` of running averages of ``G G^T`` and ``G^T G``::
+With the averaged gradient G, ``[out, in]``, the input X of the stage (G itself for the first one),
+and the eigenvectors ``Q_L`` and ``Q_R`` of running averages of ``G G^T`` and ``G^T G``::
 
     m <- b1 m + (1 - b1) X
     v <- b2 v + (1 - b2) (Q_L^T G Q_R)^2
-    direction = Q_L ((Q_L^T m Q_R) / (sqrt(v) + eps)) Q_R^T, times sqrt(1 - b2^t) / (1 - b1^t)
+    update = Q_L ((Q_L^T m Q_R) / (sqrt(v) + eps)) Q_R^T, times sqrt(1 - b2^t) / (1 - b1^t)
 
-at the update number t that has a basis. Statistics and bases are refreshed after the direction, so
-that no gradient is seen in a basis that it is part of. Both m and v are kept in the basis, and
-follow a new one. For m that is what the paper has, which keeps it as it is and rotates it at every
-step: averages and rotations commute, so that only the gradient has to be rotated.
+where t counts the updates with a basis. Statistics and bases are refreshed after the update, so
+that a gradient never contributes to the basis into which it is rotated. Both m and v are kept in
+the basis, and transferred to a new one. The paper keeps m unrotated and rotates it at every step,
+which is equivalent: averages and rotations commute, so only the gradient has to be rotated.
 
 *SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
 """
@@ -47,24 +47,25 @@ Carry = Literal["permute", "rotate"]
 class SOAP(Method):
     """Adam in a slowly changing eigenbasis; alone, or a stage.
 
-    A vector has no factors, and neither has a side that is too long: there it is Adam. The interval
-    of the bases is ``solve_every``; the published one is 10, and 1 takes the fewest steps.
+    Sides of length one or above ``max_size`` have no factor and are not rotated; without factors
+    this is Adam. Bases are recomputed every ``solve_every`` steps: 10 in the paper, while 1
+    converges in the fewest steps.
 
     Attributes:
-        betas: What m and v keep of their past; without m where the first is 0.
-        eps: Is added to the root.
-        shampoo_beta: What the factors keep of their past.
-        skip_first: Whether the first gradient makes the basis alone, as published: the direction is
-            zero. Otherwise the stage passes its first input on, which for SOAP alone is a gradient
-            of any length, and for stages that end with a length of their own is a step.
-        max_size: Longer sides have no factor; to cut matrices into parts see `Blocked`.
-        max_ratio: A side that is so many times as long as the other, or longer, has no factor. Its
-            factor would have the rank of the short side in every step, and would cost most: four
-            leaves out the wide side of a transformer's perceptrons.
-        correct_bias: Whether averages are freed of their start.
-        normalise: Whether directions are divided by their root mean square, in each group.
-        carry: How v follows a new basis: ``"permute"`` as its columns are put in order (published),
-            or ``"rotate"`` by the squares of the overlaps between old and new columns.
+        betas: The decays of m and v; with a first of 0 no m is kept.
+        eps: Added to the root in the denominator.
+        shampoo_beta: The decay of the factors.
+        skip_first: Whether the first gradient only initialises the basis and the update is zero, as
+            published. Otherwise the stage returns its first input unchanged: suitable if a later
+            stage sets the length, whereas for SOAP alone it is the raw gradient.
+        max_size: The longest side that has a factor; `Blocked` splits larger matrices.
+        max_ratio: A side that is at least this many times as long as the other has no factor. Such
+            a factor gains only the rank of the short side in each step, at the highest cost; 4
+            leaves out the wide side of a transformer's MLPs.
+        correct_bias: Whether m and v are bias-corrected.
+        normalise: Whether updates are divided by their root mean square, in each group.
+        carry: How v is transferred to a new basis: ``"permute"`` reorders its columns (published),
+            ``"rotate"`` applies the squared overlaps between old and new columns.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -173,22 +174,22 @@ def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
 @register("method", "soap-muon")
 @dataclass(frozen=True, init=False)
 class SOAPMuon(Chain):
-    """SOAP's direction of the Nesterov momentum, orthogonalised, at the scale of the shape.
+    """SOAP applied to the Nesterov momentum, orthogonalised, scaled by the shape.
 
-    Vectors, embeddings and the head are not for it: give them to ``auxiliary="adamw"``.
+    Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them.
 
     Args:
-        momentum: See `Momentum`.
-        square_beta: What SOAP's second moments keep of their past.
-        shampoo_beta: See `SOAP`.
-        eps: See `SOAP`.
-        max_size: See `SOAP`.
-        max_ratio: See `SOAP`.
-        carry: See `SOAP`.
-        scale: See `MatchRMS`.
-        steps: See `Orthogonalise`.
-        coefficients: See `Orthogonalise`.
-        dtype: See `Orthogonalise`.
+        momentum: The decay of `Momentum`.
+        square_beta: The decay of v in `SOAP`, whose m is left out.
+        shampoo_beta: The decay of the factors, see `SOAP`.
+        eps: Added to the root in the denominator of `SOAP`.
+        max_size: The longest side that has a factor, see `SOAP`.
+        max_ratio: The largest ratio of sides for a factor of the longer one, see `SOAP`.
+        carry: How v is transferred to a new basis, see `SOAP`.
+        scale: The scale of `MatchRMS`.
+        steps: The Newton-Schulz iterations of `Orthogonalise`.
+        coefficients: The coefficients of the iterations, see `Orthogonalise`.
+        dtype: The dtype of the iterations, see `Orthogonalise`.
     """
 
     def __init__(
@@ -219,21 +220,21 @@ class SOAPMuon(Chain):
         super().__init__((Momentum(momentum, nesterov=True), soap, *end.stages(*self._between())))
 
     def _between(self) -> tuple[Method, ...]:
-        """Return the stages between the orthogonal matrix and its scale."""
+        """Return the stages between `Orthogonalise` and `MatchRMS`."""
         return ()
 
 
 @register("method", "soap-normuon")
 @dataclass(frozen=True, init=False)
 class SOAPNorMuon(SOAPMuon):
-    """`SOAPMuon` with rows of one size (`NormaliseRows`); arguments are those of `SOAPMuon`."""
+    """`SOAPMuon` with normalised rows (`NormaliseRows`); arguments as for `SOAPMuon`."""
 
     def _between(self) -> tuple[Method, ...]:
         return (NormaliseRows(),)
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
-    """Return a matrix in the basis; sides without one stay as they are."""
+    """Rotate ``[groups, out, in]`` into the basis; sides without a factor are not rotated."""
     if "L" in data:
         matrix = data["L"]["vectors"].mT @ matrix
     return matrix @ data["R"]["vectors"] if "R" in data else matrix

@@ -1,16 +1,15 @@
-"""TNT: the covariance of samples' gradients as a Kronecker product (Ren and Goldfarb, 2021).
+"""TNT: the covariance of sample gradients as a Kronecker product (Ren and Goldfarb, 2021).
 
-Tensor-normal training takes the gradient of a sample n, ``W_n = sum_t g_{n,t} a_{n,t}^T`` of shape
-``[out, in]``, for a draw from a matrix normal distribution (algorithm 1, with two modes).
-With the second moments of its rows and of its columns, over the samples of whichever Fisher,
+Tensor-normal training models the gradient of a sample n, ``W_n = sum_t g_{n,t} a_{n,t}^T`` of shape
+``[out, in]``, as a draw from a matrix normal distribution (algorithm 1, with two modes). With the
+second moments of its rows and columns, over the samples of the chosen Fisher,
 
     L = (1/N) sum_n W_n W_n^T        R = (1/N) sum_n W_n^T W_n        tau = tr L = tr R
 
-the block is ``L ⊗ R / tau``. All three traces are that of the Fisher's block, ``tau`` is, and L and
-R are its partial traces: so they are right for any sharing of weights, where K-FAC treats
-positions as independent. The direction of X is ``(L ⊗ R / tau + damping I)^-1 X``, in the
-eigenbases of both. Statistics of one position take weighted moments of rows, see
-`soframe.kernels.samples`.
+the block is ``L ⊗ R / tau``. ``tau`` is the trace of the Fisher's block, and L and R are its
+partial traces: they are exact for any weight sharing, whereas K-FAC treats positions as
+independent. The update of X is ``(L ⊗ R / tau + damping I)^-1 X``, computed in the eigenbases of L
+and R. `soframe.kernels.samples` computes the moments.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from soframe.specs import FactorSpec
 class TNT(Method):
     """Row and column covariances of the gradients of samples.
 
-    It needs a solver that makes eigenvectors, such as ``"eigen"`` or ``"orthogonal-iteration"``:
-    the damping is added to the block, whose eigenvalues are products over a trace. Of an embedding
-    R is the diagonal, which is all of it where no sample has two different indices.
+    It needs a solver that computes eigenvectors, ``"eigen"`` or ``"orthogonal-iteration"``: the
+    damping is added to the block, whose eigenvalues are products divided by a trace. For an
+    embedding only the diagonal of R is kept, which is exact if no sample has two different indices.
     """
 
     scalings = ("fisher",)
@@ -66,7 +65,7 @@ class TNT(Method):
 
     def direct(self, given: Given) -> Direction:
         left, right = given.data["L"], given.data["R"]
-        # Roots first: products of what is tiny, as of squares of small gradients, would vanish.
+        # Roots first: products of tiny eigenvalues would underflow.
         rows, columns = _unit(left), _unit(right)
         trace = (_trace(left) * _trace(right)).unsqueeze(-1)  # tau, as a product of its roots
         curvature = rows.unsqueeze(-1) * columns.unsqueeze(-2) * trace
@@ -75,20 +74,20 @@ class TNT(Method):
             damping = damping * trace / (rows.shape[-1] * columns.shape[-1])
         curvature = curvature + damping
         rotated = turned(given.incoming, left, right, back=False)
-        # Where there is neither curvature nor damping, no step is the least one.
+        # Zero curvature and zero damping: the pseudo-inverse gives no step.
         rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
         return Direction(turned(rotated, left, right, back=True))
 
 
 def _unit(data: Mapping[str, Tensor]) -> Tensor:
-    """Return a factor's eigenvalues over its trace, ``[groups, n]``; zeros where that is zero."""
+    """Divide a factor's eigenvalues ``[groups, n]`` by their sum; zeros if the sum is zero."""
     total = data["values"].sum(-1, keepdim=True)
     return data["values"] / total.where(total > 0, 1.0)
 
 
 def _trace(data: Mapping[str, Tensor]) -> Tensor:
-    """Return the root of a factor's trace, ``[groups, 1]``."""
+    """Compute the root of a factor's trace, ``[groups, 1]``."""
     total = data["values"].sum(-1, keepdim=True)
-    if "mean_trace" in data:  # the values are over it
+    if "mean_trace" in data:  # the eigenvalues were divided by it
         total = total * data["mean_trace"].unsqueeze(-1)
     return torch.sqrt(total)

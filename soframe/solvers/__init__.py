@@ -1,4 +1,4 @@
-"""Solvers: from a factor to the second-order data that preconditions with it."""
+"""Solvers: compute second-order data from factors, and precondition gradients with them."""
 
 from soframe.solvers.around import Around
 from soframe.solvers.base import SolveFailedError, Solver, retry, solve_safely, solve_stack

@@ -1,4 +1,4 @@
-"""A solver around another one."""
+"""The base class of solvers that wrap another solver."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from soframe.specs import FactorSpec
 
 @dataclass(frozen=True)
 class Around(Solver):
-    """Hands on to another solver everything that a subclass does not override.
+    """Delegates to an inner solver; a subclass overrides the methods that it changes.
 
     Attributes:
-        solver: The solver within.
+        solver: The inner solver.
     """
 
     solver: Solver

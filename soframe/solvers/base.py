@@ -1,8 +1,8 @@
-"""The solver: what a factor becomes, and how that multiplies a gradient.
+"""The solver: decompose or invert factors, and apply the result to gradients.
 
-Second-order data is a named set of tensors per factor. A solver names its tensors and their shapes;
-strategies and comm move them by these alone. All matrices are ``[groups, n, n]`` and symmetric.
-Groups are independent of each other: those of one block, or of many blocks side by side.
+The result for a factor, its second-order data, is a set of named tensors. A solver declares their
+names and shapes, and strategies and comm move them by these alone. All matrices are
+``[groups, n, n]`` and symmetric. Groups are independent; a stack has the groups of many blocks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 
 
 class SolveFailedError(RuntimeError):
-    """A factor that could not be solved, in its own precision nor in float64."""
+    """Raised when a factor can be solved neither in its own precision nor in float64."""
 
 
 class Solver(ABC):
-    """Turns factors into second-order data and applies them.
+    """The base class of solvers: from factors to second-order data, and their application.
+
+    A solver implements `tensors`, `solve` and `apply`; everything else has a default.
 
     Attributes:
-        damps_factors: Whether the damping is added to each factor by ``solve`` (its share, see
-            ``shares``) rather than to their product by ``apply``.
-        follows: Whether ``follow`` does anything.
-        alone: Whether solving changes settings of the whole process for a while, so that nothing
-            else may be computed meanwhile.
-        diagonals: Whether it takes diagonal factors, which are given as ``[groups, n]`` in place of
+        damps_factors: True if `solve` adds the damping to each factor (its share, see `shares`),
+            False if `apply` adds it to their product.
+        follows: True if `follow` updates data between solves.
+        alone: True if `solve` temporarily changes settings of the whole process, so that nothing
+            else may be computed at the same time.
+        diagonals: True if diagonal factors ``[groups, n]`` are supported, in addition to matrices
             ``[groups, n, n]``.
     """
 
@@ -44,14 +46,14 @@ class Solver(ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether a solve starts from the last one's data: by default where it is overridden."""
+        """Whether a solve starts from the last data: by default if `solve_again` is overridden."""
         return type(self).solve_again is not Solver.solve_again
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        """Return why this solver cannot serve the factors of a block, or None if it can.
+        """Return the reason why this solver does not support a block, or None if it does.
 
         Args:
-            factors: The factors.
+            factors: The factors of the block.
 
         Returns:
             The reason and a remedy, for the error at construction. By default diagonal factors are
@@ -68,29 +70,29 @@ class Solver(ABC):
 
     @abstractmethod
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        """Return what ``solve`` makes of a factor.
+        """Return the names and shapes of the second-order data of a factor.
 
         Args:
             factor: The factor.
 
         Returns:
-            The tensors by name, in the order in which they travel.
+            The specs by name, in the order in which the tensors are sent.
         """
 
     @abstractmethod
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        """Return the second-order data of a factor, each group by itself.
+        """Compute the second-order data of a factor, independently for each group.
 
-        A group that cannot be solved may be marked by NaN in its data in place of an error, so that
-        the host need not wait for the device.
+        A failed group may be marked by NaN in its data instead of an error, so that the host does
+        not wait for the device.
 
         Args:
-            matrix: ``[groups, n, n]``, positive semi-definite up to rounding; or of a diagonal
-                factor ``[groups, n]``. Only the lower triangle may be read.
+            matrix: ``[groups, n, n]``, positive semi-definite up to rounding, or ``[groups, n]``
+                for a diagonal factor. Only the lower triangle may be read.
             damping: ``[groups]``, the factor's share of the damping.
 
         Returns:
-            The tensors that ``tensors`` announces, in the dtype of ``matrix``.
+            The tensors that `tensors` declares, in the dtype of ``matrix``, in new memory.
 
         Raises:
             torch.linalg.LinAlgError: If the factorisation of a group fails.
@@ -99,49 +101,48 @@ class Solver(ABC):
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the second-order data of a factor that has been solved before.
+        """Compute the second-order data of a factor from the data of its last solve.
 
-        For iterations that start from the last result; by default ``solve``. Owners that are no
-        gradient workers keep no second-order data, and call ``solve``.
+        For warm-started iterations; by default calls `solve`. Owners that are not gradient workers
+        keep no second-order data, and call `solve`.
 
         Args:
-            matrix: See ``solve``.
-            damping: See ``solve``.
-            last: The data of the last solve, perhaps of another damping; not to be changed.
+            matrix: ``[groups, n, n]`` or ``[groups, n]``, as for `solve`.
+            damping: ``[groups]``, the factor's share of the damping.
+            last: The data of the last solve, perhaps with another damping; must not be changed.
 
         Returns:
-            See ``solve``.
+            The tensors that `tensors` declares, as from `solve`.
         """
         del last
         return self.solve(matrix, damping)
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return the tensors that change with the factor between two solves.
+        """Update second-order data from the current factor between two solves.
 
-        Called after statistics, on gradient workers, where all of them hold the factor; all must
-        compute the same.
+        Called after statistics on every gradient worker, if all of them hold the factor; the result
+        must be deterministic, so that they agree.
 
         Args:
-            matrix: The factor as it is now, ``[groups, n, n]``.
-            data: Its second-order data, not to be changed.
+            matrix: The current factor, ``[groups, n, n]`` or ``[groups, n]``.
+            data: Its second-order data; must not be changed.
 
         Returns:
-            Some of the tensors, anew; None, the default, to keep the data of the last solve.
+            The tensors that change, in new memory; None, the default, to keep the data of the last
+            solve.
         """
         del matrix, data
         return None
 
     def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
-        """Return which groups may be used, of data that are finite.
-
-        Data that have underflowed are finite, and would turn gradients to zero.
+        """Check finite second-order data, for example for underflow, which would zero gradients.
 
         Args:
-            data: The result of ``solve``, in the dtype in which it is kept.
+            data: The result of `solve`, in the dtype in which it is kept.
 
         Returns:
-            False, or False in a vector ``[groups]``, to count factors as ones that cannot be
-            solved. By default True.
+            A bool, or a boolean vector ``[groups]``: False if the solve counts as failed. By
+            default True.
         """
         del data
         return True
@@ -155,13 +156,13 @@ class Solver(ABC):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        """Return ``(left ⊗ right + damping)^-1`` times the gradient.
+        """Multiply a gradient by ``(left ⊗ right + damping I)^-1``.
 
         Args:
             gradient: ``[groups, out, in]``.
-            left: Second-order data of the factor of the outputs, ``[groups, out, out]``.
-            right: Second-order data of the factor of the inputs, ``[groups, in, in]``.
-            damping: The damping of this step; solvers that damp when they solve ignore it.
+            left: Second-order data of the output factor ``[groups, out, out]``.
+            right: Second-order data of the input factor ``[groups, in, in]``.
+            damping: The damping of this step; ignored by solvers with ``damps_factors``.
 
         Returns:
             ``[groups, out, in]``, in a new tensor.
@@ -170,15 +171,15 @@ class Solver(ABC):
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
-        """Return ``(I ⊗ right + damping)^-1`` times the gradient: ``apply`` with no left factor.
+        """Multiply a gradient by ``(I ⊗ right + damping I)^-1``: `apply` without a left factor.
 
-        By default the identity is solved and applied like any other factor; a solver that can
-        leave it out overrides this.
+        By default the identity is solved and applied like any other factor; override this to leave
+        it out.
 
         Args:
             gradient: ``[groups, out, in]``.
-            right: Second-order data of the factor of the inputs, ``[groups, in, in]``, solved with
-                the whole damping where the solver damps when it solves.
+            right: Second-order data of the input factor ``[groups, in, in]``; with
+                ``damps_factors`` solved with the whole damping.
             damping: The damping of this step.
 
         Returns:
@@ -190,16 +191,16 @@ class Solver(ABC):
         return self.apply(gradient, left=left, right=right, damping=damping)
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-        """Return each factor's share of the damping, for ``solve``.
+        """Split the damping between the factors of a block; `solve` is given the shares.
 
         Args:
-            mean_traces: ``[groups]`` for each factor of the block: its trace over its size.
-            damping: The damping of this step; ``[groups]`` where each group has one of its own.
+            mean_traces: ``[groups]`` for each factor of the block: its trace divided by its size.
+            damping: The damping of this step; ``[groups]`` if it differs by group.
 
         Returns:
-            ``[groups]`` for each factor; NaN where the factors' scales are such that the solver
-            cannot serve them. By default the whole damping, as is right for a block of one factor,
-            of which the other is the identity.
+            ``[groups]`` for each factor; NaN if the scales of the factors are out of the solver's
+            range. By default the whole damping for each, which is exact for a block with one factor
+            and the identity.
         """
         return [torch.ones_like(trace) * damping for trace in mean_traces]
 
@@ -207,21 +208,20 @@ class Solver(ABC):
 def solve_stack(
     solver: Solver, matrices: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Solve many factors at once, without waiting for the device.
+    """Solve a stack of factors, without a host synchronisation of its own.
 
-    A solver's own waits remain: eigendecompositions check for convergence, and iterations
-    (`Lazy`, `OrthogonalIteration`, `NewtonSchulz`) decide by numbers, once for each call.
+    Solvers may synchronise: eigendecompositions check for convergence, and iterations (`Lazy`,
+    `OrthogonalIteration`, `NewtonSchulz`) test a residual, once per call.
 
     Args:
         solver: The solver.
-        matrices: ``[groups, n, n]``, or diagonals ``[groups, n]``: factors side by side.
+        matrices: ``[groups, n, n]``, or diagonals ``[groups, n]``.
         damping: ``[groups]``, the share of each; a share of NaN marks a failure.
-        last: The data of the last solve of all groups, if they are here.
+        last: The data of the last solve of all groups, if this rank holds them.
 
     Returns:
-        The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and which groups may
-        be used, a boolean vector ``[groups]`` on the device. Data of the others are undefined: see
-        `retry`.
+        The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and a boolean vector
+        ``[groups]`` on the device: False for failed groups, whose data are undefined (see `retry`).
 
     Raises:
         RuntimeError: If the solver changes the factors in place.
@@ -236,18 +236,18 @@ def retry(
     data: Mapping[str, Tensor],
     failed: Sequence[int],
 ) -> tuple[dict[str, Tensor], dict[int, str]]:
-    """Solve the groups that failed once more: in float64, from the start.
+    """Solve failed groups again in float64, from scratch.
 
     Args:
         solver: The solver.
-        matrices: See `solve_stack`.
-        damping: See `solve_stack`.
-        data: The data that it returned.
-        failed: The indices of the groups.
+        matrices: ``[groups, n, n]`` or ``[groups, n]``, as for `solve_stack`.
+        damping: ``[groups]``, as for `solve_stack`.
+        data: The data that `solve_stack` returned.
+        failed: The indices of the failed groups.
 
     Returns:
-        The data with those of the groups, in the dtype of ``matrices``, and why groups failed
-        again, by their index.
+        The data with the new results in place, in the dtype of ``matrices``, and the reason for
+        each group that failed again, by its index.
     """
     if not failed:
         return dict(data), {}
@@ -265,20 +265,20 @@ def retry(
 def solve_safely(
     solver: Solver, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Solve the factor of one block; where that fails, once more in float64, from the start.
+    """Solve the factor of one block; if that fails, again in float64, from scratch.
 
     Args:
         solver: The solver.
-        matrix: ``[groups, n, n]``.
+        matrix: ``[groups, n, n]`` or ``[groups, n]``.
         damping: ``[groups]``.
-        last: The data of its last solve, if it had one and they are here.
+        last: The data of the last solve, if this rank holds them.
 
     Returns:
         The second-order data in the dtype of ``matrix``, and whether float64 was needed.
 
     Raises:
-        SolveFailedError: If it fails in float64 too, or gives something that is not finite.
-        RuntimeError: If it changes the factor in place.
+        SolveFailedError: If the solve fails in float64 too, or its result is not finite.
+        RuntimeError: If the solver changes the factor in place.
     """
     errors: list[str] = []
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
@@ -297,7 +297,7 @@ def _solve(
     dtype: torch.dtype,
     errors: list[str],
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the data in the dtype in which they are kept, and which groups may be used."""
+    """Solve once; return the data in the dtype in which they are kept, and the success by group."""
     version = matrices._version
     try:
         made = _made(solver, matrices, damping, last, errors)
@@ -307,9 +307,9 @@ def _solve(
                 f"{solver!r}: solve() has changed the factor in place, and it is a running "
                 f"average that goes on: return new tensors, such as of matrix + damping * eye"
             )
-    # One layout on every rank, whoever solved: products of other strides have other bits.
+    # The same layout on every rank: products with other strides round differently.
     data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
-    # The factor changes in place at the next statistics, and its data do not.
+    # The factor changes in place at the next statistics; its data must not.
     data = {n: t.clone() if _same_memory(t, matrices) else t for n, t in data.items()}
     good = damping.isfinite()
     for tensor in data.values():
@@ -324,7 +324,7 @@ def _made(
     last: Mapping[str, Tensor] | None,
     errors: list[str],
 ) -> dict[str, Tensor]:
-    """Return what a solver makes; where it raises, group by group, with NaN for those that do."""
+    """Call the solver; if it raises, call it group by group, with NaN for groups that fail."""
     try:
         if last:
             return solver.solve_again(matrices, damping, last)
@@ -341,7 +341,7 @@ def _made(
 
 
 def _finite(tensor: Tensor, groups: int) -> Tensor:
-    """Return ``[groups]``: whether all entries are finite."""
+    """Check that all entries are finite, ``[groups]``."""
     finite = tensor.isfinite()
     if finite.shape[:1] != (groups,):
         return finite.all()
@@ -349,7 +349,7 @@ def _finite(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:
-    """Return `Solver.usable`, by group."""
+    """Call `Solver.usable`; if it returns one False for several groups, call it group by group."""
     usable = solver.usable(data)
     if isinstance(usable, Tensor) or usable or groups == 1:
         return usable
@@ -382,7 +382,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 def replace_groups(
     data: Mapping[str, Tensor], chosen: Tensor, solve: Callable[[Tensor], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Replace the data of the groups that a mask ``[groups]`` chooses; one wait for the device."""
+    """Replace the data of the groups in a mask ``[groups]``; synchronises with the device once."""
     groups = chosen.nonzero().flatten()
     if not len(groups):
         return dict(data)
@@ -391,15 +391,15 @@ def replace_groups(
 
 
 def mean_trace(matrix: Tensor) -> Tensor:
-    """Return the trace over the size, ``[groups]``, of matrices or of diagonals ``[groups, n]``."""
+    """Compute trace divided by size, ``[groups]``, of matrices or of diagonals ``[groups, n]``."""
     return mean_of(matrix.diagonal(dim1=-2, dim2=-1) if matrix.dim() == 3 else matrix)
 
 
 def mean_of(diagonal: Tensor) -> Tensor:
-    """Return the mean of ``[groups, n]`` over n, summed in float64 so that it does not overflow."""
+    """Average ``[groups, n]`` over n, accumulated in float64 so that the sum does not overflow."""
     return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)
 
 
 def whole(matrix: Tensor) -> Tensor:
-    """Return symmetric matrices from their lower triangles, for products; they read both."""
+    """Return the full symmetric matrices ``[groups, n, n]``, given their lower triangles."""
     return matrix.tril() + matrix.tril(-1).mT

@@ -1,11 +1,11 @@
-"""The eigenbasis of a factor, which follows it by one QR, as SOAP keeps its bases.
+"""The eigenbasis of a factor, updated by one QR decomposition per solve, as in SOAP.
 
-From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are put into the
-descending order of ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. What methods keep in the basis has to
-follow: which of the old columns each new one comes from is part of the data.
+From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns are sorted by
+descending ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. The permutation is part of the data, since
+methods permute the state that they keep in the basis.
 
-A factor of few gradients lacks rank, and rounding would choose the basis of its null space. So F is
-the factor plus ``1e-5 tr(F)/n diag(1, ..., 2)``, which makes that basis unique in float64; in
+A factor of few gradients is rank-deficient, and rounding would choose the basis of its null space.
+So ``1e-5 tr(F)/n diag(1, ..., 2)`` is added to F, which makes that basis unique in float64; in
 float32 it is below the rounding of the largest eigenvalues.
 """
 
@@ -26,14 +26,15 @@ from soframe.specs import FactorSpec, TensorSpec
 @register("solver", "basis")
 @dataclass(frozen=True)
 class Basis(Solver):
-    """Eigenvectors (columns) in descending order, and the order of the last basis in them.
+    """Eigenvectors in descending order, and their permutation since the last solve.
 
-    The first solve is an eigendecomposition. There are no eigenvalues, so it is for methods that
-    have second moments of their own in the basis, such as SOAP.
+    The data of a factor are ``vectors`` ``[groups, n, n]`` (columns) and ``order`` ``[groups, n]``:
+    the old index of each new column. The first solve is an eigendecomposition. Eigenvalues are not
+    computed, so this is for methods that keep second moments in the basis, such as SOAP.
 
     Attributes:
-        ordered: Whether columns are put into order before the QR. Otherwise each new column comes
-            from the old one in its place, and there is no order among the data.
+        ordered: Whether columns are sorted before the QR. Otherwise each column continues the old
+            one at the same index, and the data have no ``order``.
     """
 
     ordered: bool = True
@@ -45,7 +46,7 @@ class Basis(Solver):
         return None
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        # The order has numbers of columns, in the dtype of the factor.
+        # Column indices, in the dtype of the factor, as all second-order data.
         vectors = {"vectors": TensorSpec(factor.shape)}
         order = {"order": TensorSpec((factor.groups, factor.size))}
         return {**vectors, **order} if self.ordered else vectors
@@ -83,7 +84,7 @@ class Basis(Solver):
 
 
 def _graded(matrix: Tensor) -> Tensor:
-    """Return ``F + 1e-5 tr(F)/n diag(1, ..., 2)``, whose eigenvalues differ."""
+    """Return ``F + 1e-5 tr(F)/n diag(1, ..., 2)``, which has distinct eigenvalues."""
     size = matrix.shape[-1]
     grade = torch.linspace(1e-5, 2e-5, size, dtype=matrix.dtype, device=matrix.device)
     return matrix + torch.diag_embed(mean_trace(matrix).unsqueeze(-1) * grade)

@@ -1,8 +1,8 @@
 """Eigendecomposition: exact damping in the Kronecker eigenbasis.
 
-``(A ⊗ G + damping I)^-1`` of a gradient V is ``Q_G ((Q_G^T V Q_A) / (l_G l_A^T + damping)) Q_A^T``
-(Grosse and Martens, 2016, appendix; George et al., 2018). The damping is that of the step at which
-the gradient is preconditioned, so it may change between solves.
+``(A ⊗ G + damping I)^-1`` times a gradient V is
+``Q_G ((Q_G^T V Q_A) / (l_G l_A^T + damping)) Q_A^T`` (Grosse and Martens, 2016, appendix; George et
+al., 2018). The damping enters when the gradient is preconditioned, so it may change between solves.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from soframe.registry import register
 from soframe.solvers.base import Solver, whole
 from soframe.specs import FactorSpec, TensorSpec
 
-_SIZES = 2.0**20  # the product of the largest eigenvalues of two factors over their mean traces
+_SIZES = 2.0**20  # assumed bound of l_max(A) l_max(G) over the product of mean traces
 
 
 @register("solver", "eigen")
 @dataclass(frozen=True)
 class Eigen(Solver):
-    """Eigenvectors (columns) and eigenvalues (ascending, negative ones from rounding set to 0).
+    """Eigendecompositions of the factors, with the damping added to the products of eigenvalues.
+
+    The data of a factor are ``vectors`` ``[groups, n, n]`` (columns) and ``values`` ``[groups, n]``
+    (ascending, clamped at 0 against rounding); a diagonal factor has ``values`` only.
 
     Attributes:
-        follows: Whether eigenvalues follow the running factors between solves: after statistics
-            they become ``diag(Q^T F Q)``, the best diagonal that the eigenvectors Q of the last
-            solve allow (in the Frobenius norm). That is one product per factor, on every gradient
-            worker, all of which have to hold the factor. It helps where the factor grows or shrinks
-            and hardly turns. Where eigenvalues are equal, for example zero, Q is any basis, and the
-            result depends on rounding.
+        follows: Whether eigenvalues are refreshed between solves: after statistics they become
+            ``diag(Q^T F Q)``, the optimal diagonal for the eigenvectors Q of the last solve (in the
+            Frobenius norm). This takes one product per factor on every gradient worker, all of
+            which must hold the factor. It helps if the factor changes in scale more than in its
+            eigenvectors. Among equal eigenvalues, for example zeros, Q depends on rounding.
     """
 
     follows: bool = field(default=False, kw_only=True)
@@ -50,7 +52,7 @@ class Eigen(Solver):
         shares = super().shares(mean_traces, damping)
         if len(mean_traces) == 1:
             return shares
-        # Products of eigenvalues that are not finite would turn gradients to zero.
+        # Infinite products of eigenvalues would set gradients to zero.
         traces = [trace.double() for trace in mean_traces]
         if len({len(trace) for trace in traces}) > 1:
             traces = [trace.amax(0, keepdim=True) for trace in traces]
@@ -82,17 +84,17 @@ class Eigen(Solver):
         rotated = turned(gradient, left, right, back=False)
         curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
         if damping == 0:
-            # Where there is neither curvature nor damping, no step is the least one.
+            # Zero curvature and zero damping: the pseudo-inverse gives no step.
             rotated = torch.where(curvature > 0, rotated, 0.0)
             curvature = torch.where(curvature > 0, curvature, 1.0)
-        # Not in place of `rotated`, which is the gradient itself where both factors are diagonal.
+        # Not into `rotated`, which is the gradient itself if both factors are diagonal.
         return turned(torch.div(rotated, curvature, out=curvature), left, right, back=True)
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
     ) -> Tensor:
         curvature = right["values"].unsqueeze(-2) + damping
-        # Where there is neither curvature nor damping, no step is the least one.
+        # Zero curvature and zero damping: the pseudo-inverse gives no step.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
         scaled = turned(gradient, {}, right, back=False) * inverse
         return turned(scaled, {}, right, back=True)
@@ -101,8 +103,8 @@ class Eigen(Solver):
 def turned(
     gradient: Tensor, left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, back: bool
 ) -> Tensor:
-    """Rotate ``[groups, out, in]`` into the eigenbasis of two factors, or back from it."""
-    # A diagonal factor has no vectors; where both are diagonal this is the gradient itself.
+    """Rotate ``[groups, out, in]`` into the eigenbases of two factors, or back."""
+    # A diagonal factor has no vectors; if both are diagonal this returns the gradient itself.
     if "vectors" in left:
         vectors = left["vectors"]
         gradient = (vectors if back else vectors.mT) @ gradient
@@ -113,5 +115,5 @@ def turned(
 
 
 def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:
-    """Return ``diag(Q^T F Q)``, ``[groups, n]``, of Q and ``F Q``."""
+    """Compute ``diag(Q^T F Q)``, ``[groups, n]``, from Q and ``F Q``."""
     return (vectors * product).sum(-2)

@@ -2,14 +2,15 @@
 
 ``(A + pi sqrt(damping) I)^-1`` and ``(G + sqrt(damping) / pi I)^-1``, where
 ``pi = sqrt((tr A / dim A) / (tr G / dim G))`` minimises the trace of the residual of factoring the
-damping (Martens and Grosse, 2015, section 6.3). Half the work of an eigendecomposition or less,
-and two products per gradient where that takes four; the damping is that of the solve.
+damping (Martens and Grosse, 2015, section 6.3). It takes at most half the work of an
+eigendecomposition, and two products per gradient instead of four. The damping of the solve stays in
+force until the next one.
 
 Factors may have any scale. With mean traces a and g, the share of the damping of each factor is
-``sqrt(damping / (a g))`` times its mean trace. Where that is so much that neither factor is seen
-beside it, the block is ``damping I`` to the last digit, however the damping is split. From there on
-pi stays as close to one as still hides both, since shares further apart may be out of range. A
-factor that has underflowed to zero is the limit: the other one must not be seen either.
+``sqrt(damping / (a g))`` times its mean trace. If the shares dominate both factors beyond the
+precision of the dtype, the block is ``damping I`` to the last digit for any split. In this case pi
+is clamped as close to one as still dominates both, since more unequal shares may be out of range.
+The limit is a factor that has underflowed to zero.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ FRAMED = 512  # the size from which matrices are enlarged for LAPACK
 @register("solver", "inverse")
 @dataclass(frozen=True)
 class Inverse(Solver):
-    """Damped inverses.
+    """Inverses of the damped factors, by Cholesky decomposition.
+
+    The data of a factor are ``inverse``: symmetric ``[groups, n, n]``, or ``[groups, n]`` for a
+    diagonal factor.
 
     Attributes:
-        split: How the damping is shared: ``"pi"`` by the factors' mean traces, ``"sqrt"`` equally,
-            ``"full"`` the whole damping to each factor (what kfac-pytorch does; not a splitting of
+        split: How the damping is split: ``"pi"`` by the factors' mean traces, ``"sqrt"`` equally,
+            ``"full"`` the whole damping to each factor (as in kfac-pytorch, which does not factor
             the damping of the block).
+
+    Raises:
+        ValueError: If the split has another value.
     """
 
     damps_factors: ClassVar[bool] = True
@@ -85,15 +92,15 @@ class Inverse(Solver):
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
         size, gpu = matrix.shape[-1], on_gpu(matrix)
         lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, 0 if gpu else frame(size)))
-        # NaN marks what is not positive-definite, so that the host need not wait for the device.
+        # NaN marks groups that are not positive definite, without a host synchronisation.
         lower.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0).unsqueeze(-1), math.nan)
-        # LAPACK's is symmetric to the last bit, and stored by columns: its transpose needs no copy.
+        # LAPACK's inverse is symmetric to the last bit and column-major: its transpose is a view.
         inverse = torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()
-        # CUDA's is not: ranks that are sent a triangle would differ from the one that has solved.
+        # CUDA's is not symmetric: ranks that receive a triangle would differ from the owner.
         return {"inverse": mirror(inverse) if gpu else inverse}
 
     def usable(self, data: Mapping[str, Tensor]) -> Tensor:
-        # An inverse that is zero: the factor was too large.
+        # A zero on the diagonal is an underflow: the factor was too large.
         inverse = data["inverse"]
         diagonal = inverse if inverse.dim() == 2 else inverse.diagonal(dim1=-2, dim2=-1)
         return diagonal.amin(-1) > 0
@@ -118,15 +125,12 @@ class Inverse(Solver):
 
 
 def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> Tensor:
-    """Return pi of the pi-correction, ``[groups]``: ``sqrt(first / second)`` of mean traces.
+    """Return ``pi = sqrt(first / second)`` of mean traces, ``[groups]`` in float64.
 
-    Or as close to one as leaves both factors unseen beside their shares of the damping, where that
-    is possible (a number below a sixteenth of the precision is not seen beside one). One where
-    neither has a scale.
-
-    Returns:
-        ``[groups]``, in float64.
+    If both factors are negligible beside their shares of the damping for some pi, it is the value
+    closest to one for which they are; one if both mean traces are zero.
     """
+    # Next to one, a number below a sixteenth of the precision is not visible.
     least = precision / 16 * damping.sqrt()
     # Roots first: a product or quotient of the traces themselves may be out of range.
     first_root, second_root = first.clamp(min=0).sqrt(), second.clamp(min=0).sqrt()
@@ -137,12 +141,9 @@ def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> T
 
 
 def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Return two shares whose product is the damping, between ``1 / largest`` and ``largest``.
+    """Return ``sqrt(damping) pi`` and ``sqrt(damping) / pi``, ``[groups]`` each; 0 without damping.
 
-    Both are zero where the damping is.
-
-    Returns:
-        ``root * pi`` and ``root / pi``, ``[groups]`` each, of the root of the damping.
+    Pi is clamped so that both are in ``[1 / largest, largest]``.
     """
     root = damping.sqrt()
     low = torch.maximum(1 / (largest * root), root / largest)
@@ -154,16 +155,14 @@ def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 def frame(size: int) -> int:
     """Return by how many rows a matrix is enlarged for LAPACK: to a multiple of 16, not of 256."""
-    # Rows whose length is a multiple of 1024 bytes meet in few lines of the cache, and rows of odd
-    # lengths lie across vectors. With 16 rows more, 1024 took 0.56 of the time with one thread and
-    # 0.64 with two, 512 and 2048 0.8 to 0.9; 1025 as 1040 0.82.
+    # Rows of a multiple of 1024 bytes collide in the cache, and odd lengths are unaligned.
     if size < FRAMED:
         return 0
     return -size % 16 if (size + -size % 16) % 256 else -size % 16 + 16
 
 
 def damped(matrix: Tensor, damping: Tensor, extra: int = 0) -> Tensor:
-    """Return matrices with ``[groups]`` on their diagonals, and ``extra`` rows of the identity."""
+    """Add ``[groups]`` to the diagonals of a copy, padded by ``extra`` rows of the identity."""
     size = matrix.shape[-1]
     if extra:
         result = matrix.new_zeros(len(matrix), size + extra, size + extra)

@@ -1,9 +1,9 @@
 """Solve a factor again only when it has changed.
 
 The change since the last solve is estimated from a sketch: for a matrix S of r independent standard
-normal columns, ``E |M S|_F^2 = r |M|_F^2``, so ``|F S - F_last S|_F / |F_last S|_F`` estimates how
-far the factor is from that of the last solve, for r products with a vector instead of a
-factorisation. The sketch of the last solve is second-order data: it travels and is saved as such.
+normal columns, ``E |M S|_F^2 = r |M|_F^2``, so ``|F S - F_last S|_F / |F_last S|_F`` estimates the
+relative change of the factor since the last solve, for r matrix-vector products instead of a
+factorisation. The sketch of the last solve is second-order data, and is sent and saved as such.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class Lazy(Around):
-    """A solver that keeps the data of factors that have hardly changed, group by group.
+    """Skip the solve of groups whose factor has hardly changed since their last solve.
 
-    The owner of a factor decides at each of its solves and sends the data of the last solve or new
-    ones; so ranks have nothing to agree on, and the sketch travels besides. Owners that are no
-    gradient workers have no last data, and always solve.
+    The owner of a factor decides, and sends either the data of the last solve or new ones, with the
+    sketch; the other ranks need no agreement. Owners that are not gradient workers keep no data,
+    and always solve.
 
     Attributes:
-        solver: The solver within.
+        solver: The inner solver.
         tolerance: The largest change without a solve, relative to the factor's Frobenius norm, and
             to its share of the damping where the solver within damps factors.
     """
@@ -57,7 +57,7 @@ class Lazy(Around):
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         now, before = sketch(matrix), last["sketch"]
-        # Norms of numbers that are at most one: squares of others may be zero or infinite.
+        # Scaled to at most one, so that squares neither underflow nor overflow.
         scale = before.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(now.dtype).tiny)
         changes = torch.linalg.matrix_norm(now / scale - before / scale)
         small = changes <= self.tolerance * torch.linalg.matrix_norm(before / scale)
@@ -73,7 +73,7 @@ class Lazy(Around):
 
 
 def sketch(matrix: Tensor) -> Tensor:
-    """Return the products of ``[groups, n, n]`` with fixed random vectors, ``[groups, n, 8]``."""
+    """Multiply ``[groups, n, n]`` by fixed random vectors, ``[groups, n, 8]``."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     columns = torch.randn(
         matrix.shape[-1], _COLUMNS, generator=generator, dtype=torch.float64, device="cpu"

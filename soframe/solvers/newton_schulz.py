@@ -1,14 +1,14 @@
 """Damped inverses by Newton-Schulz iteration: products alone, for accelerators.
 
-``X <- X + X (I - M X)`` (Schulz, 1933) squares the residual ``I - M X`` at every step, so that
-digits double once it is below one; from ``X = 2 / (|M| + damping) I`` that takes about ``log2`` of
-the condition of the damped factor M. The iteration corrects its own rounding errors. A Cholesky
-inverse takes fewer operations by far, but one small kernel after another: the iteration may be
-faster where kernels wait for each other, and where it starts from the last inverse of a factor
-that has hardly changed.
+``X <- X + X (I - M X)`` (Schulz, 1933) squares the residual ``I - M X`` at every step: the number
+of digits doubles once it is below one, which from ``X = 2 / (|M| + damping) I`` takes about
+``log2`` of the condition number of the damped factor M. The iteration corrects its own rounding
+errors. A Cholesky inverse takes far fewer FLOPs, but in a sequence of small kernels: the iteration
+can be faster if launches dominate, or if it starts from the last inverse of a factor that has
+hardly changed.
 
-Precision: float32 at least, and IEEE products. TF32 and bfloat16 round to three digits or fewer,
-which no further iteration recovers; they are off here whatever the process has turned on.
+It needs IEEE products of float32 or float64. TF32 and bfloat16 round to three digits or fewer,
+which no further iteration recovers; they are disabled here.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from soframe.registry import register
 from soframe.solvers.base import replace_groups, whole
 from soframe.solvers.inverse import Inverse, damped
 
-_CHUNK = 3  # iterations between two tests of the residual, each of which waits for the device
+_CHUNK = 3  # iterations between two tests of the residual, each of which synchronises
 
 
 @register("solver", "newton-schulz")
 @dataclass(frozen=True)
 class NewtonSchulz(Inverse):
-    """Damped inverses, iterated from those of the last solve.
+    """Inverses of the damped factors by Newton-Schulz, warm-started from the last solve.
 
     The iteration has converged when ``|I - M X|_F / sqrt(n)`` is at most the square root of the
-    dtype's precision, before its last step. Where rounding or the condition number do not let it
-    (in float32 from condition numbers of some thousands on), the factor is solved by Cholesky.
+    dtype's precision, before its last step. Groups that do not converge (in float32 with condition
+    numbers above some thousands) are solved by Cholesky. Data as for `Inverse`.
 
     Attributes:
-        iterations: The most iterations of one solve.
+        split: How the damping is split, see `Inverse`.
+        iterations: The maximal number of iterations per solve.
+
+    Raises:
+        ValueError: If a setting is out of range.
     """
 
     alone: ClassVar[bool] = True
@@ -75,7 +79,7 @@ class NewtonSchulz(Inverse):
 
 
 def invert(matrix: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Return inverses of ``[groups, n, n]``, symmetric to the bit, and which have converged."""
+    """Invert ``[groups, n, n]``, exactly symmetric, and return the convergence by group."""
     inverse = start
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -95,7 +99,7 @@ def invert(matrix: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tens
 
 @contextmanager
 def exact_products(device: str) -> Iterator[None]:
-    """Take float32 products in float32, whatever autocast and the process have turned on."""
+    """Disable TF32 and autocast: float32 products are IEEE."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # untyped
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -1,10 +1,10 @@
-"""Orthogonal iteration: eigenvectors that follow a slowly changing factor by products and a QR.
+"""Orthogonal iteration: eigenvectors of a slowly changing factor, by products and a QR.
 
 From the basis Q of the last solve, ``Q <- qr(F Q).Q`` (Golub and Van Loan, 2013, section 8.2.4),
 with eigenvalues ``diag(Q^T F Q)``. The columns are in descending order of the eigenvalues, so that
-each converges in the complement of those before it. An iteration takes products and one QR, which
-accelerators do much faster than an eigendecomposition. SOAP (Vyas et al., 2024) keeps its bases in
-the same way.
+each converges in the complement of the previous ones. An iteration takes products and one QR, which
+accelerators do much faster than an eigendecomposition. SOAP (Vyas et al., 2024) updates its bases
+in the same way.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from soframe.solvers.eigen import Eigen, rayleigh
 @register("solver", "orthogonal-iteration")
 @dataclass(frozen=True)
 class OrthogonalIteration(Eigen):
-    """Eigenvectors (columns) and eigenvalues, descending in the last solve, warm-started from it.
+    """Eigenvectors and eigenvalues by orthogonal iteration, warm-started from the last solve.
 
-    The first solve is an eigendecomposition. So is one whose owner lacks the last basis since it is
-    no gradient worker of the block, and one at which the factor has changed too much. Where
-    eigenvalues are equal, for example zero, the last basis is arbitrary, and the next one depends
+    The data are as for `Eigen`, in descending order. A solve is an eigendecomposition if it is
+    the first, if the owner is not a gradient worker of the block and so lacks the last basis, or if
+    the factor has changed too much. Among equal eigenvalues, for example zeros, the basis depends
     on rounding.
 
     Attributes:
         iterations: QR iterations per solve.
-        tolerance: The largest norm of the off-diagonal part of ``Q^T F Q``, relative to the
-            factor's; an eigendecomposition replaces bases that exceed it.
+        tolerance: The largest Frobenius norm of the off-diagonal part of ``Q^T F Q``, relative to
+            the factor's norm; an eigendecomposition replaces bases that exceed it.
+        follows: Whether eigenvalues are refreshed between solves, see `Eigen`.
+
+    Raises:
+        ValueError: If ``iterations`` is not positive.
     """
 
     iterations: int = 1
@@ -60,7 +64,7 @@ class OrthogonalIteration(Eigen):
             vectors = torch.linalg.qr(product)[0]
             product = factor @ vectors
         values = rayleigh(vectors, product)
-        # Norms of numbers that are at most one: squares of others may be zero or infinite.
+        # Scaled to at most one, so that squares neither underflow nor overflow.
         scale = factor.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(factor.dtype).tiny)
         left_over = torch.linalg.matrix_norm((product - vectors * values.unsqueeze(-2)) / scale)
         near = left_over <= self.tolerance * torch.linalg.matrix_norm(factor / scale)

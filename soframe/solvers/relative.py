@@ -1,13 +1,12 @@
 """Damping relative to the curvature of each block, around any solver.
 
 The damping of a block with factors A and G is ``relative * tr(A) / n_A * tr(G) / n_G``, a multiple
-of the mean eigenvalue of ``A ⊗ G``; blocks in groups have one for each group. With a and g for the
-mean traces,
+of the mean eigenvalue of ``A ⊗ G``, for each group. With the mean traces a and g,
 
     (A ⊗ G + relative a g I)^-1 = (A/a ⊗ G/g + relative I)^-1 / (a g)
 
-so the inner solver sees factors of mean eigenvalue one, and a number for the damping. The traces of
-the solve travel and are saved with the second-order data.
+so the inner solver gets factors with mean eigenvalue one, and a plain number as the damping. The
+mean traces of the solve are part of the second-order data.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from soframe.specs import FactorSpec, TensorSpec
 
 @dataclass(frozen=True)
 class Relative(Around):
-    """A solver whose damping is a multiple of each block's mean eigenvalue.
+    """Interpret the damping as a multiple of each block's mean eigenvalue.
 
-    A block without curvature, whose damping would be zero too, gets no step.
+    A block with zero curvature has zero damping too, and gets no step.
 
     Attributes:
-        solver: The solver within.
+        solver: The inner solver.
     """
 
     def __post_init__(self) -> None:
@@ -48,12 +47,12 @@ class Relative(Around):
         return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
-        # Shares are those of factors of mean eigenvalue one. In float64: the block's damping, a
-        # product, may be one that the factors' dtype cannot hold, while multiples of traces are.
+        # Shares for factors with mean eigenvalue one. In float64, since the damping of the block is
+        # a product that may overflow in the factors' dtype.
         traces = [trace.double() for trace in mean_traces]
         product = torch.stack(traces).prod(0)
         shares = self.solver.shares(traces, damping * product)
-        # Where the damping is zero for want of curvature, any share that can be solved will do.
+        # With zero curvature the damping is zero too: any share that can be solved will do.
         return [
             torch.where(product > 0, share / trace, 1.0).to(mean_traces[0].dtype)
             for share, trace in zip(shares, traces, strict=True)
@@ -97,14 +96,14 @@ class Relative(Around):
 
 
 def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
-    """Divide in place by the mean trace of each group; by zero is zero."""
+    """Divide ``[groups, out, in]`` by mean traces ``[groups]`` in place; zero where these are."""
     # Not times the reciprocal, which is infinite where the trace is denormal.
     matrix.div_(torch.where(trace > 0, trace, math.inf)[:, None, None])
     return matrix
 
 
 def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor with mean eigenvalue one, and its mean trace."""
+    """Scale a factor to mean eigenvalue one; also return its mean trace ``[groups]``."""
     trace = mean_trace(matrix)
     positive = torch.where(trace > 0, trace, 1.0)
     return matrix / positive.view(-1, *(1 for _ in matrix.shape[1:])), trace

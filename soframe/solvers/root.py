@@ -1,7 +1,7 @@
 """Powers of a factor, such as its inverse fourth root, by eigendecomposition.
 
-``F^p = Q diag((l + epsilon l_max)^p) Q^T``. What is added to the eigenvalues is relative to the
-largest, so that the result scales with the factor as the power does: ``(c F)^p = c^p F^p``.
+``F^p = Q diag((l + epsilon l_max)^p) Q^T``. ``epsilon`` is relative to the largest eigenvalue, so
+that the result scales like an exact power: ``(c F)^p = c^p F^p``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from soframe.specs import FactorSpec, TensorSpec
 @register("solver", "root")
 @dataclass(frozen=True)
 class Root(Solver):
-    """A power of each factor by itself, for methods such as Shampoo that multiply with them.
+    """A matrix power of each factor, for methods such as Shampoo.
 
-    There is no damping of the product of factors, so it is not for the K-FAC family. A factor that
-    is zero has the power zero, and so have, without ``epsilon``, eigenvalues that are zero within
-    rounding.
+    The data of a factor are ``root``, symmetric ``[groups, n, n]``. The product of factors is not
+    damped, so this is not for the K-FAC family. The power of a zero factor is zero; without
+    ``epsilon`` the same holds for eigenvalues that are zero within rounding.
 
     Attributes:
-        power: The power.
-        epsilon: What is added to the eigenvalues, over the largest of them.
+        power: The exponent.
+        epsilon: Added to the eigenvalues, relative to the largest of them.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -64,7 +64,7 @@ class Root(Solver):
         if self.epsilon:
             values = values.clamp(min=0) + self.epsilon * largest
         else:
-            # What is left of a zero by rounding has no power of its own: it would be a huge one.
+            # A zero that rounding has perturbed would have a huge negative power.
             rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * largest
             values = values.where(values > rounding, 0.0)
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
