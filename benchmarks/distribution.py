@@ -116,7 +116,7 @@ def cost(placement: Placement, rank: int, statistics_every: int, solve_every: in
         mean("share"),
         mean("exchange"),
         placement.memory(rank)["total"],
-        window(placement.pairs, rank),
+        window(placement.pairs, placement.stacks, rank),
     )
 
 

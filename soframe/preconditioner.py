@@ -299,7 +299,7 @@ class Preconditioner(Engine):
                 layer ran with gradients.
         """
         self._require_open()
-        self._statistics.share = weight
+        self._statistics.weigh(weight)
         self._fisher.observe(outputs, self._capture, self._samples)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:

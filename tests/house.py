@@ -37,7 +37,7 @@ import soframe
 
 ROOT = Path(soframe.__file__).parent
 EXTENSIONS = ("parallel", "trust_region", "experiments")
-ENTRANCES = ("__init__", "__main__", "cli", "_moved")  # import everything, for users
+ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 74,

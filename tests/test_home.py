@@ -25,7 +25,6 @@ SAMPLES, STEPS = 12, 5
 READ_GRAD = {
     "blocks/home.py": "it is where gradients live",
     "parallel/dtensors.py": "there those of DTensors live",
-    "experiments/muon.py": "an optimizer that soframe is compared with",
     "testing/methods.py": "it averages gradients over ranks, as DistributedDataParallel does",
     "testing/checks.py": "it compares gradients before and after",
 }

@@ -153,11 +153,14 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
     package = ROOT / "soframe"
     trees = {file: ast.parse(file.read_text("utf-8")) for file in package.rglob("*.py")}
     of_file = {file: attributes(tree) for file, tree in trees.items()}
-    # torch's own: a switch of its libraries, the memory of a parameter.
-    switches = {
+    allowed = {
+        # torch's own: a switch of its libraries, the memory of a parameter.
         ("twice.py", "library.enabled"),
-        ("passes.py", "p.data"),
+        ("forward.py", "parameter.data"),
         ("deepspeed.py", "parameter.data"),
+        # A parcel is filled by its sender.
+        ("updates.py", "parcel.tensors"),
+        ("solves.py", "job.parcel.tensors"),
     }
     written = []
     for file, tree in trees.items():
@@ -166,7 +169,8 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
             if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
                 continue
             foreign = node.attr in elsewhere and node.attr not in of_file[file]
-            if foreign and (file.name, ast.unparse(node)) not in switches:
+            plain = "record." in ast.unparse(node)  # the state of a block, which the step writes
+            if foreign and not plain and (file.name, ast.unparse(node)) not in allowed:
                 written.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not written
 

@@ -4,7 +4,7 @@ The network has layers of every shape, three or four of each, so that every phas
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,9 +59,9 @@ def net() -> Net:
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it to give every block a stack of its own."""
-    yield lambda: monkeypatch.setattr(work, "SMALL", 0)
+    return lambda: monkeypatch.setattr(work, "SMALL", 0)
 
 
 def train(steps: int = 8, used: Callable[[int], int] = lambda step: 3, **settings: Any) -> Net:
@@ -136,7 +136,7 @@ def test_dampings_of_their_own(apart: Callable[[], None]) -> None:
         own.step()
         with torch.no_grad():
             for p in model.parameters():
-                p -= p.grad if p.grad is not None else 0
+                p.sub_(0 if p.grad is None else p.grad)
         return model
 
     together = run()
@@ -190,7 +190,7 @@ def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None
             model, method, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
             solve_every=3,
         )  # fmt: skip
-        model.load_state_dict({k: v for k, v in weights.items()})
+        model.load_state_dict(dict(weights))
         own.load_state_dict(state)
         for step in range(4, 8):
             own.zero_grad()

@@ -58,7 +58,7 @@ class Backend(ABC):
         rank: This process's rank in the group.
         world_size: The number of ranks.
         on_paper: Whether the other ranks are simulated, and this one represents all.
-        overlap: Whether tensors travel while others are computed (`soframe.comm.tasks`); the
+        overlap: Whether tensors travel while others are computed (`soframe.comm.fused`); the
             results are the same bit by bit, with less waiting and more memory in buffers.
         fused: Whether gradients for one rank each, and updates from there, travel in one
             reduce-scatter and one all-gather for all ranks together, instead of one reduction and

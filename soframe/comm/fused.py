@@ -217,15 +217,16 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     others, with a wait in between.
     """
     mine = [s for s in sums if backend.rank in s.way.group and s.travels]
-    pending = []
-    for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine]):
-        pending.append(_reduce(backend, [mine[index] for index in bucket], phase))
+    pending = [
+        _reduce(backend, [mine[index] for index in bucket], phase)
+        for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine])
+    ]
     spread = [s for s in sums if backend.rank in s.way.spread and len(s.way.spread) > 1]
     if any(len(s.way.spread) > 1 for s in sums):
         for one in pending:
             one.wait()
-    for bucket in fill([(_route(s, s.way.spread), s.numel * s.wire.itemsize) for s in spread]):
-        pending.append(_spread(backend, [spread[index] for index in bucket], phase))
+    copies = fill([(_route(s, s.way.spread), s.numel * s.wire.itemsize) for s in spread])
+    pending += [_spread(backend, [spread[index] for index in bucket], phase) for bucket in copies]
     return pending
 
 

@@ -272,8 +272,8 @@ def build(
         The registration, and the placement of its blocks.
 
     Raises:
-        ValueError: See `register`, `place`, `require_averaged`, `soframe.blocks.sharding.require_together`,
-            `compare_ranks` and `soframe.combinations`.
+        ValueError: See `register`, `place`, `require_averaged`, `compare_ranks`,
+            `soframe.combinations` and `soframe.blocks.sharding.require_together`.
     """
     try:
         registration = register(model, choices)

@@ -233,7 +233,8 @@ def observe(
         # Where data are lost, nothing stands in for them: the block is solved first.
         members = [member for member in gradient.members if not stack.blocks[member].lost]
         for chosen in stack.alike(members):
-            matrix, factors = gradient.of(chosen), {}
+            matrix = gradient.of(chosen)
+            factors: Mapping[str, Tensor] = {}
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     specs = like.method.factors(BlockShape(*matrix.shape))

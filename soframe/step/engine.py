@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
@@ -63,11 +65,12 @@ class Engine:
     counters: dict[str, int]
     updated: bool
     _model: nn.Module
+    _optimizer: Optimizer | None
     _placed: PlacedBlocks
     _blocks: list[Block]
     _steps: int
     _relatively_damped: bool
-    _scaling: str
+    _scaling: Literal["fisher", "kaisa"]
     _stages: Stages
     _capture: Capture
     _statistics: Statistics
@@ -97,7 +100,7 @@ class Engine:
                 gradients = self._raw.raw()
             if status.finite:
                 observe(placed, gradients, decay=settings.decay, step=step, after=False)
-            changed = () if status.weights is None else self._statistics.due
+            changed = frozenset() if status.weights is None else self._statistics.due
             self._solve(settings, after=False, changed=changed)
             updates = precondition(placed, gradients, settings.damping)
             exchange(placed, updates)
@@ -121,7 +124,7 @@ class Engine:
         self._refresh.end_step()
         self._begin()
 
-    def _solve(self, settings: Settings, *, after: bool, changed: Sequence[Block] = ()) -> None:
+    def _solve(self, settings: Settings, *, after: bool, changed: Collection[Block] = ()) -> None:
         """Solve the blocks that are due before updates are made, or after they are written."""
         due = self._refresh.due(self._placed, self._steps)
         self._solves.update(

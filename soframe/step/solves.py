@@ -273,11 +273,9 @@ class Solution:
                     run_of[id(parcel)].finish()
             with self._backend.phases("share"):
                 self._pending.append(send(self._backend, bucket, "share"))
-        outcomes = [
-            [each for run in self._runs for of_job in lists(run) for each in of_job]
-            for lists in (lambda run: run.failed, lambda run: run.retried)
-        ]
-        vector = torch.tensor(outcomes, dtype=torch.float32, device="cpu").flatten()
+        failed = [each for run in self._runs for of_job in run.failed for each in of_job]
+        retried = [each for run in self._runs for of_job in run.retried for each in of_job]
+        vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
 
@@ -321,8 +319,9 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
         key = (stack.places[member].owners, block.damped_with(damping), block.solved)
         alike.setdefault(key, []).append(member)
     runs = []
-    for (_, own, solved), chosen in alike.items():
+    for chosen in alike.values():
         place, like = stack.places[chosen[0]], stack.like
+        own, solved = stack.blocks[chosen[0]].damped_with(damping), stack.blocks[chosen[0]].solved
         jobs = []
         for number, (index, factor, solver) in enumerate(like.solved_here):
             specs = like.tensors[factor.name]
@@ -339,7 +338,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
             last = {name: stack.take(tensor, chosen) for name, tensor in last.items()}
             jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
-        runs.append(Run(stack, tuple(chosen), float(own), jobs, rank))
+        runs.append(Run(stack, tuple(chosen), own, jobs, rank))
     return runs
 
 
@@ -576,8 +575,8 @@ class Solves:
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     """Update second-order data that follow running factors between solves.
 
-    All gradient workers hold the factor then (see `soframe.combinations`), so that the data stay the same
-    on all of them.
+    All gradient workers hold the factor then (see `soframe.combinations`), so that the data stay
+    the same on all of them.
     """
     following = [b for b in changed if b.follows and b.solved and not b.record.pending]
     for stack, members in placed.members(following).items():

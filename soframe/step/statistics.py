@@ -62,8 +62,6 @@ class Statistics:
 
     Attributes:
         due: The blocks that take statistics in the window under way, the same on every rank.
-        share: What the backward passes from now on count besides, until the window ends: of
-            micro-batches of unequal sizes, that of each over their mean.
 
     Args:
         placed: The blocks, with their places.
@@ -127,8 +125,15 @@ class Statistics:
         self._parts: dict[int, int] = {}  # which stage each pass is of
         self._everybodys = (0, 0)
         self._loss_scales: dict[int, float] = {}
-        self.share = 1.0
+        self._share = 1.0
         self._shared = SharedInputs()
+
+    def weigh(self, share: float) -> None:
+        """Multiply the statistics of the next backward passes by `share`, until the batch ends.
+
+        For micro-batches of unequal sizes: the size of each over their mean.
+        """
+        self._share = share
 
     def listen(self) -> None:
         """Take the calls that the capture sees from now on."""
@@ -262,7 +267,7 @@ class Statistics:
         for factor in factors:
             if (again and factor.reads == "inputs") or (not reads and factor.reads_inputs):
                 continue
-            multiplier = scale.of(factor) * part * self.share
+            multiplier = scale.of(factor) * part * self._share
             if factor.reads != "inputs":
                 multiplier *= weight
             if factor.name not in added or added[factor.name] is None:
@@ -472,7 +477,7 @@ class Statistics:
         self._sampler.begin(step)
         self._forget()
         self._expect(due)
-        self.share = 1.0
+        self._share = 1.0
 
     def _forget(self) -> None:
         """Forget the backward passes so far."""

@@ -152,13 +152,8 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         with backend.phases("exchange"):
             _scatter(placed, of_stack)
     for stack, active, parcel in parcels:
-        assert parcel.tensors is not None
         for update in of_stack.get(stack, ()):
-            if update.members == active:
-                (update.matrix,) = parcel.tensors
-            else:
-                each = dict(zip(active, parcel.tensors[0].chunk(len(active)), strict=True))
-                update.matrix = torch.cat([each[member] for member in update.members])
+            _receive(update, active, parcel)
 
 
 def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
@@ -169,6 +164,14 @@ def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) ->
     like = stack.like
     zeros = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
     return torch.cat([each.get(stack.blocks[member], zeros) for member in active])
+
+
+def _receive(update: Update, active: tuple[int, ...], parcel: Parcel) -> None:
+    assert parcel.tensors is not None
+    (update.matrix,) = parcel.tensors
+    if update.members != active:
+        each = dict(zip(active, update.matrix.chunk(len(active)), strict=True))
+        update.matrix = torch.cat([each[member] for member in update.members])
 
 
 def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -> None:

@@ -613,7 +613,7 @@ class TrustRegion(torch.optim.Optimizer):
         if isinstance(self._damping_within, AdaptiveDamping):
             self._damping_within.load(own["preconditioner_damping"])
         self.counters = dict(own["counters"])
-        self._watch.losses = list(own["losses"])
+        self._watch.load(own["losses"])
         self._reduction.load(own["reduction"])
         self._eps = float(own["eps"])
 

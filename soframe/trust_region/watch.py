@@ -7,6 +7,8 @@ does not detect that; the next loss does, at no cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from soframe.checks.numbers import is_number
 
 WINDOW = 10
@@ -24,6 +26,10 @@ class LossWatch:
             raise ValueError(f"max_increase must be above 1, or None, not {limit!r}")
         self._limit = limit
         self.losses: list[float] = []
+
+    def load(self, losses: Sequence[float]) -> None:
+        """Remember these losses instead."""
+        self.losses = list(losses)
 
     def rises(self, loss: float, *, undoable: bool) -> bool:
         """Return whether to undo the last update, if any; if not, remember the loss."""

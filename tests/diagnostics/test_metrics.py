@@ -285,6 +285,7 @@ def test_a_skipped_update_has_no_norms() -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.filterwarnings("ignore:soframe. statistics without gradients")
 def test_a_block_that_nobody_uses_counts_for_nothing() -> None:
     training = Training()
     training.own.measure(norms=True)
