@@ -105,7 +105,7 @@ class FactorSpec:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape in which it travels and is saved: matrices as triangles."""
+        """The shape as sent and saved, with matrices as triangles."""
         if self.kind == "psd":
             return (self.groups, self.size * (self.size + 1) // 2)
         return self.shape

@@ -55,8 +55,8 @@ class GradientHome(ABC):
             parameter: The parameter.
 
         Returns:
-            A tensor that shares its memory: by default the parameter, or the local tensor of a
-            DTensor.
+            A tensor in the memory of the parameter; by default the parameter itself, or the local
+            tensor of a DTensor.
         """
         return sharding.local(parameter)
 

@@ -46,7 +46,7 @@ class Solver(ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether a solve starts from the last data: by default if `solve_again` is overridden."""
+        """Whether a solve starts from the last data, by default if `solve_again` is overridden."""
         return type(self).solve_again is not Solver.solve_again
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:

@@ -71,7 +71,7 @@ class Placement:
 
     @cached_property
     def stacks(self) -> list[list[int]]:
-        """Indices of blocks by stack: alike, and placed alike but for owners."""
+        """Indices of the blocks of each stack, which are alike and placed alike but for owners."""
         stacks: dict[object, list[int]] = {}
         for index, (work, block) in enumerate(self.pairs):
             # Where some ranks hold a factor, its statistics are sent to the owner.

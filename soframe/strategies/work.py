@@ -71,7 +71,7 @@ class BlockWork:
 
     @property
     def stackable(self) -> bool:
-        """Whether it may share a stack: every tensor's first dimension is the block's groups.
+        """Whether it may share a stack, as every tensor's first dimension is the block's groups.
 
         On CPUs large matrices stay by themselves: a batched product of them is slower than a loop,
         and copies into the batch come on top.
