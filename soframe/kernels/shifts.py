@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soframe.kernels import halves, rowwise
+from soframe.kernels import devices, halves, rowwise
 from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
@@ -85,7 +85,9 @@ def _add_products(
     scale: float,
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
-    step, by_row = geometry.rows.stride, rowwise.serves(geometry)
+    step = geometry.rows.stride
+    # On an accelerator one long product takes one launch, and no memory for those of all rows.
+    by_row = rowwise.serves(geometry) and not devices.on_gpu(total)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal

@@ -1,7 +1,15 @@
 """Solvers: compute second-order data from factors, and precondition gradients with them."""
 
 from soframe.solvers.around import Around
-from soframe.solvers.base import SolveFailedError, Solver, retry, solve_safely, solve_stack
+from soframe.solvers.base import (
+    Problem,
+    SolveFailedError,
+    Solver,
+    retry,
+    solve_safely,
+    solve_stack,
+    solve_stacks,
+)
 from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse
@@ -19,6 +27,7 @@ __all__ = [
     "Lazy",
     "NewtonSchulz",
     "OrthogonalIteration",
+    "Problem",
     "Relative",
     "Root",
     "SolveFailedError",
@@ -26,4 +35,5 @@ __all__ = [
     "retry",
     "solve_safely",
     "solve_stack",
+    "solve_stacks",
 ]

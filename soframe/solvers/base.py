@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -229,6 +230,73 @@ def solve_stack(
     return _solve(solver, matrices, damping, last, matrices.dtype, [])
 
 
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Factors to be solved, side by side: the arguments of `solve_stack`."""
+
+    solver: Solver
+    matrices: Tensor
+    damping: Tensor
+    last: Mapping[str, Tensor] | None = None
+
+    def joins(self, other: Problem) -> bool:
+        """Return whether both can be solved by one call."""
+        one, two = self.matrices, other.matrices
+        return (
+            (one.shape[1:], one.dtype, one.device) == (two.shape[1:], two.dtype, two.device)
+            and self.damping.dtype == other.damping.dtype
+            and set(self.last or ()) == set(other.last or ())
+            and self.solver == other.solver
+        )
+
+
+def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Solve factors of many stacks, by one call for each size.
+
+    Args:
+        problems: The factors.
+
+    Returns:
+        The result of `solve_stack` for each.
+    """
+    together: list[list[int]] = []
+    for number, problem in enumerate(problems):
+        for numbers in together:
+            if problems[numbers[0]].joins(problem):
+                numbers.append(number)
+                break
+        else:
+            together.append([number])
+    results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
+    for numbers in together:
+        alike = [problems[number] for number in numbers]
+        results.update(zip(numbers, _together(alike), strict=True))
+    return [results[number] for number in range(len(problems))]
+
+
+def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Solve factors of one size by one call."""
+    first = problems[0]
+    if len(problems) == 1:
+        return [solve_stack(first.solver, first.matrices, first.damping, first.last)]
+    last = {
+        name: torch.cat([problem.last[name] for problem in problems if problem.last])
+        for name in first.last or ()
+    }
+    matrices = torch.cat([problem.matrices for problem in problems])
+    damping = torch.cat([problem.damping for problem in problems])
+    data, good = solve_stack(first.solver, matrices, damping, last)
+    sizes = [len(problem.matrices) for problem in problems]
+    parts: list[dict[str, Tensor]] = [{} for _ in problems]
+    for name, tensor in data.items():
+        # Copies: stacks keep their data for different times. Whoever checks shapes refuses others.
+        alike = len(tensor) == len(matrices)
+        own = torch.split_with_sizes_copy(tensor, sizes) if alike else [tensor] * len(sizes)
+        for part, each in zip(parts, own, strict=True):
+            part[name] = each
+    return list(zip(parts, good.split(sizes), strict=True))
+
+
 def retry(
     solver: Solver,
     matrices: Tensor,
@@ -311,10 +379,11 @@ def _solve(
     data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
     # The factor changes in place at the next statistics; its data must not.
     data = {n: t.clone() if _same_memory(t, matrices) else t for n, t in data.items()}
-    good = damping.isfinite()
-    for tensor in data.values():
-        good = good & _finite(tensor, len(matrices))
-    return data, good & _usable(solver, data, len(matrices))
+    # One number for each group and tensor: NaN or infinite where any entry is.
+    largest = [damping.abs(), *(_largest(tensor, len(matrices)) for tensor in data.values())]
+    good = (torch.stack(largest) < math.inf).all(0)
+    usable = _usable(solver, data, len(matrices))
+    return data, good if usable is True else good & usable
 
 
 def _made(
@@ -340,12 +409,20 @@ def _made(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+<<<<<<< HEAD
 def _finite(tensor: Tensor, groups: int) -> Tensor:
     """Check that all entries are finite, ``[groups]``."""
     finite = tensor.isfinite()
     if finite.shape[:1] != (groups,):
         return finite.all()
     return finite.flatten(1).all(1) if finite.dim() > 1 else finite
+=======
+def _largest(tensor: Tensor, groups: int) -> Tensor:
+    """Return the largest absolute value of each group, ``[groups]``; NaN if any entry is."""
+    if tensor.shape[:1] != (groups,):
+        return torch.linalg.vector_norm(tensor, math.inf).expand(groups)
+    return torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
+>>>>>>> w2/count
 
 
 def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:

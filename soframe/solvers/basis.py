@@ -53,7 +53,7 @@ class Basis(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         del damping
-        vectors = torch.linalg.eigh(_graded(matrix))[1].flip(-1)
+        vectors = torch.linalg.eigh(_graded(matrix.clone()))[1].flip(-1)
         if not self.ordered:
             return {"vectors": vectors}
         groups, size, _ = matrix.shape
@@ -65,7 +65,7 @@ class Basis(Solver):
     ) -> dict[str, Tensor]:
         del damping
         vectors = last["vectors"]
-        product = whole(_graded(matrix)) @ vectors
+        product = _graded(whole(matrix)) @ vectors
         if not self.ordered:
             return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -84,7 +84,8 @@ class Basis(Solver):
 
 
 def _graded(matrix: Tensor) -> Tensor:
-    """Return ``F + 1e-5 tr(F)/n diag(1, ..., 2)``, which has distinct eigenvalues."""
+    """Add ``1e-5 tr(F)/n diag(1, ..., 2)`` in place, so that eigenvalues differ; return F."""
     size = matrix.shape[-1]
     grade = torch.linspace(1e-5, 2e-5, size, dtype=matrix.dtype, device=matrix.device)
-    return matrix + torch.diag_embed(mean_trace(matrix).unsqueeze(-1) * grade)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(mean_trace(matrix).unsqueeze(-1) * grade)
+    return matrix

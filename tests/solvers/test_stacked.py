@@ -15,18 +15,21 @@ from soframe.solvers import (
     Lazy,
     NewtonSchulz,
     OrthogonalIteration,
+    Problem,
     Relative,
     Root,
     Solver,
     retry,
     solve_safely,
     solve_stack,
+    solve_stacks,
 )
 from soframe.testing import compare
 from tests.curvature import randn
 from tests.solvers.dense import SOLVERS, damped, spectrum
 
 CONDITIONS = (1.0, 1e-3, 1e-6, 1e-9, 1e-12, 0.0)
+HALVES = (slice(0, 2), slice(2, None))
 ALL = {**SOLVERS, "lazy": Lazy(Inverse()), "relative": Relative(Eigen()), "root": Root()}
 
 
@@ -161,3 +164,32 @@ def test_again_group_by_group(solver: Solver) -> None:
         alone, _ = solve_safely(solver, now[one], damping[one], own)
         for key, tensor in data.items():
             compare(tensor[one], alone[key], f"{key} of group {group}", rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_stacks_of_one_size_are_solved_together(name: str) -> None:
+    problems = [
+        Problem(ALL[name], part, damping)
+        for size in (3, 7)
+        for part, damping in zip(stack(size).split([2, 4]), shares().split([2, 4]), strict=True)
+    ]
+    alone = [solve_stack(one.solver, one.matrices, one.damping) for one in problems]
+    for (data, good), (own, own_good) in zip(solve_stacks(problems), alone, strict=True):
+        assert good.tolist() == own_good.tolist()
+        for key, tensor in own.items():
+            compare(data[key], tensor, key)
+            assert data[key].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+
+
+def test_stacks_continue_from_their_own_bases() -> None:
+    solver, matrices, damping = OrthogonalIteration(), stack(7), shares()
+    first, _ = solve_stack(solver, matrices, damping)
+    halves = [{name: tensor[part] for name, tensor in first.items()} for part in HALVES]
+    problems = [
+        Problem(solver, matrices[part] * 1.01, damping[part], last)
+        for part, last in zip(HALVES, halves, strict=True)
+    ]
+    for problem, (data, _) in zip(problems, solve_stacks(problems), strict=True):
+        own, _ = solve_stack(solver, problem.matrices, problem.damping, problem.last)
+        for name, tensor in own.items():
+            compare(data[name], tensor, name)

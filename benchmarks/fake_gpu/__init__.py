@@ -1,0 +1,1 @@
+"""A GPU that computes nothing: see `counting`."""

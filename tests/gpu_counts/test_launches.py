@@ -1,0 +1,54 @@
+"""Operators and waits of a training step at full size on a GPU, as a fake one counts them.
+
+GPT-2 of 124 million parameters and ResNet-50; see `benchmarks/launches.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fake_gpu.guard import unavailable
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
+
+ROOT = Path(__file__).parents[2]
+
+# The most operators and waits of a step.
+BOUNDS = {
+    "gpt2": {
+        "muon": {"plain": (313, 1)},
+        "adamw": {"plain": (263, 1)},
+        "soap": {"plain": (568, 1), "solve": (600, 10)},
+        "soap-muon": {"plain": (637, 1), "solve": (600, 10)},
+        "kfac": {"plain": (201, 1), "statistics": (1289, 2), "solve": (600, 10)},
+    },
+    "resnet50": {"kfac": {"plain": (201, 1), "statistics": (1109, 2), "solve": (1000, 30)}},
+}
+# Missed as yet: statistics are added call by call, and each stack is solved by itself.
+MISSED = {"gpt2 kfac solve", "resnet50 kfac solve"}
+
+
+@pytest.mark.parametrize("network", BOUNDS)
+def test_operators_and_waits(network: str, tmp_path: Path) -> None:
+    bounds, path = BOUNDS[network], tmp_path / "counts.json"
+    # In a process of its own: the fake GPU has to be there before torch is.
+    command = [sys.executable, "-m", "benchmarks.launches", network, *bounds, "--json", path]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    missed = {}
+    for one in json.loads(path.read_text()):
+        for kind, most in bounds[one["method"]].items():
+            found = one["steps"][kind]["operators"], one["steps"][kind]["waits"]
+            if found[0] > most[0] or found[1] > most[1]:
+                missed[f"{network} {one['method']} {kind}"] = f"{found}, at most {most}"
+    assert set(missed) <= MISSED, f"{missed}\n{ended.stdout}"
+    if missed:
+        pytest.xfail(f"operators and waits: {missed}")
