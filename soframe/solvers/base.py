@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -291,7 +291,9 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     for name, tensor in data.items():
         # Copies: stacks keep their data for different times. Whoever checks shapes refuses others.
         alike = len(tensor) == len(matrices)
-        own = torch.split_with_sizes_copy(tensor, sizes) if alike else [tensor] * len(sizes)
+        # torch's stub of the function returns None.
+        split: Any = torch.split_with_sizes_copy
+        own = split(tensor, sizes) if alike else [tensor] * len(sizes)
         for part, each in zip(parts, own, strict=True):
             part[name] = each
     return list(zip(parts, good.split(sizes), strict=True))
@@ -409,20 +411,13 @@ def _made(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-<<<<<<< HEAD
-def _finite(tensor: Tensor, groups: int) -> Tensor:
-    """Check that all entries are finite, ``[groups]``."""
-    finite = tensor.isfinite()
-    if finite.shape[:1] != (groups,):
-        return finite.all()
-    return finite.flatten(1).all(1) if finite.dim() > 1 else finite
-=======
 def _largest(tensor: Tensor, groups: int) -> Tensor:
     """Return the largest absolute value of each group, ``[groups]``; NaN if any entry is."""
     if tensor.shape[:1] != (groups,):
-        return torch.linalg.vector_norm(tensor, math.inf).expand(groups)
-    return torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
->>>>>>> w2/count
+        whole: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+        return whole.expand(groups)
+    each: Tensor = torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
+    return each
 
 
 def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:

@@ -28,7 +28,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
-from soframe.solvers.base import Solver, retry, solve_stack
+from soframe.solvers.base import Problem, Solver, retry, solve_stacks
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.step.averages import settle
 from soframe.step.worker import Work, Worker
@@ -125,51 +125,56 @@ class Run:
             self.work = worker.submit(self.solve, uses)
 
     def finish(self) -> None:
-        """Put the results into the parcels, on owners."""
-        if not self.mine or self.mine[0].parcel.tensors is not None or self.error is not None:
-            return
-        made = self.solve() if self.work is None else self.work.result()
-        if made is None:
-            return
+        """Put the results of a solve in the background into the parcels, on owners."""
+        if self.work is not None and (made := self.work.result()) is not None:
+            self._place(made)
+
+    def _place(self, made: list[Tensor]) -> None:
         for job in self.mine:
             count = len(job.parcel.specs)
             job.parcel.tensors, made = made[:count], made[count:]
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to be solved here."""
+        return not self.mine or self.mine[0].parcel.tensors is not None or self.error is not None
+
     def solve(self) -> list[Tensor] | None:
         """Solve the factors that this rank owns; None if a solver raises."""
-        try:
-            return self._solve()
-        except Exception as error:  # whatever it is: all ranks raise together, in `conclude`
-            self.error = error
-            for job in self.mine:
-                self.failed[job.number] = [RAISED] * len(self.members)
-            return None
-        finally:
-            for job in self.mine:
-                job.copy = None
+        return _solve([self])[0]
 
-    def _solve(self) -> list[Tensor]:
-        shares = self.stack.like.shares(self.traces, self.damping)
-        made: list[dict[str, Tensor]] = []
-        matrices: list[Tensor] = []
-        usable: list[Tensor] = []
+    def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
+        """Return the factors that this rank owns, with their shares of the damping."""
+        problems = []
         for job in self.mine:
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor)
             else:
                 matrix = self.stack.matrices(job.factor, self.members)
-            data, good = solve_stack(job.solver, matrix, shares[job.number], job.last)
+            problems.append(Problem(job.solver, matrix, shares[job.number], job.last))
+        return problems
+
+    def results(
+        self,
+        problems: Sequence[Problem],
+        solved: Sequence[dict[str, Tensor]],
+        failed: Sequence[Sequence[int]],
+    ) -> list[Tensor]:
+        """Return the second-order data as a list, after failed groups are solved again."""
+        tensors: list[Tensor] = []
+        for job, problem, data, groups in zip(self.mine, problems, solved, failed, strict=True):
             job.require(data)
-            made.append(data)
-            matrices.append(matrix)
-            usable.append(good)
-        # One wait for the device, for all factors.
-        good_of = iter(torch.cat(usable).tolist())
-        for number, (job, matrix) in enumerate(zip(self.mine, matrices, strict=True)):
-            failed = [group for group in range(len(matrix)) if not next(good_of)]
-            if failed:
-                made[number] = self._again(job, matrix, shares[job.number], made[number], failed)
-        return [data[name] for job, data in zip(self.mine, made, strict=True) for name in job.names]
+            new = data
+            if groups:
+                new = self._again(job, problem.matrices, problem.damping, data, groups)
+            tensors += [new[name] for name in job.names]
+        return tensors
+
+    def fail(self, error: Exception) -> None:
+        """Keep an error of a solver: all ranks raise together, in `conclude`."""
+        self.error = error
+        for job in self.mine:
+            self.failed[job.number] = [RAISED] * len(self.members)
 
     def _again(
         self,
@@ -199,6 +204,63 @@ class Run:
                     reason,
                 )
         return data
+
+
+def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
+    """Solve the factors of runs that this rank owns, with one wait for the device."""
+    try:
+        shares = _shares(runs)
+        problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
+        solved = iter(solve_stacks([one for of_run in problems for one in of_run]))
+        results = [[next(solved) for _ in of_run] for of_run in problems]
+        usable = torch.cat([good for of_run in results for _, good in of_run]).tolist()
+    except Exception as error:  # whatever it is: all ranks raise together
+        if len(runs) > 1:  # that of one run alone
+            return [_solve([run])[0] for run in runs]
+        runs[0].fail(error)
+        return [None]
+    finally:
+        for job in (job for run in runs for job in run.mine):
+            job.copy = None
+    good_of = iter(usable)
+    made: list[list[Tensor] | None] = []
+    for run, of_run, outcome in zip(runs, problems, results, strict=True):
+        failed = [
+            [group for group in range(len(problem.matrices)) if not next(good_of)]
+            for problem in of_run
+        ]
+        try:
+            made.append(run.results(of_run, [data for data, _ in outcome], failed))
+        except Exception as error:
+            run.fail(error)
+            made.append(None)
+    return made
+
+
+def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
+    """Return the shares of the damping of each run's factors, of runs that are alike together."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, run in enumerate(runs):
+        even = len({len(trace) for trace in run.traces}) == 1
+        solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
+        first = run.traces[0] if run.traces else None
+        place = (first.dtype, first.device) if first is not None else None
+        key = (solvers, run.damping, place) if even else (number,)
+        alike.setdefault(key, []).append(number)
+    shares: dict[int, list[Tensor]] = {}
+    for numbers in alike.values():
+        some = [runs[number] for number in numbers]
+        like, sizes = some[0].stack.like, [len(run.traces[0]) if run.traces else 0 for run in some]
+        if len(some) == 1:
+            shares[numbers[0]] = (
+                like.shares(some[0].traces, some[0].damping) if some[0].mine else []
+            )
+            continue
+        traces = [torch.cat(parts) for parts in zip(*(run.traces for run in some), strict=True)]
+        each = [share.split(sizes) for share in like.shares(traces, some[0].damping)]
+        for index, number in enumerate(numbers):
+            shares[number] = [share[index] for share in each]
+    return [shares[number] for number in range(len(runs))]
 
 
 def _part(tensor: Tensor, number: int, blocks: int) -> Tensor:
@@ -269,8 +331,19 @@ class Solution:
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
         for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
             with self._backend.phases("solve"):
-                for parcel in bucket:
-                    run_of[id(parcel)].finish()
+                # Results that stay here delay no others: they are solved together.
+                own = (
+                    dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
+                    if bucket[0].travels
+                    else self._runs
+                )
+                left = [run for run in own if not run.finished]
+                for run in left:
+                    run.finish()
+                left = [run for run in left if run.work is None]
+                for run, made in zip(left, _solve(left) if left else (), strict=True):
+                    if made is not None:
+                        run._place(made)
             with self._backend.phases("share"):
                 self._pending.append(send(self._backend, bucket, "share"))
         failed = [each for run in self._runs for of_job in run.failed for each in of_job]
