@@ -318,6 +318,11 @@ class Block:
             ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
             none counts as zero.
         """
+        tensors = self.gradients()
+        return self.layout.pack(tensors).to(self.dtype) if tensors else None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients by the parameters' names, zeros for missing ones; empty for none."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
         parameters, read = self.parameters, self.home.read
         tensors: dict[str, Tensor] = {}
@@ -325,11 +330,9 @@ class Block:
             gradient = read(parameter)
             if gradient is not None:
                 tensors[name] = gradient
-        if not tensors:
-            return None
-        if len(tensors) < len(parameters):
+        if tensors and len(tensors) < len(parameters):
             tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
-        return self.layout.pack(tensors).to(self.dtype)
+        return tensors
 
     def write(self, matrix: Tensor) -> None:
         """Write a matrix into the parameters' gradients, in place.

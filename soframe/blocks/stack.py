@@ -271,9 +271,14 @@ class Stack:
             self.lower.discard(name)
         return self.factors[name]
 
-    def matrices(self, factor: FactorSpec, members: Members) -> Tensor:
-        """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape."""
-        return unpack(self.take(self.factor(factor.name), members), factor)
+    def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
+        """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape.
+
+        With ``lower`` what is above the diagonals of matrices may be undefined.
+        """
+        self.arrive()
+        stored = self.factors[factor.name] if lower else self.factor(factor.name)
+        return unpack(self.take(stored, members), factor)
 
     def mean_traces(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the traces of a factor over its size, ``[groups]``."""

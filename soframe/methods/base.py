@@ -15,8 +15,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from soframe.layers.base import LayerHelper
@@ -40,20 +42,27 @@ class Call:
         helper: The helper of the module that was called.
         inputs: The input tensors; None if they were counted before and only the output gradients
             are new, as in the later columns of a type-2 Fisher.
-        output_rows: Output gradients ``[groups, batch, shared, out]`` in the factors' dtype, as
-            backward computed them: means, weights and a loss scale are not undone.
+        rows: Output gradients ``[groups, batch, shared, out]`` as backward computed them: means,
+            weights and a loss scale are not undone.
+        dtype: The dtype of the factors.
         shared: Cache of input moments that several layers use; None without one.
         data: The second-order data of the block, for factors whose statistics need them.
-        halves: ``output_rows`` in their original half precision, from which moments with float32
-            accumulation are as exact and much faster; None otherwise.
+        widens: Whether products of ``rows`` of half precision are accumulated in float32, which is
+            as exact as products of ``output_rows`` and much faster.
     """
 
     helper: LayerHelper
     inputs: tuple[Tensor, ...] | None
-    output_rows: Tensor
+    rows: Tensor
+    dtype: torch.dtype
     shared: SharedInputs | None = None
     data: SecondOrder = field(default_factory=dict)
-    halves: Tensor | None = None
+    widens: bool = False
+
+    @cached_property
+    def output_rows(self) -> Tensor:
+        """The output gradients in the dtype of the factors."""
+        return self.rows.to(self.dtype)
 
     def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
@@ -66,10 +75,9 @@ class Call:
             The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
-        rows = self.output_rows
         # A block of a bias alone has no inputs.
-        if self.halves is not None and all(x.dtype == self.halves.dtype for x in self.inputs[:1]):
-            rows = self.halves
+        same = self.widens and all(x.dtype == self.rows.dtype for x in self.inputs[:1])
+        rows = self.rows if same else self.output_rows
         if self.shared is None or scale == 0:
             return self.helper.input_moment(self.inputs, rows, total, scale)
         return self.shared.add(self.helper, self.inputs, rows, total, scale)
@@ -84,7 +92,7 @@ class Call:
         Returns:
             The sum; only its lower triangle is defined.
         """
-        rows = self.output_rows if self.halves is None else self.halves
+        rows = self.rows if self.widens else self.output_rows
         return self.helper.output_moment(rows, total, scale)
 
     def mean_input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:

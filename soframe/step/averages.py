@@ -49,6 +49,7 @@ class Contribution:
             the lower triangle is valid. None where this rank has none.
         reached: For each block how many rows reached each group, where groups have averages of
             their own.
+        scale: What is left to multiply ``tensor`` by, so that those of all ranks add up.
     """
 
     stack: Stack
@@ -56,6 +57,7 @@ class Contribution:
     index: int
     tensor: Tensor | None
     reached: Sequence[Sequence[float]] = ()
+    scale: float = 1.0
 
     @property
     def factor(self) -> FactorSpec:

@@ -141,9 +141,27 @@ class AveragedGradients:
 
 def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
     """Return gradients of some blocks as one matrix, ``[groups, out, in]``."""
-    matrices = [stack.blocks[member].gradient() for member in members]
-    known = [matrix for matrix in matrices if matrix is not None]
-    return known[0] if len(known) == 1 else torch.cat(known)
+    blocks, like = [stack.blocks[member] for member in members], stack.like
+    if len(blocks) == 1:
+        (matrix,) = (block.gradient() for block in blocks)
+        assert matrix is not None
+        return matrix
+    groups, out, into = like.shape
+    whole = torch.empty(len(blocks) * groups, out, into, dtype=like.dtype, device=like.device)
+    memory = whole.untyped_storage().data_ptr()
+    targets: list[Tensor] = []
+    values: list[Tensor] = []
+    for block, part in zip(blocks, whole.split(groups), strict=True):
+        gradients, views = block.gradients(), block.layout.unpack(part)
+        # Helpers may unpack copies.
+        if all(views[name].untyped_storage().data_ptr() == memory for name in gradients):
+            targets += [views[name] for name in gradients]
+            values += gradients.values()
+        else:
+            targets.append(part)
+            values.append(block.layout.pack(gradients))
+    torch._foreach_copy_(targets, values)
+    return whole
 
 
 class LocalGradients(AveragedGradients):

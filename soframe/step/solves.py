@@ -150,7 +150,7 @@ class Run:
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor)
             else:
-                matrix = self.stack.matrices(job.factor, self.members)
+                matrix = self.stack.matrices(job.factor, self.members, lower=True)
             problems.append(Problem(job.solver, matrix, shares[job.number], job.last))
         return problems
 

@@ -252,16 +252,16 @@ class Statistics:
             block.takes_samples,
             seen.data,
         )
-        halves = vars(type(helper)).get("widens", False) and len(rows) == 1
-        halves = halves and widens(rows, block.dtype)
+        wide = vars(type(helper)).get("widens", False) and len(rows) == 1
         added = block.method.statistics(
             Call(
                 helper=helper,
                 inputs=inputs if reads else None,
-                output_rows=rows.to(block.dtype),
+                rows=rows,
+                dtype=block.dtype,
                 shared=self._shared,
                 data=block.second_order,
-                halves=rows if halves else None,
+                widens=wide and widens(rows, block.dtype),
             )
         )
         for factor in factors:
@@ -380,6 +380,9 @@ class Statistics:
                 ]
             )
         ]
+        scaled = [(e.tensor, e.scale) for e in entries if e.tensor is not None and e.scale != 1]
+        if scaled:
+            torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
         identity = self._scale.scaling == "kaisa"
         enter(self._backend, entries, decay, identity=identity)
         for entry in entries:
@@ -395,7 +398,7 @@ class Statistics:
         index: int,
         used: Mapping[Block, BlockWeights],
     ) -> Entry:
-        """Return this rank's sums of a factor, divided so that those of all ranks add up."""
+        """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
             weights = used[block]
@@ -407,15 +410,15 @@ class Statistics:
             else:
                 divisor = weights.factors[block.captured.index(factor)]
                 multipliers += [scale / divisor] * factor.groups
-        total = stack.sums.get(factor.name)
+        total, scale = stack.sums.get(factor.name), 1.0
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) == 1:
-                total.mul_(multipliers[0])
+                scale = multipliers[0]
             else:
                 each = sent(multipliers, total)
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
-        return Entry(stack, members, index, total, reached)
+        return Entry(stack, members, index, total, reached=reached, scale=scale)
 
     def seen(self) -> tuple[int, int]:
         """Return how many backward passes the window has of a stage, and how many samples.
