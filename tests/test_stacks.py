@@ -245,7 +245,7 @@ def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
 def test_ranks_take_the_steps_of_one_process(strategy: str) -> None:
-    for method in ("kfac", "ekfac", "soap", "muon"):
+    for method in ("kfac", "diagonal", "soap", "muon"):
         options = {"method": method, "solve_every": 2}
         alone = on_ranks(0, 1, options)
         if strategy == "sharded":
@@ -254,4 +254,4 @@ def test_ranks_take_the_steps_of_one_process(strategy: str) -> None:
             options["strategy"] = strategy
         for rank, weights in enumerate(run_ranks(on_ranks, 4, options)):
             for one, other in zip(weights, alone, strict=True):
-                assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (method, rank)
+                assert torch.allclose(one, other, rtol=0, atol=1e-6), (method, rank)

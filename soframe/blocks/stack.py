@@ -93,7 +93,6 @@ class Stack:
         blocks: The blocks, in the placement's order.
         places: Their places, which differ in owners alone.
         sums: The accumulators of the window by factor: of matrices the lower triangles.
-        factors: The running factors, ``[groups, n, n]`` or packed ``[groups, n (n + 1) / 2]``.
         lower: The factors of which the lower triangle alone is valid.
         accumulators: Statistics whose reduction is deferred, packed.
         data: Second-order data: factor -> tensor name -> tensor.
@@ -104,7 +103,7 @@ class Stack:
         self.blocks, self.places = tuple(blocks), tuple(places)
         self.like, self.place = blocks[0], places[0]
         self.sums: dict[str, Tensor] = {}
-        self.factors: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()
         self.accumulators: dict[str, Tensor] = {}
         self.data: dict[str, dict[str, Tensor]] = {}
@@ -263,6 +262,12 @@ class Stack:
         for one in pending:
             one.wait()
 
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The running factors of all blocks as they are stored, once statistics have arrived."""
+        self.arrive()
+        return self._factors
+
     def factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, with both triangles."""
         self.arrive()
@@ -276,13 +281,11 @@ class Stack:
 
         With ``lower`` what is above the diagonals of matrices may be undefined.
         """
-        self.arrive()
         stored = self.factors[factor.name] if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor)
 
     def mean_traces(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the traces of a factor over its size, ``[groups]``."""
-        self.arrive()
         stored = self.take(self.factors[factor.name], members)
         if factor.kind != "psd":
             return mean_of(stored.flatten(1))

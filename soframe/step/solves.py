@@ -534,7 +534,7 @@ class Solves:
         self._under_way: list[tuple[float, Solution]] = []  # with the step at which it lands
 
     def __repr__(self) -> str:
-        return f"Solves({'ready' if self._ready else self._steps})"
+        return f"background={'ready' if self._ready else self._steps}"
 
     @property
     def on(self) -> bool:

@@ -52,9 +52,13 @@ def low(dtype: torch.dtype, train: Any = autocast, **options: Any) -> Case:
     )
 
 
+def unscaled() -> float:
+    return 1.0
+
+
 CASES = {
     "bfloat16": low(torch.bfloat16),
-    "float16": low(torch.float16, options={"grad_scaler": lambda: 1.0}),
+    "float16": low(torch.float16, options={"grad_scaler": unscaled}),
     "bfloat16 sequences": low(torch.bfloat16, data=sequences),
     "backward within autocast": low(torch.bfloat16, autocast_around_backward),
     "float32": Case(CalledTwice, dtype=torch.float32),

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -311,14 +310,6 @@ def test_after_a_validation_pass() -> None:
     assert run_ranks(forward_only_first, 2) == ["DTensor", "DTensor"]
 
 
-def step_in_every_pass(rank: int, ranks: int) -> None:
-    run = Run(Case(), rank, ranks)
-    run.backward(0)
-    run.preconditioner.step()
-    run.backward(1)
-    run.preconditioner.step()
-
-
 def optimizer_in_backward(rank: int, ranks: int) -> None:
     model = net(ranks)
     own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1)
@@ -373,13 +364,6 @@ def trust_region(rank: int, ranks: int) -> None:
     soframe.TrustRegion(net(ranks), "mse")
 
 
-def uneven(rank: int, ranks: int) -> None:
-    model = net(ranks)
-    own = soframe.Preconditioner(model, kl_clip=None)
-    with Join([own]):
-        own.step()
-
-
 def gone_on_one_rank(rank: int, ranks: int) -> None:
     run = Run(Case(), rank, ranks)
     run.backward(0)
@@ -391,7 +375,6 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("function", "ranks", "words"),
     [
-        (step_in_every_pass, 2, "has added to the gradient that the last step"),
         (optimizer_in_backward, 2, "Hooks on the parameters .* have taken them"),
         (built_within_a_step, 2, "gradients without statistics"),
         (half_of_the_ranks, 4, "is sharded over the ranks .* let fully_shard's mesh have all"),
@@ -401,7 +384,6 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
         (hyperball_first, 2, "of which each rank has a part"),
         (trust_region, 2, "TrustRegion needs whole parameters"),
         (gone_on_one_rank, 2, "blocks with gradients"),
-        (uneven, 2, "Join does not go with fully_shard"),
     ],
 )
 def test_what_is_refused(function: Any, ranks: int, words: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -408,12 +407,6 @@ def counted(rank: int, ranks: int) -> None:
     soframe.Preconditioner(model, kl_clip=None, pipeline=schedule).count(4)
 
 
-def joined(rank: int, ranks: int) -> None:
-    model, schedule = stage_of(rank, ranks)
-    with Join([soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)]):
-        pass
-
-
 def trust_region(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     soframe.TrustRegion(model, "mse", pipeline=schedule)
@@ -436,17 +429,6 @@ def twice(rank: int, ranks: int) -> None:
 def other_settings(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, damping=0.1 + rank)
-
-
-def other_damping_later(rank: int, ranks: int) -> None:
-    model, schedule = stage_of(rank, ranks)
-    own = soframe.Preconditioner(
-        model, kl_clip=None, pipeline=schedule, damping=lambda step: 0.1 + rank * step
-    )
-    for step in range(2):
-        model.zero_grad()
-        run_once(rank, schedule, step)
-        own.step()
 
 
 def fails_to_start(rank: int, ranks: int) -> None:
@@ -549,12 +531,10 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (other_module, "is in no stage that the schedule"),
     (part_of_stages, "is not in the given model: build one Preconditioner"),
     (counted, r"count\(\) says something of the next forward pass"),
-    (joined, "Join does not go with pipeline="),
     (trust_region, "TrustRegion takes no pipeline="),
     (nothing_at_all, "nothing to precondition in any stage"),
     (twice, r"8 backward passes .* call its step\(\) once for each step"),
     (other_settings, r"settings of rank\(s\) \[1\] differ"),
-    (other_damping_later, r"stages of the pipeline differ .* damping"),
     (fails_to_start, "statistics_every"),
     (fails_to_register, "is not in the given optimizer"),
     (fails_in_a_step, "no damping on the second stage"),

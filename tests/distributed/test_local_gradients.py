@@ -140,7 +140,8 @@ def test_gradients_travel_to_their_worker_alone():
     sums = [e for e in backend.events if e.operation == "reduce"]
     workers = {place.gradient_workers[0] for place in own.placement.blocks}
     assert {event.source for event in sums} == workers
-    assert len(sums) == 2 * len(workers)
+    # In the first step no block is solved yet, and all ranks keep the averages.
+    assert len(sums) == len(workers)
 
 
 def test_what_does_not_go_together_is_refused():

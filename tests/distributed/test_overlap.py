@@ -217,7 +217,9 @@ def test_a_solve_that_fails_midway_is_agreed_on_afterwards(
         assert torch.equal(weights, results[0][0])
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10)
         assert counters["failed_solves"] == 3 - good
-        assert solved == expected
+        assert all(set(data) <= set(expected[name]) for name, data in solved.items())
+    for name, data in expected.items():
+        assert {factor for _, _, solved in results for factor in solved[name]} == set(data)
 
 
 def raise_and_save(rank: int, ranks: int, case: Case, overlap: bool) -> str:
@@ -239,4 +241,4 @@ def test_a_solver_that_raises_ends_every_rank_which_may_save_together(overlap: b
     errors = sorted(run_ranks(raise_and_save, 3, case, overlap, timeout=30))
     assert errors[0] == "KeyError: 'not this one'"
     for error in errors[1:]:
-        assert error.startswith("RuntimeError: the solver raised for hidden.A on another rank")
+        assert error.startswith("RuntimeError: the solver raised for hidden.A, hidden.G on another")

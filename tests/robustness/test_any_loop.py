@@ -134,11 +134,6 @@ OTHER: tuple[Callable[[Loop, Tensor], None], ...] = (
 def given_up(loop: Loop, x: Tensor, draws: random.Random) -> None:
     for _ in range(draws.choice([1, 2])):
         loss_of(loop.model, x).backward()
-    loop.zero(draws.randrange(3))
-
-
-def reset(loop: Loop, x: Tensor, draws: random.Random) -> None:
-    loss_of(loop.model, x).backward()
     loop.preconditioner.reset_batch()
     loop.zero(draws.randrange(3))
 
@@ -149,7 +144,7 @@ def resumed(loop: Loop, x: Tensor, draws: random.Random) -> None:
     own.load_state_dict(copy.deepcopy(own.state_dict()))
 
 
-BETWEEN = (given_up, reset, resumed)
+BETWEEN = (given_up, resumed)
 
 
 def train(method: str, every: int, draws: random.Random | None) -> Tensor:
