@@ -228,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if PEER in (options.resident or ways):
             import_kfac_pytorch(options.kfac_path)
     except ImportError as error:
-        print(KFAC_PYTORCH_MISSING.format(error=error, script=__file__), file=sys.stderr)
+        print(
+            KFAC_PYTORCH_MISSING.format(error=error, script="benchmarks.factors"), file=sys.stderr
+        )
         return 2
     if options.resident:
         print(json.dumps(resident(*options.resident)))

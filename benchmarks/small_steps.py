@@ -143,8 +143,9 @@ def contenders(model: nn.Module, x: Tensor, kfac_path: Path | None = None) -> di
         print(f"without SOAP and its Muon: {error}", file=sys.stderr)
     try:
         import_kfac_pytorch(kfac_path)
-    except ImportError:
-        print(KFAC_PYTORCH_MISSING, file=sys.stderr)
+    except ImportError as error:
+        script = "benchmarks.small_steps"
+        print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
     else:
         found["SGD, kfac-pytorch 1/10"] = _first_order(model, x, _sgd, _kfac_pytorch(1, 10))
         found["SGD, kfac-pytorch 10/30"] = _first_order(model, x, _sgd, _kfac_pytorch(10, 30))
