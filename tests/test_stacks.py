@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.layers import LinearHelper
 from soframe.methods import Shampoo
 from soframe.solvers import Eigen, Inverse
 from soframe.strategies import work
@@ -222,6 +223,30 @@ def test_tensors_lie_in_one_and_former_data_stay() -> None:
     model.own.step()
     assert torch.equal(former.data["A"]["inverse"], values)
     assert not torch.equal(stack.blocks[1].second_order["A"]["inverse"], values)
+
+
+class Copies(LinearHelper):
+    """Unpacks copies, of which gradients cannot be gathered in place."""
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super().from_matrix(matrix)
+        return (None if weight is None else weight.clone()), (
+            None if bias is None else bias.clone()
+        )
+
+
+def test_helpers_that_unpack_copies() -> None:
+    def run(layers: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)).double()
+        own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1, layers=layers)
+        assert any(len(stack.blocks) == 3 for stack in own._placed.stacks)
+        model(randn(7, 4, seed=1)).square().mean().backward()
+        own.step()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(run({"": Copies}), run({}), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
 
 
 def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:

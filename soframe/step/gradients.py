@@ -152,10 +152,12 @@ def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for block, part in zip(blocks, whole.split(groups), strict=True):
-        gradients, views = block.gradients(), block.layout.unpack(part)
-        # Helpers may unpack copies.
-        if all(views[name].untyped_storage().data_ptr() == memory for name in gradients):
-            targets += [views[name] for name in gradients]
+        gradients, named = block.gradients(), block.layout.unpack(part)
+        views = [named[name] for name in gradients]
+        # Helpers may unpack copies, or pad matrices.
+        plain = sum(view.numel() for view in views) == part.numel()
+        if plain and all(view.untyped_storage().data_ptr() == memory for view in views):
+            targets += views
             values += gradients.values()
         else:
             targets.append(part)
