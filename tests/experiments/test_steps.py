@@ -134,7 +134,7 @@ def test_who_solves_in_the_background_takes_its_steps_by_itself() -> None:
     assert [row["name"] for row in rows] == [one.name for one in contenders]
     assert order == ["sgd", "soframe, inverse"] * 5 + ["soframe, inverse, background"] * 5
     settings = [repr(one.preconditioner._solves) for one in contenders[1:]]
-    assert settings == ["Solves(10)", "Solves(0)"]
+    assert settings == ["background=10", "background=0"]
 
 
 @pytest.mark.parametrize("name", ["soframe, inverse, channels last", "adam", "sgd,channels_last"])
