@@ -5,6 +5,7 @@ The network has layers of every shape, three or four of each, so that every phas
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import soframe
 from soframe.layers import LinearHelper
 from soframe.methods import Shampoo
 from soframe.solvers import Eigen, Inverse
+from soframe.step.gradients import _gathered
 from soframe.strategies import work
 from tests.curvature import randn
 from tests.distributed.harness import run_ranks
@@ -247,6 +249,28 @@ def test_helpers_that_unpack_copies() -> None:
 
     for one, other in zip(run({"": Copies}), run({}), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
+
+
+class Padded:
+    """A layout whose matrices have a column of zeros that no parameter has."""
+
+    def pack(self, tensors: dict[str, Tensor]) -> Tensor:
+        return nn.functional.pad(tensors["weight"], (0, 1)).unsqueeze(0)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {"weight": matrix[0, :, :-1]}
+
+
+def test_gradients_of_padded_matrices() -> None:
+    gradients = [randn(3, 2, seed=seed) for seed in range(2)]
+    blocks = [
+        SimpleNamespace(layout=Padded(), gradients=lambda g=g: {"weight": g}) for g in gradients
+    ]
+    like = SimpleNamespace(shape=(1, 3, 3), dtype=torch.float64, device=torch.device("cpu"))
+    stack: Any = SimpleNamespace(blocks=blocks, like=like)
+    torch.full((2, 3, 3), torch.nan, dtype=torch.float64)  # what the allocator may hand out again
+    expected = torch.stack([nn.functional.pad(g, (0, 1)) for g in gradients])
+    assert torch.equal(_gathered(stack, (0, 1)), expected)
 
 
 def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
