@@ -4,7 +4,7 @@ The network has layers of every shape, three or four of each, so that every phas
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import soframe
 from soframe.layers import LinearHelper
 from soframe.methods import Shampoo
-from soframe.solvers import Eigen, Inverse
+from soframe.solvers import Eigen, Inverse, solve_stack
+from soframe.solvers.base import Problem
+from soframe.step import solves
 from soframe.step.gradients import _gathered
 from soframe.strategies import work
 from tests.curvature import randn
@@ -225,6 +227,31 @@ def test_tensors_lie_in_one_and_former_data_stay() -> None:
     model.own.step()
     assert torch.equal(former.data["A"]["inverse"], values)
     assert not torch.equal(stack.blocks[1].second_order["A"]["inverse"], values)
+
+
+@pytest.mark.parametrize("solver", [Inverse(), Eigen(), "newton-schulz"], ids=str)
+def test_factors_are_solved_together_as_stack_by_stack(
+    solver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of the damping and factors of all stacks, against a call for each."""
+
+    def shares_of(runs: Sequence[solves.Run]) -> list[list[Tensor]]:
+        return [run.stack.like.shares(run.traces, run.damping) for run in runs]
+
+    def each_alone(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
+        return [solve_stack(p.solver, p.matrices, p.damping, p.last) for p in problems]
+
+    together = train(solver=solver).own.preconditioner
+    monkeypatch.setattr(solves, "_shares", shares_of)
+    monkeypatch.setattr(solves, "solve_stacks", each_alone)
+    alone = train(solver=solver).own.preconditioner
+    assert len(together._placed.stacks) > 1
+    for one, other in zip(together._blocks, alone._blocks, strict=True):
+        assert one.solved == other.solved
+        for factor, data in one.second_order.items():
+            for name, tensor in data.items():
+                expected = other.second_order[factor][name]
+                assert torch.allclose(tensor, expected, rtol=1e-9, atol=1e-9), (one.name, factor)
 
 
 class Copies(LinearHelper):

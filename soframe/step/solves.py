@@ -208,6 +208,7 @@ class Run:
 
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve the factors of runs that this rank owns, with one wait for the device."""
+    made: list[list[Tensor] | None]
     try:
         shares = _shares(runs)
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
@@ -215,15 +216,17 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
         results = [[next(solved) for _ in of_run] for of_run in problems]
         usable = torch.cat([good for of_run in results for _, good in of_run]).tolist()
     except Exception as error:  # whatever it is: all ranks raise together
-        if len(runs) > 1:  # that of one run alone
-            return [_solve([run])[0] for run in runs]
-        runs[0].fail(error)
-        return [None]
+        made = [_solve([run])[0] for run in runs] if len(runs) > 1 else [None]
+        if len(runs) == 1 or None not in made:  # of this run, or of none alone
+            for run in runs:
+                run.fail(error)
+            made = [None] * len(runs)
+        return made
     finally:
         for job in (job for run in runs for job in run.mine):
             job.copy = None
     good_of = iter(usable)
-    made: list[list[Tensor] | None] = []
+    made = []
     for run, of_run, outcome in zip(runs, problems, results, strict=True):
         failed = [
             [group for group in range(len(problem.matrices)) if not next(good_of)]
@@ -243,18 +246,15 @@ def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     for number, run in enumerate(runs):
         even = len({len(trace) for trace in run.traces}) == 1
         solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
-        first = run.traces[0] if run.traces else None
-        place = (first.dtype, first.device) if first is not None else None
-        key = (solvers, run.damping, place) if even else (number,)
+        first = run.traces[0]
+        key = (solvers, run.damping, first.dtype, first.device) if even else (number,)
         alike.setdefault(key, []).append(number)
     shares: dict[int, list[Tensor]] = {}
     for numbers in alike.values():
         some = [runs[number] for number in numbers]
-        like, sizes = some[0].stack.like, [len(run.traces[0]) if run.traces else 0 for run in some]
+        like, sizes = some[0].stack.like, [len(run.traces[0]) for run in some]
         if len(some) == 1:
-            shares[numbers[0]] = (
-                like.shares(some[0].traces, some[0].damping) if some[0].mine else []
-            )
+            shares[numbers[0]] = like.shares(some[0].traces, some[0].damping)
             continue
         traces = [torch.cat(parts) for parts in zip(*(run.traces for run in some), strict=True)]
         each = [share.split(sizes) for share in like.shares(traces, some[0].damping)]
