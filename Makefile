@@ -86,7 +86,7 @@ mutants: $(VENV)/.stamp-test ## break 100 places of the code, each must fail a t
 
 .PHONY: fuzz
 fuzz: $(VENV)/.stamp-test ## try 2000 odd constructors and batches (CASES=...), a few minutes
-	SOFRAME_FUZZ=$(CASES) $(PYTEST) -k fuzz $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=thorough SOFRAME_FUZZ=$(CASES) $(PYTEST) -k fuzz $(PYTEST_ARGS)
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built

@@ -12,19 +12,22 @@ from hypothesis import Phase, settings
 
 pytest_plugins = ["tests.background"]  # its fixtures
 
-# A shared machine is slow at times; that is no failure.
-# Examples differ from run to run, so that many runs see many.
-settings.register_profile("soframe", deadline=None, print_blob=True, max_examples=25)
-# For `make mutants`: a verdict that never changes, and no search for the smallest example.
+# A shared machine is slow at times; that is no failure. The same examples in every run: a change
+# is judged by what it changes. `make test-all` and `make fuzz` look for new ones.
+settings.register_profile(
+    "soframe", deadline=None, print_blob=True, max_examples=25, derandomize=True
+)
+# For `make mutants`: more examples, and no search for the smallest.
 settings.register_profile(
     "verdict",
     settings.get_profile("soframe"),
-    derandomize=True,
     max_examples=100,
     phases=[Phase.explicit, Phase.generate],
 )
-# For `make test-all`.
-settings.register_profile("thorough", settings.get_profile("soframe"), max_examples=100)
+# For `make test-all` and `make fuzz`: more examples, others in each run.
+settings.register_profile(
+    "thorough", settings.get_profile("soframe"), max_examples=100, derandomize=False
+)
 # For `make test-fast`: a few examples of each property.
 settings.register_profile("fast", settings.get_profile("soframe"), max_examples=5)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "soframe"))

@@ -6,7 +6,7 @@ FAST = 8
 
 
 def examples(number: int) -> int:
-    """The examples of one property: they differ from run to run, so that many runs see many.
+    """The examples of one property: the same in every run but those of ``make test-all``.
 
     Args:
         number: The most worth trying at a time: the profile ``verdict`` tries this many.

@@ -25,6 +25,7 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
+from soframe.checks.arguments import check_model
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.losses.base import Loss
@@ -149,6 +150,7 @@ class TrustRegion(torch.optim.Optimizer):
         with starting(lambda: choose_backend(preconditioner.get("backend"))):
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
+            check_model(model)
             self._loss = settings.check(loss, preconditioner)
             self._damping_within = settings.damping_within(preconditioner_damping)
             self._model = unwrap(model)

@@ -37,6 +37,7 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
+from soframe.checks.arguments import check_model
 from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice
@@ -133,6 +134,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
     ) -> None:
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
+        check_model(model)
         require_integer("model_every", model_every, 1)
         require_flag("reject", reject)
         require_flag("shorten", shorten)
