@@ -454,7 +454,7 @@ STOCHASTIC: Mapping[str, Values] = {
                       ["relative", RelativeDamping(), *ODD_NUMBERS]),
     "weight_decay": Values([0.0, 0.1], [1e300, *ODD_NUMBERS]),
     "lr": Values([0.7, 1.0, 0.0], [1e300, *ODD_NUMBERS]),
-    "betas": Values([(0.9, 0.99), (0.0, 0.0)], [(0.9,), (1.0, 0.9), "xy", [0.9, NAN]]),
+    "betas": Values([(0.9, 0.99), (0.0, 0.0)], [(1.0, 0.9), "xy", [0.9, NAN]]),
     "eps": Values([1e-8, 1e-30], [0.0, *ODD_NUMBERS]),
     "model_every": Values([1, 2, 30], [0, 1.5]),
     "averaging": Values([20.0, 0.0, 5], ODD_NUMBERS),
