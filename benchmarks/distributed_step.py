@@ -176,8 +176,10 @@ def attach(variant: Variant, model: nn.Module, options: argparse.Namespace) -> A
         model,
         solver=Eigen() if options.solver == "eigen" else Inverse(split="full"),
         strategy=variant.strategy,
-        scaling="kaisa",
-        gradients="local" if variant.how == "local" else "averaged",
+        curvature=soframe.Curvature(scaling="kaisa"),
+        distribution=soframe.Distribution(
+            gradients="local" if variant.how == "local" else "averaged"
+        ),
         statistics_every=every[0],
         solve_every=every[1],
         **SHARED,

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.comm.fused import Parcel, deliver
+from soframe.settings import grouped
 from soframe.specs import TensorSpec
 from soframe.step.gradients import _average
 
@@ -67,7 +68,9 @@ def prepare(widths: Sequence[int], fused: bool) -> dict[str, Callable[[], None]]
     backend = TorchDistributed(fused=fused)
     options: dict[str, Any] = {"strategy": "mem-opt", "solver": "inverse", "gradients": "local"}
     never: dict[str, Any] = {"statistics_every": 10**9, "solve_every": 10**9}
-    own = soframe.Preconditioner(model, backend=backend, kl_clip=None, **options, **never)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, **grouped({"backend": backend, **options, **never})
+    )
     model(torch.randn(8, widths[0])).square().mean().backward()
     own.step()  # takes statistics and solves, the only one that does
 

@@ -92,7 +92,7 @@ class Trained:
                 optimizer=self.optimizer,
                 statistics_every=2,
                 solve_every=4,
-                samples="positions",
+                curvature=soframe.Curvature(samples="positions"),
                 damping=0.1,
             )
 

@@ -62,6 +62,7 @@ from benchmarks.timing import (
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
+from soframe.settings import grouped
 
 LR = 1e-5  # so small that weights stay near their start
 SOLVE_EVERY = 10  # steps of GPT-2
@@ -262,10 +263,9 @@ def soframe_method(method: str, model: GPT, **settings: Any) -> list[torch.optim
             model,
             method=method,
             lr=LR,
-            samples="positions",
             statistics_every=1,
             solve_every=SOLVE_EVERY,
-            **settings,
+            **grouped({"samples": "positions", **settings}),
         )
     ]
 

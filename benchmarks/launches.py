@@ -76,7 +76,14 @@ def gpt2_optimizers(model: nn.Module, method: str) -> list[Any]:
     """Return soframe's optimizer."""
     solver = {"solver": "inverse"} if method == "kfac" else {}
     return [
-        soframe.Optimizer(model, method=method, lr=LR, samples="positions", **solver, **SCHEDULE)
+        soframe.Optimizer(
+            model,
+            method=method,
+            lr=LR,
+            curvature=soframe.Curvature(samples="positions"),
+            **solver,
+            **SCHEDULE,
+        )
     ]
 
 

@@ -45,6 +45,7 @@ from experiments.launch import Worker, launch
 from experiments.libraries import require
 from experiments.muon import orthogonalise, split
 from soframe.comm import TorchDistributed
+from soframe.settings import grouped
 
 LR, AUXILIARY_LR = 0.02, 3e-3
 BATCH, CONTEXT = 8, 128
@@ -74,7 +75,7 @@ class Both(torch.optim.Optimizer):
 
 def _own(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return soframe.Optimizer(
-        model, "muon", lr=LR, auxiliary_lr=AUXILIARY_LR, strategy="mem-opt", **settings
+        model, "muon", lr=LR, auxiliary_lr=AUXILIARY_LR, strategy="mem-opt", **grouped(settings)
     )
 
 

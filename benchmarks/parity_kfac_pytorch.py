@@ -151,7 +151,7 @@ def attach_soframe(
         lr=LR,
         statistics_every=case.statistics_every,
         solve_every=case.solve_every,
-        scaling="kaisa",
+        curvature=soframe.Curvature(scaling="kaisa"),
     )
 
     def factors() -> Numbers:

@@ -230,7 +230,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         own = soframe.Preconditioner(
             model,
             strategy=Sharded(deferred=True) if "deferred" in how else strategy,
-            gradients="local" if local else "averaged",
+            distribution=soframe.Distribution(gradients="local" if local else "averaged"),
             optimizer=optimizer,
             statistics_every=options.statistics_every,
             solve_every=interval,

@@ -16,6 +16,7 @@ from experiments.muon import Together, muon_with_adamw, split
 from soframe.losses.base import Loss
 from soframe.methods import Chain
 from soframe.registry import first_match
+from soframe.settings import grouped
 
 Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
 """Optimizers of soframe, whose hooks `close` removes."""
@@ -44,7 +45,7 @@ def build_optimizer(
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":
             own = {"full_batch": full_batch, "strategy": config.strategy, **options}
-            return soframe.TrustRegion(model, loss=likelihood, **common, **own)
+            return soframe.TrustRegion(model, loss=likelihood, **grouped({**common, **own}))
         case "stochastic-trust-region":
             return soframe.StochasticTrustRegion(model, **common, **options)
         case "muon":
@@ -59,8 +60,7 @@ def build_optimizer(
         model,
         method if config.modules is None else {config.modules: method},
         strategy=config.strategy,
-        **common,
-        **options,
+        **grouped({**common, **options}),
     )
 
 
@@ -151,7 +151,9 @@ def build_preconditioner(
         return None
     # The schedule also shortens the steps that the clip has cut.
     options: dict[str, Any] = {"clip_lr": "initial", **config.preconditioner}
-    return soframe.Preconditioner(model, optimizer=optimizer, strategy=config.strategy, **options)
+    return soframe.Preconditioner(
+        model, optimizer=optimizer, strategy=config.strategy, **grouped(options)
+    )
 
 
 def schedule_factor(config: RunConfig, step: int, seconds: float = 0.0) -> float:

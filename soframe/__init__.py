@@ -30,7 +30,7 @@ from soframe.methods import Method
 from soframe.optimizer import Optimizer
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
-from soframe.settings import Cadence, Clips, Curvature
+from soframe.settings import Clips, Curvature, Distribution
 from soframe.solvers import Solver
 from soframe.specs import Cut, FactorSpec, Shards, TensorSpec
 from soframe.strategies import Placement, Strategy
@@ -56,10 +56,10 @@ else:
 
 __all__ = [
     "Backend",
-    "Cadence",
     "Clips",
     "Curvature",
     "Cut",
+    "Distribution",
     "FactorSpec",
     "GradientHome",
     "LayerHelper",

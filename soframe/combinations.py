@@ -6,7 +6,6 @@ of blocks once these are placed; a setting that no block reads is refused last.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,13 @@ from soframe.strategies.work import BlockPlacement
 
 SETTINGS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
-        lambda s: s["gradients"] == "local" and s["scaled"],
+        lambda s: s["gradients"] == "local" and s["grad_scaler"] is not None,
         "gradients='local' does not go with a GradScaler: ranks would skip steps apart",
     ),
 )
 
 
-def check_settings(**settings: object) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise the ValueError of the first row of `SETTINGS` that applies."""
     for applies, message in SETTINGS:
         if applies(settings):
@@ -166,15 +165,14 @@ READ_BY: Mapping[str, Callable[[Block], bool]] = {
 
 
 def require_read(
-    constructor: Callable[..., Any],
     given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     blocks: Sequence[Block],
     total: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
 ) -> None:
     """Raise a ValueError unless some block reads each setting that was chosen.
 
-    `constructor` has the defaults; None and defaults are not chosen. `total` sums numbers of
-    readers over other parts of the model.
+    None and defaults are not chosen. `total` sums numbers of readers over other parts of the model.
 
     Raises:
         ValueError: If no block reads one of them.
@@ -183,11 +181,10 @@ def require_read(
     if given.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
         read_by["fisher"] = read_by["rows"]
     readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
-    parameters = inspect.signature(constructor).parameters
     unread = [
         name
         for name, count in zip(read_by, readers, strict=True)
-        if count == 0 and _chosen(given.get(name), parameters[name].default)
+        if count == 0 and _chosen(given.get(name), defaults[name])
     ]
     if unread:
         they = "it" if len(unread) == 1 else "them"

@@ -28,14 +28,13 @@ from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
-from soframe.capture.counting import Samples, declare
+from soframe.capture.counting import declare
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
-from soframe.capture.sampling import Rows, Sampler
+from soframe.capture.sampling import Sampler
 from soframe.capture.untraced import untraced
 from soframe.checks import arguments
-from soframe.comm.base import Backend
 from soframe.comm.stages import PHASE, STAGES
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping
@@ -44,10 +43,10 @@ from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
-from soframe.methods.scaling import LossAverage, Scale, Scaling
+from soframe.methods.scaling import Scale
 from soframe.registry import KINDS, describe
 from soframe.schedules import Interval, Schedule, Scheduled
-from soframe.settings import Cadence, Clips, Curvature, merged
+from soframe.settings import Clips, Curvature, Distribution, defaults, flat, group_of
 from soframe.setup import building, describing
 from soframe.state import checksums
 from soframe.state import saving as state
@@ -57,7 +56,7 @@ from soframe.step.clip import Bounds, Clipped
 from soframe.step.effect import Effect
 from soframe.step.engine import Engine
 from soframe.step.gradients import Gradients
-from soframe.step.rates import ClipLR, LearningRates
+from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.step.statistics import Statistics
@@ -81,63 +80,29 @@ class Preconditioner(Engine):
             names to one of these (first match wins).
         solver: The solver, chosen likewise.
         strategy: The distribution strategy: a name, class or instance.
-        backend: The communication backend; None for torch.distributed where it is initialised,
-            else one process.
+        optimizer: The optimizer whose learning rates the clips read at every step.
+        lr: The learning rate for the clips where there is no ``optimizer``.
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio.
         decay: What the running factors keep of their past at each statistics step.
         kl_clip: Bound on ``sum lr^2 <direction, gradient>``, about twice the KL divergence of a
             step; None turns it off.
-        norm_clip: Bound on the Euclidean length of a step; None turns it off.
-        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
-            rate down from its peak; with ``"live"`` it has the bound's length whatever the rate.
-        optimizer: The optimizer whose learning rates the clips read at every step.
-        lr: The learning rate for the clips where there is no ``optimizer``.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
-        stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
         background: After how many steps solves are put to use, which run in a thread (on CUDA, on a
             stream) of their own meanwhile: the same in every run. ``"ready"`` for the first step
             that finds them done; 0 solves in the step.
-        skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
-        scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
-        loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
-            samples), ``"global"`` (all samples of all passes and ranks) or ``"sum"``. See
-            `soframe.methods.scaling`.
-        samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
-            own term, as in language models), or a callable that returns the number of samples of
-            the backward pass under way. `observe` knows it from the outputs; where layers tell
-            different numbers, or the loss ignores terms, use `count`.
-        rows: The fraction (float) of the rows of every call that statistics are made of, or their
-            number (int), drawn at random and scaled. See `soframe.capture.sampling` for the error.
         layers: Helper classes by patterns on module names, asked before the registry; ``"all"`` in
             place of a class, or of the mapping, for every helper that soframe has rather than those
             of linear layers and convolutions.
-        grad_scaler: The ``GradScaler`` in use; or a callable that returns it, where it is not there
-            yet, or returns what the loss is multiplied by.
-        dtype: The dtype of factors and second-order data; None for the parameters', at least
-            float32.
-        fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (nobody's: the identity stands
-            for the factor of the outputs). Monte-Carlo and type-2 need `observe`.
-        loss: What the Fisher is of, where it is not empirical: a name, class or instance.
-        gradients: What ``.grad`` holds before `step`: ``"averaged"`` over ranks, as DDP does, or
-            ``"local"``, this rank's own, which `step` averages (`soframe.comm.leave_gradients`).
+        skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         auxiliary: The method of all trainable parameters that ``method`` leaves out, such as
             ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
-        cadence: ``statistics_every``, ``solve_every``, ``stagger`` and ``background`` as one.
-        clips: ``kl_clip``, ``norm_clip`` and ``clip_lr`` as one.
-        home: Where gradients live, for frameworks that keep them elsewhere than in ``.grad``; None
-            for ``.grad``. The same on every rank.
-        cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
-            module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
-            each head by itself. For methods that read gradients alone; vectors stay whole.
-        pipeline: The schedule of ``torch.distributed.pipelining`` that runs ``model``, which then
-            has the modules of this rank's stage or stages alone; or, for pipelines of another kind,
-            the process group or the dimension of a `DeviceMesh` over which stages are spread.
-            ``backend`` is that of the copies of a stage.
-        curvature: ``fisher``, ``loss``, ``loss_average``, ``samples``, ``rows``, ``decay``,
-            ``scaling`` and ``dtype`` as one.
+        grad_scaler: The ``GradScaler`` in use; or a callable that returns it, where it is not there
+            yet, or returns what the loss is multiplied by.
+        curvature: Which Fisher, of which rows, at which scale: a `soframe.Curvature`.
+        distribution: How ranks communicate, and where gradients live: a `soframe.Distribution`.
+        clips: The other clips: a `soframe.Clips`.
 
     Attributes:
         backend: How tensors travel.
@@ -167,79 +132,65 @@ class Preconditioner(Engine):
         method: Choice = "kfac",
         solver: Choice = "eigen",
         strategy: str | type[Strategy] | Strategy = "comm-opt",
-        backend: str | type[Backend] | Backend | None = None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr: Schedule | None = None,
         damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
-        norm_clip: Schedule | None = None,
-        clip_lr: ClipLR = "live",
-        optimizer: torch.optim.Optimizer | None = None,
-        lr: Schedule | None = None,
         statistics_every: Interval = 10,
         solve_every: Interval = 10,
-        stagger: bool = False,
         background: int | Literal["ready"] = 0,
-        skip: Sequence[str] = (),
-        scaling: Scaling = "fisher",
-        loss_average: LossAverage = "local",
-        samples: Samples = "batch",
-        rows: Rows = 1.0,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = None,
-        grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
-        dtype: torch.dtype | None = None,
-        fisher: str = "empirical",
-        loss: str | type[Loss] | Loss | None = None,
-        gradients: Literal["averaged", "local"] = "averaged",
+        skip: Sequence[str] = (),
         auxiliary: Choice = None,
-        cadence: Cadence | None = None,
-        clips: Clips | None = None,
+        grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         curvature: Curvature | None = None,
-        home: GradientHome | None = None,
-        cut: Mapping[str, int] | None = None,
-        pipeline: object = None,
+        distribution: Distribution | None = None,
+        clips: Clips | None = None,
     ) -> None:
         given = dict(locals())
-        self.backend, self._stages = building.choose_backends(backend, pipeline)
+        ranks: Distribution = group_of("distribution", given)
+        self.backend, self._stages = building.choose_backends(ranks.backend, ranks.pipeline)
         with building.starting(lambda: self.backend, self._stages):
-            cadence = merged("cadence", Cadence, cadence, given)
-            clips = merged("clips", Clips, clips, given)
-            curvature = merged("curvature", Curvature, curvature, given)
-            self._settings = describing.in_force(Preconditioner, given, (cadence, clips, curvature))
-            building.check_settings(
-                cadence, clips, curvature, gradients=gradients, scaled=grad_scaler is not None
-            )
+            self._settings = flat(given)
+            del self._settings["self"], self._settings["model"]
+            curve: Curvature = group_of("curvature", given)
+            limits: Clips = group_of("clips", given)
+            scaled = grad_scaler is not None
+            building.check_settings(self._settings)
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
-            cut = {} if cut is None else cut
+            cut = {} if curve.cut is None else curve.cut
             building.check_cut(cut)
             mappings = {"layers": layers, "method": method, "solver": solver, "cut": cut}
             arguments.check(
                 model=model,
                 optimizer=optimizer,
                 grad_scaler=grad_scaler,
-                dtype=curvature.dtype,
+                dtype=curve.dtype,
                 skip=skip,
                 mappings=mappings,
             )
-            building.check_home(home)
-            self.home: GradientHome = PlainGrad(model, optimizer) if home is None else home
+            building.check_home(ranks.home)
+            own = ranks.home
+            self.home: GradientHome = PlainGrad(model, optimizer) if own is None else own
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
-            self._decay = Scheduled("decay", curvature.decay, high=1.0)
-            self._bounds = Bounds.of(clips.kl, clips.norm)
-            self._refresh = Refresh.of(cadence.statistics, cadence.solves, cadence.stagger)
-            self._scaling, self._samples = curvature.scaling, curvature.samples
-            self._loss_average = curvature.loss_average
+            self._decay = Scheduled("decay", decay, high=1.0)
+            self._bounds = Bounds.of(kl_clip, limits.norm_clip)
+            self._refresh = Refresh.of(statistics_every, solve_every, ranks.stagger)
+            self._scaling, self._samples = curve.scaling, curve.samples
+            self._loss_average = curve.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-            self._solves = Solves(cadence.background, overlap=self.backend.overlap)
-            self._gradients = gradients
-            self._sampler = Sampler(curvature.rows, self.backend.rank)
-            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=clips.lr)
-            modelled = curvature.loss
-            modelled = None if modelled is None else KINDS["loss"].build(modelled, Loss)
-            self._fisher = Fisher(curvature.fisher, modelled)  # type: ignore[arg-type]  # checked there
-            scaled = grad_scaler is not None
+            self._solves = Solves(background, overlap=self.backend.overlap)
+            self._gradients = ranks.gradients
+            self._sampler = Sampler(curve.rows, self.backend.rank)
+            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=limits.clip_lr)
+            modelled = None if curve.loss is None else KINDS["loss"].build(curve.loss, Loss)
+            fisher = "empirical" if curve.fisher is None else curve.fisher
+            self._fisher = Fisher(fisher, modelled)  # type: ignore[arg-type]  # checked there
+            self._settings["fisher"] = fisher
             self._stages.require_settings(probed=self._fisher.probed, scaled=scaled)
             self._choices = Choices(
                 method=method,
@@ -247,7 +198,7 @@ class Preconditioner(Engine):
                 home=self.home,
                 layers=dict(layers),
                 skip=tuple(skip),
-                dtype=curvature.dtype,
+                dtype=curve.dtype,
                 forward_only=self._fisher.kind == "forward-only",
                 damping=self._damping,
                 scaling=self._scaling,
@@ -557,7 +508,8 @@ class Preconditioner(Engine):
 
     def _require_read(self) -> None:
         """Check that some block reads each setting that was chosen."""
-        combinations.require_read(Preconditioner, self._settings, self._blocks, self._stages.totals)
+        usual = {**defaults(Preconditioner), "fisher": "empirical"}
+        combinations.require_read(self._settings, usual, self._blocks, self._stages.totals)
 
     # -- what users ask -----------------------------------------------------------------------
 
@@ -660,7 +612,7 @@ class Preconditioner(Engine):
 
         Returns:
             Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes of what this rank hands over.
-            Under ``pipeline=`` what it tells other stages is the phase ``"stages"``.
+            What it tells other stages of a pipeline is the phase ``"stages"``.
         """
         found, pipe = self.backend.traffic(), self._stages.backend
         if pipe is None:

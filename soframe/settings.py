@@ -1,134 +1,157 @@
-"""Settings that belong together, as one argument each.
+"""Settings of a `soframe.Preconditioner` that few runs change, in three groups.
 
-A `soframe.Preconditioner` takes every setting by a name of its own, and these groups besides::
+Every setting has one place, its group or the constructor::
 
-    soframe.Preconditioner(model, cadence=soframe.Cadence(solves=100), clips=soframe.Clips(kl=None))
-
-A setting is given once: in its group, or by its own name.
+    soframe.Preconditioner(model, curvature=soframe.Curvature(fisher="type-2", loss="mse"))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
+from soframe.blocks.home import GradientHome
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import Rows
+from soframe.comm.base import Backend
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
-from soframe.schedules import Interval, Schedule
+from soframe.schedules import Schedule
 from soframe.step.rates import ClipLR
 
 
 @dataclass(frozen=True)
-class Cadence:
-    """When statistics are taken and factors are solved.
-
-    Attributes:
-        statistics: Interval of statistics steps (``statistics_every``).
-        solves: Interval of solves (``solve_every``).
-        stagger: Whether the solves of an interval are spread over its steps.
-        background: After how many steps solves are put to use.
-    """
-
-    statistics: Interval = 10
-    solves: Interval = 10
-    stagger: bool = False
-    background: int | Literal["ready"] = 0
-
-    names: ClassVar[Mapping[str, str]] = {
-        "statistics": "statistics_every",
-        "solves": "solve_every",
-        "stagger": "stagger",
-        "background": "background",
-    }
-
-
-@dataclass(frozen=True)
-class Clips:
-    """How long a step may be.
-
-    Attributes:
-        kl: Bound on about twice its KL divergence (``kl_clip``).
-        norm: Bound on its Euclidean length (``norm_clip``).
-        lr: Which learning rates count (``clip_lr``).
-    """
-
-    kl: Schedule | None = 1e-4
-    norm: Schedule | None = None
-    lr: ClipLR = "live"
-
-    names: ClassVar[Mapping[str, str]] = {"kl": "kl_clip", "norm": "norm_clip", "lr": "clip_lr"}
-
-
-@dataclass(frozen=True)
 class Curvature:
-    """What statistics are of, and how they are averaged.
+    """The statistics: which Fisher, of which rows, at which scale.
 
     Attributes:
-        fisher: Whose output gradients make them.
-        loss: What the Fisher is of, where it is not empirical.
-        loss_average: What the loss is a mean of.
-        samples: What it averages over.
-        rows: The fraction of the rows of every call that is taken, or their number.
-        decay: What running factors keep of their past.
-        scaling: The convention of scale.
-        dtype: The dtype of factors and second-order data.
+        fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
+            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (none: the identity stands for
+            the factor of the outputs). Monte-Carlo and type-2 need `Preconditioner.observe`. None
+            is ``"empirical"`` for a Preconditioner, and the choice of a `soframe.TrustRegion`.
+        loss: The loss of a Fisher that is not empirical: a name, class or instance.
+        loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
+            samples), ``"global"`` (all samples of all passes and ranks) or ``"sum"``. See
+            `soframe.methods.scaling`.
+        samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
+            own term, as in language models), or a callable that returns the number of samples of
+            the backward pass under way. `Preconditioner.observe` knows it from the outputs; where
+            layers tell different numbers, or the loss ignores terms, use `Preconditioner.count`.
+        rows: The fraction (float) of the rows of every call that statistics are made of, or their
+            number (int), drawn at random and scaled. See `soframe.capture.sampling` for the error.
+        scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
+        dtype: The dtype of factors and second-order data; None for the parameters', at least
+            float32.
+        cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
+            module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
+            each head by itself. For methods that read gradients alone; vectors stay whole.
     """
 
-    fisher: str = "empirical"
+    fisher: str | None = None
     loss: str | type[Loss] | Loss | None = None
     loss_average: LossAverage = "local"
     samples: Samples = "batch"
     rows: Rows = 1.0
-    decay: Schedule = 0.95
     scaling: Scaling = "fisher"
     dtype: torch.dtype | None = None
-
-    names: ClassVar[Mapping[str, str]] = {
-        "fisher": "fisher",
-        "loss": "loss",
-        "loss_average": "loss_average",
-        "samples": "samples",
-        "rows": "rows",
-        "decay": "decay",
-        "scaling": "scaling",
-        "dtype": "dtype",
-    }
+    cut: Mapping[str, int] | None = None
 
 
-Group = TypeVar("Group", Cadence, Clips, Curvature)
+@dataclass(frozen=True)
+class Distribution:
+    """The ranks: how they communicate, where gradients live, and how solves are spread over steps.
+
+    Attributes:
+        backend: The communication backend: a name, class or instance; None for torch.distributed
+            where it is initialised, else one process.
+        gradients: What ``.grad`` holds before a step: ``"averaged"`` over ranks, as DDP does, or
+            ``"local"``, this rank's own, which the step averages (`soframe.comm.leave_gradients`).
+        home: Where gradients live, for frameworks that keep them elsewhere than in ``.grad``; None
+            for ``.grad``. The same on every rank.
+        pipeline: The schedule of ``torch.distributed.pipelining`` that runs the model, which then
+            has the modules of this rank's stage or stages alone; or, for pipelines of another kind,
+            the process group or the dimension of a `DeviceMesh` over which stages are spread.
+            ``backend`` is that of the copies of a stage.
+        stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
+    """
+
+    backend: str | type[Backend] | Backend | None = None
+    gradients: Literal["averaged", "local"] = "averaged"
+    home: GradientHome | None = None
+    pipeline: object = None
+    stagger: bool = False
 
 
-def merged(name: str, kind: type[Group], group: Group | None, given: Mapping[str, Any]) -> Group:
-    """Return settings that belong together, from their group or from names of their own.
+@dataclass(frozen=True)
+class Clips:
+    """The clips, beside ``kl_clip``.
 
-    Args:
-        name: The name of the group.
-        kind: Its class.
-        group: What the user gave as the group; None for nothing.
-        given: What the user gave by the settings' own names, or their defaults.
+    Attributes:
+        norm_clip: Bound on the Euclidean length of a step; None turns it off.
+        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
+            rate down from its peak; with ``"live"`` it has the bound's length whatever the rate.
+    """
 
-    Returns:
-        All of them.
+    norm_clip: Schedule | None = None
+    clip_lr: ClipLR = "live"
+
+
+Group = Curvature | Distribution | Clips
+GROUPS: dict[str, type[Group]] = {
+    "curvature": Curvature,
+    "distribution": Distribution,
+    "clips": Clips,
+}
+"""The groups, by the names of their arguments."""
+
+
+def group_of(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return a group of the arguments of a constructor, or its defaults.
 
     Raises:
-        TypeError: If the group is none, or a setting is given twice.
+        TypeError: If the argument is another object.
     """
-    of_field = {field: given[keyword] for field, keyword in kind.names.items()}
+    kind, group = GROUPS[name], settings.get(name)
     if group is None:
-        return kind(**of_field)
+        return kind()
     if not isinstance(group, kind):
         raise TypeError(f"{name} must be a soframe.{kind.__name__}, not {group!r}")
-    default = kind()
-    for field, value in of_field.items():
-        usual = getattr(default, field)
-        if value is not usual and value != usual:
-            raise TypeError(
-                f"{kind.names[field]}= is part of {name}=: give {kind.__name__}({field}=...), or "
-                f"{kind.names[field]}= and no {name}="
-            )
     return group
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their own names, those of groups among them."""
+    alone = {name: value for name, value in settings.items() if name not in GROUPS}
+    for name in GROUPS:
+        group = group_of(name, settings)
+        names = [field.name for field in dataclasses.fields(group)]
+        alone.update({one: getattr(group, one) for one in names})
+    return alone
+
+
+def defaults(constructor: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a constructor with these groups, by the settings' own names."""
+    parameters = inspect.signature(constructor).parameters
+    return flat({name: parameter.default for name, parameter in parameters.items()})
+
+
+def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a constructor from settings by their own names, as in a command line.
+
+    Raises:
+        TypeError: If a setting stands beside its group.
+    """
+    arguments = dict(settings)
+    for name, kind in GROUPS.items():
+        fields = {field.name for field in dataclasses.fields(kind)} & set(settings)
+        if not fields:
+            continue
+        if settings.get(name) is not None:
+            raise TypeError(f"{', '.join(sorted(fields))} stands beside {name}=, and is part of it")
+        arguments[name] = kind(**{field: arguments.pop(field) for field in fields})
+    return arguments

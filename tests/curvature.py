@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.blocks.block import Block
+from soframe.settings import grouped
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
 
 LossAverage = Literal["local", "global", "sum"]
@@ -123,7 +124,7 @@ def preconditioner(
     settings = {"kl_clip": None, "solve_every": 1, "statistics_every": 1} | settings
     if damping is not None:
         settings["damping"] = damping
-    return soframe.Preconditioner(model, **settings)  # type: ignore[arg-type]
+    return soframe.Preconditioner(model, **grouped(settings))
 
 
 def blocks(own: soframe.Preconditioner) -> dict[str, Block]:

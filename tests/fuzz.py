@@ -29,6 +29,7 @@ from soframe.layers import LinearHelper
 from soframe.losses import CrossEntropy, SquaredError
 from soframe.methods import FOOF, KFAC
 from soframe.schedules import GrowingInterval, WarmInterval
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, Lazy, NewtonSchulz, OrthogonalIteration, Relative
 from soframe.strategies import MemOpt, Sharded
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, RelativeDamping
@@ -362,7 +363,7 @@ def require_names(error: Exception, names: Iterable[str], model: nn.Module) -> N
 
 
 def build_preconditioner(model: Any, options: dict[str, Any]) -> soframe.Preconditioner:
-    return soframe.Preconditioner(model, **options)
+    return soframe.Preconditioner(model, **grouped(options))
 
 
 def step_preconditioner(
@@ -421,7 +422,7 @@ OPTIMIZER_OWN: Mapping[str, Values] = {
 
 
 def build_optimizer(model: Any, options: dict[str, Any]) -> soframe.Optimizer:
-    return soframe.Optimizer(model, **{"lr": 0.1, **options})
+    return soframe.Optimizer(model, **grouped({"lr": 0.1, **options}))
 
 
 def step_optimizer(own: soframe.Optimizer, model: nn.Module, kind: str, inputs: Tensor) -> None:

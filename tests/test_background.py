@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from soframe import Preconditioner, TrustRegion
 from soframe.comm import SingleProcess
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, Lazy, NewtonSchulz, Relative
 from tests.background import (
     EVERY,
@@ -92,7 +93,7 @@ def train_wide(backend: SingleProcess) -> Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 4))
     options = {"statistics_every": 1, "solve_every": 3, "background": 2, "kl_clip": None}
-    own = Preconditioner(model, backend=backend, **options)
+    own = Preconditioner(model, **grouped({"backend": backend, **options}))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         generator = torch.Generator().manual_seed(step)

@@ -12,6 +12,7 @@ import soframe
 from soframe.layers import LinearHelper
 from soframe.methods import KFAC
 from soframe.registry import describe
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse
 
 
@@ -22,9 +23,7 @@ class One:
 @pytest.mark.parametrize("kind", ["method", "solver", "strategy", "backend"])
 def test_the_preconditioner_says_what_there_is(kind):
     with pytest.raises(ValueError, match=f"no {kind} 'nope'; registered: '") as raised:
-        soframe.Preconditioner(
-            nn.Linear(2, 2), kl_clip=None, **{"statistics_every": 1, kind: "nope"}
-        )
+        soframe.Preconditioner(nn.Linear(2, 2), **grouped({"kl_clip": None, kind: "nope"}))
     assert all(repr(name) in str(raised.value) for name in soframe.available(kind))
 
 

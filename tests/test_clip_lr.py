@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler as torch_lr
 
 import soframe
+from soframe.settings import grouped
 from soframe.testing import compare
 from tests.curvature import closing
 from tests.examples import examples
@@ -47,7 +48,7 @@ def test_the_factor_is_that_of_the_first_rate(
     optimizer = torch.optim.SGD(model.parameters(), lr=number(0.4))
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
     own = soframe.Preconditioner(
-        model, optimizer=optimizer, clip_lr="initial", statistics_every=1, **bounds
+        model, optimizer=optimizer, statistics_every=1, **grouped({"clip_lr": "initial", **bounds})
     )
     lengths = []
     with closing(unclipped), closing(own):
@@ -76,7 +77,9 @@ def test_schedulers_say_what_they_began_with() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.1 + n)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.04)
-    own = soframe.Preconditioner(model, kl_clip=1e-6, optimizer=optimizer, clip_lr="initial")
+    own = soframe.Preconditioner(
+        model, kl_clip=1e-6, optimizer=optimizer, clips=soframe.Clips(clip_lr="initial")
+    )
     with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None)) as unclipped:
         raw, p = step(plain, unclipped)
         _, clipped = step(model, own)
@@ -89,7 +92,11 @@ def test_a_schedule_without_an_optimizer() -> None:
     model, plain = net(), net()
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
     own = soframe.Preconditioner(
-        model, kl_clip=1e-6, lr=lambda n: RATES[n], clip_lr="initial", statistics_every=1
+        model,
+        kl_clip=1e-6,
+        lr=lambda n: RATES[n],
+        clips=soframe.Clips(clip_lr="initial"),
+        statistics_every=1,
     )
     with closing(own), closing(unclipped):
         for number in range(2):
@@ -106,7 +113,11 @@ def test_resumed_with_an_optimizer_that_has_the_rate_of_then(as_tensor: bool) ->
         rate: Any = torch.tensor(lr, dtype=torch.float64) if as_tensor else lr
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         own = soframe.Preconditioner(
-            model, kl_clip=1e-6, optimizer=optimizer, clip_lr="initial", statistics_every=1
+            model,
+            kl_clip=1e-6,
+            optimizer=optimizer,
+            clips=soframe.Clips(clip_lr="initial"),
+            statistics_every=1,
         )
         return optimizer, own
 
@@ -132,7 +143,11 @@ def test_groups_that_come_later_begin_later() -> None:
     model, plain = net(), net()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.4)
     own = soframe.Preconditioner(
-        model, kl_clip=1e-6, optimizer=optimizer, clip_lr="initial", skip=["^3$"]
+        model,
+        kl_clip=1e-6,
+        optimizer=optimizer,
+        clips=soframe.Clips(clip_lr="initial"),
+        skip=["^3$"],
     )
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 5.0})
@@ -192,7 +207,7 @@ def clipped_steps(
         optimizer = torch.optim.SGD(model.parameters(), lr=number(lr))
         scheduler = None if after else SCHEDULERS[name](optimizer)
         options: Any = {"optimizer": optimizer, "clip_lr": "initial", "statistics_every": 1}
-        own = soframe.Preconditioner(model, kl_clip=KAPPA, **options)
+        own = soframe.Preconditioner(model, kl_clip=KAPPA, **grouped(options))
         return optimizer, SCHEDULERS[name](optimizer) if after else scheduler, own
 
     def number(lr: float) -> Any:
@@ -265,7 +280,9 @@ def test_the_bound_holds_at_the_peak_of_a_schedule(name: str, after: bool) -> No
 def test_a_rate_that_stood_in_before_the_scheduler_was_made_is_no_peak() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
-    own = soframe.Preconditioner(model, kl_clip=KAPPA, optimizer=optimizer, clip_lr="initial")
+    own = soframe.Preconditioner(
+        model, kl_clip=KAPPA, optimizer=optimizer, clips=soframe.Clips(clip_lr="initial")
+    )
     torch_lr.OneCycleLR(optimizer, max_lr=0.8, total_steps=12)
     with closing(own):
         step(model, own)
@@ -286,7 +303,7 @@ def test_a_schedule_that_warms_up_without_an_optimizer() -> None:
 
     def begin(model: Any) -> soframe.Preconditioner:
         options: Any = {"lr": lambda n: rates[n], "clip_lr": "initial", "statistics_every": 1}
-        return soframe.Preconditioner(model, kl_clip=KAPPA, **options)
+        return soframe.Preconditioner(model, kl_clip=KAPPA, **grouped(options))
 
     plain, model = net(), net()
     own = begin(model)
@@ -308,4 +325,4 @@ def test_live_is_the_default_and_other_words_are_refused() -> None:
     with closing(soframe.Preconditioner(net(), lr=0.1)) as own:
         assert own.state_dict()["initial_lrs"] == []
     with pytest.raises(ValueError, match="clip_lr must be one of 'live', 'initial', not 'first'"):
-        soframe.Preconditioner(net(), lr=0.1, clip_lr="first")  # type: ignore[arg-type]
+        soframe.Preconditioner(net(), lr=0.1, clips=soframe.Clips(clip_lr="first"))  # type: ignore[arg-type]

@@ -179,7 +179,9 @@ class Parted(nn.Module):
 @pytest.mark.parametrize("fisher", ["forward-only", "monte-carlo", "type-2"])
 def test_a_trust_region_knows_its_samples(fisher: str) -> None:
     model, x, y = fill(Parted()), randn(6, 3), randn(6, 2, seed=1)
-    optimizer = soframe.TrustRegion(model, SquaredError(), fisher=fisher)
+    optimizer = soframe.TrustRegion(
+        model, SquaredError(), curvature=soframe.Curvature(fisher=fisher)
+    )
     optimizer.step(lambda: half_square(model(x), y))
     rows = torch.cat([x[:3], torch.ones(3, 1).double()], 1)
     (block,) = (b for b in optimizer.preconditioner.blocks if b.name == "first")

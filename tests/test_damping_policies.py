@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import soframe
 from soframe import checkpoint
 from soframe.damping.policies import DampingPolicy, adopted
+from soframe.settings import grouped
 from soframe.testing import compare
 from tests.distributed.harness import run_ranks
 
@@ -57,7 +58,7 @@ def build(damping: Any) -> tuple[nn.Module, soframe.Preconditioner]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
-    return model, soframe.Preconditioner(model, damping=damping, **settings)
+    return model, soframe.Preconditioner(model, damping=damping, **grouped(settings))
 
 
 def train(model: nn.Module, own: soframe.Preconditioner, *steps: int) -> list[Tensor]:
@@ -170,7 +171,7 @@ def train_share(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
-    own = soframe.Preconditioner(model, damping=Halving(), strategy=strategy, **settings)
+    own = soframe.Preconditioner(model, damping=Halving(), strategy=strategy, **grouped(settings))
     if state is not None:
         model.load_state_dict(state["model"])
         own.load_state_dict(state["own"])

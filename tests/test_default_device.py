@@ -20,8 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import soframe
-from soframe import Preconditioner, StochasticTrustRegion, TrustRegion, checkpoint
+from soframe import Curvature, Preconditioner, StochasticTrustRegion, TrustRegion, checkpoint
 from soframe.integrations import kfac_pytorch
+from soframe.settings import grouped
 from tests.curvature import fill
 from tests.distributed.harness import run_ranks
 from tests.gpu import test_ranks as on_ranks
@@ -73,7 +74,7 @@ def alike(run: Callable[[], Any]) -> None:
 def with_sgd(model: nn.Module, *args: Any, **options: Any) -> tuple[Preconditioner, Any]:
     """A preconditioner of all layers, and the optimizer of torch's that makes no tensors."""
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return Preconditioner(model, *args, optimizer=sgd, **{**COMMON, **options}), sgd
+    return Preconditioner(model, *args, optimizer=sgd, **grouped({**COMMON, **options})), sgd
 
 
 def weights_of(model: nn.Module) -> Tensor:
@@ -140,7 +141,7 @@ def test_observed(fisher: str) -> None:
 def test_trust_region(model: str, options: dict[str, Any]) -> None:
     both(
         model,
-        lambda net: TrustRegion(net, "cross-entropy", fisher="type-2", **options),
+        lambda net: TrustRegion(net, "cross-entropy", **grouped({"fisher": "type-2", **options})),
         closure=True,
         steps=4,
     )
@@ -176,7 +177,7 @@ def test_losses_of_a_trust_region(case: str) -> None:
 
     def run() -> tuple[Tensor, list[float]]:
         net = copy.deepcopy(model)
-        optimizer = TrustRegion(net, loss, fisher="type-2")
+        optimizer = TrustRegion(net, loss, curvature=soframe.Curvature(fisher="type-2"))
         losses = [float(optimizer.step(lambda: value(net(inputs)))) for _ in range(4)]
         return weights_of(net), losses
 
@@ -228,14 +229,14 @@ def test_states(method: str) -> None:
     def run() -> list[Tensor]:
         model, other = model_on(CPU, "square"), model_on(CPU, "square")
         make = {"lr": 0.02, **COMMON}
-        optimizer = soframe.Optimizer(model, method_of(method), **make)
+        optimizer = soframe.Optimizer(model, method_of(method), **grouped(make))
         go_on(model, [optimizer], range(3), "square")
         file = io.BytesIO()
         torch.save([model.state_dict(), optimizer.state_dict()], file)
         file.seek(0)
         of_model, of_optimizer = torch.load(file, weights_only=True)
         other.load_state_dict(of_model)
-        resumed = soframe.Optimizer(other, method_of(method), **make)
+        resumed = soframe.Optimizer(other, method_of(method), **grouped(make))
         resumed.load_state_dict(of_optimizer)
         go_on(model, [optimizer], range(3, 5), "square")
         go_on(other, [resumed], range(3, 5), "square")
@@ -248,10 +249,9 @@ def test_states(method: str) -> None:
 @pytest.mark.parametrize("kind", [TrustRegion, StochasticTrustRegion])
 def test_states_of_trust_regions(kind: Any) -> None:
     def made(model: nn.Module) -> Any:
-        exact = (
-            {} if kind is StochasticTrustRegion else {"loss": "cross-entropy", "fisher": "type-2"}
-        )
-        return kind(model, **exact)
+        if kind is StochasticTrustRegion:
+            return kind(model)
+        return kind(model, "cross-entropy", curvature=Curvature(fisher="type-2"))
 
     def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
         for step in steps:
@@ -300,7 +300,7 @@ def test_states_of_kfac_pytorch() -> None:
 
     def run() -> list[Tensor]:
         net = copy.deepcopy(model)
-        own = Preconditioner(net, **kfac_pytorch.settings(compute_method="eigen", lr=0.1))
+        own = Preconditioner(net, **grouped(kfac_pytorch.settings(compute_method="eigen", lr=0.1)))
         kfac_pytorch.load_state(own, {"steps": 3, "layers": layers})
         net(x).square().mean().backward()
         own.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import soframe
-from soframe.setup.describing import in_force
+from soframe.settings import defaults, grouped
 
 
 def network() -> nn.Module:
@@ -25,8 +24,7 @@ def lines(text: str) -> dict[str, str]:
 
 
 def settings() -> set[str]:
-    names = set(inspect.signature(soframe.Preconditioner).parameters)
-    return names - {"cadence", "clips", "curvature"}
+    return set(defaults(soframe.Preconditioner)) - {"model"}
 
 
 def test_every_setting_is_in_the_text() -> None:
@@ -65,27 +63,12 @@ CHOSEN: dict[str, Any] = {
 
 
 def test_settings_are_those_that_were_chosen() -> None:
-    own = soframe.Preconditioner(network(), "ekfac", "eigen", "mem-opt", **CHOSEN)
+    own = soframe.Preconditioner(network(), "ekfac", "eigen", "mem-opt", **grouped(CHOSEN))
     found = lines(repr(own))
     for name, value in CHOSEN.items():
         assert found[name] == (f"[{value}]" if name == "lr" else repr(value)), name
     assert found["method"].startswith("EKFAC(")
     assert found["strategy"].startswith("MemOpt(")
-    own.close()
-
-
-def test_groups_of_settings_have_the_last_word() -> None:
-    own = soframe.Preconditioner(
-        network(),
-        cadence=soframe.Cadence(statistics=2, solves=4, background=1),
-        clips=soframe.Clips(kl=None, norm=0.5),
-        curvature=soframe.Curvature(decay=0.5, rows=2),
-        lr=0.1,
-    )
-    found = lines(repr(own))
-    assert (found["statistics_every"], found["solve_every"], found["background"]) == ("2", "4", "1")
-    assert (found["kl_clip"], found["norm_clip"]) == ("None", "0.5")
-    assert (found["decay"], found["rows"]) == ("0.5", "2")
     own.close()
 
 
@@ -101,7 +84,7 @@ def test_values_are_those_of_the_coming_step() -> None:
         damping=falling,
         decay=falling,
         kl_clip=falling,
-        norm_clip=falling,
+        clips=soframe.Clips(norm_clip=falling),
         statistics_every=lambda step: step + 1,
         solve_every=lambda step: 2 * (step + 1),
     )
@@ -125,7 +108,7 @@ def test_values_are_those_of_the_coming_step() -> None:
 def test_reading_a_rate_takes_no_note_of_it() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    own = soframe.Preconditioner(model, optimizer=optimizer, clip_lr="initial")
+    own = soframe.Preconditioner(model, optimizer=optimizer, clips=soframe.Clips(clip_lr="initial"))
     optimizer.param_groups[0]["lr"] = 100.0
     assert own.lr == [100.0]
     optimizer.param_groups[0]["lr"] = 0.1
@@ -144,11 +127,3 @@ def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:
     assert "lr=0.003" in auxiliary
     assert "  preconditioner: Preconditioner(\n" in text
     assert "    solve_every: 7\n" in text
-
-
-def test_settings_are_named_by_the_constructor() -> None:
-    def constructor(self: object, model: object, one: int = 1, two: int = 2) -> None:
-        del self, model, one, two
-
-    given = {"self": 0, "model": 0, "one": 3, "two": 2, "other": 4}
-    assert in_force(constructor, given, ()) == {"one": 3, "two": 2}

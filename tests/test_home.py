@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as anew
 
 import soframe
 from soframe import GradientHome, PlainGrad
+from soframe.settings import grouped
 from tests.distributed.harness import run_ranks
 from tests.methods.stages import damping_for
 
@@ -180,9 +181,11 @@ def train(
     }
     if owner == "kfac":
         optimizer: Any = SGD(model, home)
-        preconditioner = soframe.Preconditioner(model, "kfac", optimizer=optimizer, **settings)
+        preconditioner = soframe.Preconditioner(
+            model, "kfac", optimizer=optimizer, **grouped(settings)
+        )
     else:
-        optimizer = soframe.Optimizer(model, owner, lr=0.02, weight_decay=0.1, **settings)
+        optimizer = soframe.Optimizer(model, owner, lr=0.02, weight_decay=0.1, **grouped(settings))
         preconditioner = optimizer.preconditioner
     if home_name == "main_grad, hooked last":
         home.hook(model)  # type: ignore[attr-defined]
@@ -345,11 +348,11 @@ def train_flat(rank: int, ranks: int, case: Flat, parts: bool) -> Ended:
     }
     if case.owner:
         optimizer: Any = soframe.Optimizer(
-            model, case.method, lr=0.02, weight_decay=0.1, **settings
+            model, case.method, lr=0.02, weight_decay=0.1, **grouped(settings)
         )
         preconditioner = optimizer.preconditioner
     else:
-        preconditioner = soframe.Preconditioner(model, case.method, lr=0.05, **settings)
+        preconditioner = soframe.Preconditioner(model, case.method, lr=0.05, **grouped(settings))
         optimizer = SGD(model, home)
     own = optimizer if case.owner else preconditioner
     if case.saved is not None:
@@ -422,7 +425,9 @@ def test_a_run_with_parts_goes_on() -> None:
 def test_gradients_of_frozen_parameters_are_zeroed_in_a_home(set_to_none: bool) -> None:
     model, home = net(), MainGrad()
     home.hook(model)
-    optimizer = soframe.Optimizer(model, "muon", lr=0.1, home=home)
+    optimizer = soframe.Optimizer(
+        model, "muon", lr=0.1, distribution=soframe.Distribution(home=home)
+    )
     model(torch.zeros(2, 3, dtype=torch.long)).square().sum().backward()
     model.first.requires_grad_(False)
     optimizer.step()
@@ -435,7 +440,9 @@ def test_gradients_of_frozen_parameters_are_zeroed_in_a_home(set_to_none: bool) 
 def test_a_step_says_where_it_looked_for_gradients() -> None:
     """A home that nobody fills is as if gradients had been removed."""
     model = net()
-    optimizer = soframe.Optimizer(model, "kfac", lr=0.1, home=Dictionary(), kl_clip=None)
+    optimizer = soframe.Optimizer(
+        model, "kfac", lr=0.1, distribution=soframe.Distribution(home=Dictionary()), kl_clip=None
+    )
     tokens, targets = batch(0)
     (model(tokens) - targets).square().mean().backward()
     with pytest.raises(RuntimeError, match="statistics without gradients"):
@@ -445,7 +452,7 @@ def test_a_step_says_where_it_looked_for_gradients() -> None:
 @pytest.mark.parametrize("home", [PlainGrad, "grad", 3])
 def test_what_is_no_home_is_refused(home: Any) -> None:
     with pytest.raises(TypeError, match=r"home must be a soframe\.GradientHome"):
-        soframe.Preconditioner(net(), home=home, kl_clip=None)
+        soframe.Preconditioner(net(), distribution=soframe.Distribution(home=home), kl_clip=None)
 
 
 def test_a_home_says_what_it_does_not_have() -> None:
@@ -457,7 +464,9 @@ def test_a_home_says_what_it_does_not_have() -> None:
             raise ValueError(f"no place for {names[0]}")
 
     with pytest.raises(ValueError, match=r"no place for embedding\.weight"):
-        soframe.Preconditioner(net(), home=Refusing(), kl_clip=None)
+        soframe.Preconditioner(
+            net(), distribution=soframe.Distribution(home=Refusing()), kl_clip=None
+        )
 
 
 @pytest.mark.parametrize("make", [PlainGrad, Dictionary, MainGrad])

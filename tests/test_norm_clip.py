@@ -46,7 +46,11 @@ def test_the_stricter_clip_holds(norm: float, kl: float | None) -> None:
     optimizer = torch.optim.SGD(groups, lr=0.3)
     optimizer.param_groups[1]["lr"] = torch.tensor(2.0, dtype=torch.float64)
     own = soframe.Preconditioner(
-        model, kl_clip=kl, norm_clip=norm, optimizer=optimizer, statistics_every=1
+        model,
+        kl_clip=kl,
+        clips=soframe.Clips(norm_clip=norm),
+        optimizer=optimizer,
+        statistics_every=1,
     )
     with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None)) as unclipped:
         raw, p = step(plain, unclipped)
@@ -63,7 +67,11 @@ def test_the_stricter_clip_holds(norm: float, kl: float | None) -> None:
 def test_a_schedule_of_the_bound() -> None:
     plain, model = net(), net()
     own = soframe.Preconditioner(
-        model, kl_clip=None, norm_clip=lambda n: 1e-3 / (1 + n), lr=0.5, statistics_every=1
+        model,
+        kl_clip=None,
+        clips=soframe.Clips(norm_clip=lambda n: 1e-3 / (1 + n)),
+        lr=0.5,
+        statistics_every=1,
     )
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
     with closing(own), closing(unclipped):
@@ -89,10 +97,10 @@ def test_zeros_stay_zero() -> None:
 
 def test_without_a_learning_rate_it_says_what_it_assumes() -> None:
     with pytest.warns(UserWarning, match="assumes a learning rate of 0.1"):
-        soframe.Preconditioner(net(), kl_clip=None, norm_clip=1.0).close()
+        soframe.Preconditioner(net(), kl_clip=None, clips=soframe.Clips(norm_clip=1.0)).close()
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "1", True])
 def test_bounds_out_of_range(bad: Any) -> None:
     with pytest.raises(ValueError, match="norm_clip must be"):
-        soframe.Preconditioner(net(), norm_clip=bad, lr=0.1)
+        soframe.Preconditioner(net(), clips=soframe.Clips(norm_clip=bad), lr=0.1)

@@ -86,8 +86,8 @@ def test_the_empirical_fisher_takes_no_observation() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fisher": "type-2"}, "fisher='type-2' needs loss="),
-        ({"fisher": "monte-carlo"}, "fisher='monte-carlo' needs loss="),
+        ({"fisher": "type-2"}, "fisher='type-2' needs a loss"),
+        ({"fisher": "monte-carlo"}, "fisher='monte-carlo' needs a loss"),
         ({"fisher": "exact", "loss": "mse"}, "fisher must be one of 'empirical', 'forward-only'"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import soframe
 from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
+from soframe.settings import grouped
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
 
@@ -116,13 +117,13 @@ def test_a_closure_is_called_and_its_loss_returned() -> None:
 def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     settings = {**SETTINGS, "statistics_every": 1, "solve_every": 2}
     model = text()
-    optimizer = soframe.Optimizer(model, method, **settings)
+    optimizer = soframe.Optimizer(model, method, **grouped(settings))
     train(optimizer, model, range(4))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(optimizer, model, range(4, 7))
     again = text()
     again.load_state_dict(saved[0])
-    other = soframe.Optimizer(again, method, **{**settings, "lr": 5.0})
+    other = soframe.Optimizer(again, method, **grouped({**settings, "lr": 5.0}))
     other.load_state_dict(saved[1])
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
     train(other, again, range(4, 7))
@@ -138,7 +139,7 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
     # A layer of K-FAC, which the solver is for, does not move.
     settings = {"auxiliary": "soap", "lr": 0.0, "auxiliary_lr": 0.02, "solve_every": 3}
     model = text()
-    optimizer = soframe.Optimizer(model, {"^hidden$": "kfac"}, solver="eigen", **settings)
+    optimizer = soframe.Optimizer(model, {"^hidden$": "kfac"}, solver="eigen", **grouped(settings))
     train(optimizer, model, range(4))
     weights = copy.deepcopy(model.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
@@ -148,7 +149,7 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
     again = text()
     again.load_state_dict(weights)
     different: dict[str, Any] = {"solver": "inverse", "damping": "relative"}
-    other = soframe.Optimizer(again, {"^hidden$": "kfac"}, **different, **settings)
+    other = soframe.Optimizer(again, {"^hidden$": "kfac"}, **grouped({**different, **settings}))
     if sharded:
         checkpoint.load(other.preconditioner, checkpoint.latest(tmp_path))
     else:
@@ -166,7 +167,7 @@ def late(frozen: bool) -> tuple[nn.Sequential, soframe.Optimizer]:
     model[0].requires_grad_(not frozen)
     methods = {"2": "ekfac", "": "kfac"}
     settings = {"kl_clip": 1e-9, "statistics_every": 1, "solve_every": 2}
-    return model, soframe.Optimizer(model, methods, lr=0.02, **settings)
+    return model, soframe.Optimizer(model, methods, lr=0.02, **grouped(settings))
 
 
 def scheduled(optimizer: soframe.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -314,7 +315,7 @@ def test_a_bad_batch_moves_nothing() -> None:
 )
 def test_settings_that_cannot_be_meant(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
-        soframe.Optimizer(text(), **{"lr": 0.1, **settings})
+        soframe.Optimizer(text(), **grouped({"lr": 0.1, **settings}))
 
 
 def test_groups_are_the_methods() -> None:

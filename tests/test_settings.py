@@ -1,9 +1,8 @@
-"""Settings that belong together, as one argument or by names of their own."""
+"""Settings in groups: each has one place, for Preconditioner, Optimizer and TrustRegion."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,25 +10,34 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe import Cadence, Clips, Curvature, Preconditioner
+from soframe import Clips, Curvature, Distribution, Preconditioner
+from soframe.settings import GROUPS, flat, grouped
 
-GROUPS = {"cadence": Cadence, "clips": Clips, "curvature": Curvature}
+
+def test_every_setting_has_one_place() -> None:
+    alone = set(inspect.signature(Preconditioner).parameters) - set(GROUPS)
+    of_groups = [name for kind in GROUPS.values() for name in inspect.signature(kind).parameters]
+    assert len(alone) <= 16
+    assert len({*alone, *of_groups}) == len(alone) + len(of_groups)
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_defaults_are_the_constructors(name: str) -> None:
-    kind: Any = GROUPS[name]
-    signature = inspect.signature(Preconditioner.__init__).parameters
-    assert signature[name].default is None
-    assert set(kind.names) == {field.name for field in fields(kind)}
-    for field, own in kind.names.items():
-        assert getattr(kind(), field) == signature[own].default
+def test_settings_by_name_and_in_groups_are_the_same() -> None:
+    by_name = {"damping": 0.5, "fisher": "type-2", "loss": "mse", "norm_clip": 0.1, "stagger": True}
+    in_groups = {
+        "damping": 0.5,
+        "curvature": Curvature(fisher="type-2", loss="mse"),
+        "clips": Clips(norm_clip=0.1),
+        "distribution": Distribution(stagger=True),
+    }
+    assert grouped(by_name) == in_groups
+    assert flat(in_groups).items() >= by_name.items()
+    assert grouped(flat(in_groups)) == in_groups
 
 
 def gradients(**settings: Any) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    own = Preconditioner(net, lr=0.1, **settings)
+    own = Preconditioner(net, lr=0.1, statistics_every=2, solve_every=4, **settings)
     x = torch.randn(8, 3, dtype=torch.float64)
     for _ in range(4):
         net.zero_grad()
@@ -43,45 +51,43 @@ def gradients(**settings: Any) -> list[Tensor]:
     return found
 
 
-def test_groups_are_their_settings() -> None:
-    flat = gradients(
-        statistics_every=2,
-        solve_every=4,
-        kl_clip=1e-3,
-        norm_clip=0.1,
-        fisher="type-2",
-        loss="squared-error",
-        decay=0.5,
-    )
-    grouped = gradients(
-        cadence=Cadence(statistics=2, solves=4),
-        clips=Clips(kl=1e-3, norm=0.1),
-        curvature=Curvature(fisher="type-2", loss="squared-error", decay=0.5),
-    )
-    other = gradients(
-        cadence=Cadence(statistics=2, solves=4),
-        clips=Clips(kl=1e-3, norm=0.01),
-        curvature=Curvature(fisher="type-2", loss="squared-error", decay=0.5),
-    )
-    assert all(map(torch.equal, flat, grouped))
-    assert not all(map(torch.equal, flat, other))
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"curvature": Curvature(fisher="type-2", loss="squared-error", scaling="fisher", rows=3)},
+        {"curvature": Curvature(fisher="forward-only")},
+        {"clips": Clips(norm_clip=0.01)},
+    ],
+)
+def test_groups_are_in_force(other: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {
+        "curvature": Curvature(fisher="type-2", loss="squared-error"),
+        "clips": Clips(norm_clip=0.1),
+    }
+    assert not all(map(torch.equal, gradients(**usual), gradients(**{**usual, **other})))
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"cadence": Cadence(), "solve_every": 5}, r"solve_every= is part of cadence="),
-        ({"clips": Clips(), "kl_clip": None}, r"give Clips\(kl=...\)"),
-        ({"curvature": Curvature(), "rows": 0.5}, r"rows= is part of curvature="),
-        ({"clips": {"kl": None}}, "clips must be a soframe.Clips, not"),
-        ({"cadence": Cadence(solves=0)}, "solve_every must be a positive integer"),
+        ({"clips": {"norm_clip": 1.0}}, "clips must be a soframe.Clips, not"),
+        ({"curvature": Curvature(rows=0)}, "rows must be"),
+        (
+            {"distribution": Distribution(gradients="mine")},
+            "gradients must be one of|gradients='averaged'",
+        ),  # type: ignore[arg-type]
+        ({"fisher": "type-2"}, "fisher"),
     ],
 )
 def test_what_cannot_be_meant(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
         Preconditioner(nn.Linear(3, 2), lr=0.1, **settings)
+    with pytest.raises((TypeError, ValueError), match=problem):
+        soframe.Optimizer(nn.Linear(3, 2), "kfac", lr=0.1, **settings)
+    with pytest.raises((TypeError, ValueError), match=problem):
+        soframe.TrustRegion(nn.Linear(3, 2), "mse", **settings)
 
 
-def test_an_optimizer_takes_them_too() -> None:
-    optimizer = soframe.Optimizer(nn.Linear(3, 2), "kfac", lr=0.1, clips=Clips(kl=None))
-    assert optimizer.preconditioner._bounds.kl is None
+def test_a_setting_beside_its_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="rows stands beside curvature="):
+        grouped({"curvature": Curvature(), "rows": 0.5})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.layers import LinearHelper
 from soframe.methods import Shampoo
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, solve_stack
 from soframe.solvers.base import Problem
 from soframe.step import solves
@@ -77,7 +78,7 @@ def train(steps: int = 8, used: Callable[[int], int] = lambda step: 3, **setting
         "auxiliary_lr": 0.01,
         "solve_every": 3,
     } | settings
-    own = soframe.Optimizer(model, lr=0.02, statistics_every=1, **settings)
+    own = soframe.Optimizer(model, lr=0.02, statistics_every=1, **grouped(settings))
     for step in range(steps):
         own.zero_grad()
         for part in range(batches):
@@ -305,7 +306,7 @@ def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     model = net()
     own = soframe.Optimizer(
         model, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
-        gradients="local", **options,
+        **grouped({"gradients": "local", **options}),
     )  # fmt: skip
     for step in range(5):
         own.zero_grad()

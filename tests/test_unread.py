@@ -15,6 +15,7 @@ import soframe
 from soframe import Preconditioner
 from soframe.combinations import READ_BY
 from soframe.methods import Chain
+from soframe.settings import grouped
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
 
@@ -47,7 +48,7 @@ def trained(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
     """Train for six steps, and return the weights."""
     model = net()
     optimizer = soframe.Optimizer(
-        model, method=method, lr=0.05, statistics_every=2, solve_every=2, **settings
+        model, method=method, lr=0.05, statistics_every=2, solve_every=2, **grouped(settings)
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
@@ -110,14 +111,14 @@ def test_solvers_that_a_method_makes_of_the_users_are_the_users() -> None:
         ({"damping": 0.1}, "damping=0.1 would change nothing: no method of this model reads it"),
         ({"damping": 0.1, "kl_clip": 1.0}, "damping=0.1, kl_clip=1.0 would change nothing"),
         ({"curvature": soframe.Curvature(rows=0.5)}, "rows=0.5 would change nothing"),
-        ({"clips": soframe.Clips(norm=1.0)}, "norm_clip=1.0 would change nothing"),
+        ({"clips": soframe.Clips(norm_clip=1.0)}, "norm_clip=1.0 would change nothing"),
         ({"fisher": "forward-only"}, "fisher='forward-only' would change nothing"),
     ],
 )
 def test_what_is_said(settings: dict[str, Any], told: str) -> None:
     model = net()
     with pytest.raises(ValueError, match="would change nothing") as error:
-        soframe.Optimizer(model, method="soap", lr=0.1, **settings)
+        soframe.Optimizer(model, method="soap", lr=0.1, **grouped(settings))
     assert str(error.value).startswith(told)
     assert str(error.value).endswith("choose a method that does, such as 'kfac'")
     # Nothing was left on the model; nor is there a warning of a clip that nothing reads.
@@ -153,6 +154,6 @@ def test_one_word_changes_the_method() -> None:
     """Settings of the auxiliary method are of what is left out, which may be nothing."""
     settings: dict[str, Any] = {"auxiliary_lr": 0.1, "auxiliary_weight_decay": 0.1}
     for method in ("soap-muon", "soap"):
-        optimizer = soframe.Optimizer(net(), method, lr=0.1, **settings)
+        optimizer = soframe.Optimizer(net(), method, lr=0.1, **grouped(settings))
         left_out = any(block.auxiliary for block in optimizer.preconditioner.blocks)
         assert left_out == (method == "soap-muon")

@@ -5,9 +5,9 @@ constructor of `soframe.Preconditioner` gives to all of its parts. Plain PyTorch
 ``.grad`` (`PlainGrad`, the default); Megatron, for example, in ``main_grad``.
 
 A home answers for this rank alone: its tensors have the shape of this rank's part of the parameter,
-the whole parameter by default, and are averaged over ranks or this rank's own, as ``gradients=`` of
-the preconditioner says. Reading is never a collective: gradients are read on some ranks and not on
-others.
+the whole parameter by default, and are averaged over ranks or this rank's own, as
+``Distribution(gradients=...)`` of the preconditioner says. Reading is never a collective: gradients
+are read on some ranks and not on others.
 """
 
 from __future__ import annotations

@@ -470,12 +470,12 @@ class Registration:
         if choices.scaling not in method.scalings:
             yield (
                 f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
-                f"scaling='fisher', or skip the module"
+                f"Curvature(scaling='fisher'), or skip the module"
             )
         if choices.observed and method.captures and method.empirical_only:
             yield (
                 f"{method!r} takes means of output gradients, which are those of the loss alone: "
-                f"pass fisher='empirical', or skip the module"
+                f"pass Curvature(fisher='empirical'), or skip the module"
             )
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
@@ -490,7 +490,8 @@ class Registration:
         if odd and choices.scaling != "fisher":
             yield (
                 f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
-                f"of each group ({', '.join(f.name for f in odd)}): pass scaling='fisher', or "
+                f"of each group ({', '.join(f.name for f in odd)}): pass "
+                f"Curvature(scaling='fisher'), or "
                 f"skip the module"
             )
 

@@ -27,7 +27,7 @@ Samples = Literal["batch", "positions"] | Callable[[], int]
 REMEDY = (
     "say what the loss is a mean over: preconditioner.count(n) before each forward pass (n is "
     "len(inputs) for a mean over the batch; pass labels != ignore_index for one over tokens), or a "
-    "callable samples= that returns n"
+    "callable Curvature(samples=...) that returns n"
 )
 
 

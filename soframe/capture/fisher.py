@@ -50,7 +50,9 @@ class Fisher:
             names = ", ".join(map(repr, KINDS_OF_FISHER))
             raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
         if self.probed and self.loss is None:
-            raise ValueError(f"fisher={self.kind!r} needs loss=, for example loss='cross-entropy'")
+            raise ValueError(
+                f"fisher={self.kind!r} needs a loss, for example Curvature(loss='cross-entropy')"
+            )
         if self.samples < 1:
             raise ValueError(f"Fisher: samples must be at least 1, not {self.samples}")
 

@@ -30,7 +30,7 @@ def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None
         raise ValueError(
             f"the placement of rank(s) {others} differs from rank 0's: models, skipped or frozen "
             f"layers, methods or strategies are not the same on every rank (where ranks have the "
-            f"stages of a pipeline, pass pipeline=). This rank's:\n{placement}"
+            f"stages of a pipeline, pass Distribution(pipeline=...)). This rank's:\n{placement}"
         )
 
 

@@ -50,7 +50,7 @@ class TorchDistributed(Backend):
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "backend 'torch': torch.distributed is not initialised; call "
-                "torch.distributed.init_process_group first, or pass backend='single'"
+                "torch.distributed.init_process_group first, or pass Distribution(backend='single')"
             )
         default = group_of(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
         assert default is not None

@@ -107,7 +107,7 @@ def inspect(
             method=method,
             solver=solver,
             strategy=strategy,
-            backend=Recording(world_size=world_size),
+            distribution=soframe.Distribution(backend=Recording(world_size=world_size)),
             kl_clip=None,
             layers="all" if all_layers else None,
         )

@@ -15,11 +15,13 @@ A pipeline's engine (``PipelineModule``) runs a whole step, the preconditioner's
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from soframe.comm import TorchDistributed
 from soframe.integrations.accelerate import require_plain
 from soframe.preconditioner import Preconditioner
+from soframe.settings import group_of
 
 
 class DeepSpeedPreconditioner:
@@ -65,8 +67,11 @@ class DeepSpeedPreconditioner:
                 "the copies of a stage"
             )
         grid = engine.grid
-        settings.setdefault("pipeline", grid.get_pipe_parallel_group())
-        settings.setdefault("backend", TorchDistributed(grid.get_data_parallel_group()))
+        settings["distribution"] = replace(
+            group_of("distribution", settings),
+            pipeline=grid.get_pipe_parallel_group(),
+            backend=TorchDistributed(grid.get_data_parallel_group()),
+        )
         self.preconditioner = Preconditioner(engine.module, **settings)
         engine.optimizer.register_step_pre_hook(self._before_step)
 

@@ -6,7 +6,7 @@
     preconditioner = soframe.Preconditioner(model, **kfac_pytorch.settings(**arguments))
     kfac_pytorch.load_state(preconditioner, torch.load("kfac.pt"))
 
-Both assume ``scaling="kaisa"``, under which factors and steps equal kfac-pytorch's.
+Both assume ``Curvature(scaling="kaisa")``, under which factors and steps equal kfac-pytorch's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
+from soframe.settings import Curvature
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.state import checksums
 from soframe.state.saving import agree
@@ -79,7 +80,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
             and numbers.
 
     Returns:
-        Keyword arguments of `soframe.Preconditioner`, ``scaling="kaisa"`` among them.
+        Keyword arguments of `soframe.Preconditioner`, with ``Curvature(scaling="kaisa")``.
 
     Raises:
         TypeError: If kfac-pytorch has no such argument.
@@ -117,9 +118,8 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "statistics_every": given["factor_update_steps"],
         "solve_every": given["inv_update_steps"],
         "skip": tuple(given["skip_layers"] or ()),
-        "scaling": "kaisa",
         "grad_scaler": given["grad_scaler"],
-        "dtype": _dtype(arguments),
+        "curvature": Curvature(scaling="kaisa", dtype=_dtype(arguments)),
     }
 
 
@@ -199,8 +199,8 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
     checkpoint warn, except the learning rate.
 
     Args:
-        preconditioner: A preconditioner with ``scaling="kaisa"`` and the method ``"kfac"``, of the
-            same layers.
+        preconditioner: A preconditioner with ``Curvature(scaling="kaisa")`` and the method
+            ``"kfac"``, of the same layers.
         state: The state, with its factors. A prefix ``module.`` of all names is removed.
 
     Raises:
@@ -238,7 +238,8 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
     if scaling != "kaisa":
         raise ValueError(
             f"factors of kfac-pytorch differ by constants from those of scaling={scaling!r}: "
-            f"build the preconditioner with scaling='kaisa' (kfac_pytorch.settings says it)"
+            f"build the preconditioner with Curvature(scaling='kaisa') (kfac_pytorch.settings "
+            f"says it)"
         )
     steps = state.get("steps") if isinstance(state, Mapping) else None
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:

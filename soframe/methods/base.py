@@ -406,7 +406,7 @@ class Method(ABC):
         return frozenset(name for shape in SMALL for name in self.state(shape))
 
     def forward_only(self) -> Method:
-        """Return this method with the identity as the output factor, for ``fisher="forward-only"``.
+        """Return this method with the identity as the output factor, for the forward-only Fisher.
 
         K-FAC returns `FOOF`.
 

@@ -20,8 +20,9 @@ N is the same for all layers, whether they see all samples or some: if 2 of 6 sa
 a layer, its A is the sum of two rows over 6, and its G is the mean of two. A sample is one term of
 the mean in the loss (`soframe.capture.counting`); padding counts neither in the sums nor in T.
 
-For equal batches the first two agree. ``scaling="kaisa"`` gives the constants of kfac-pytorch: the
-mean of ``g0 g0^T`` over each call, with rows divided by the number of locations for convolutions.
+For equal batches the first two agree. ``Curvature(scaling="kaisa")`` gives the constants of
+kfac-pytorch: the mean of ``g0 g0^T`` over each call, with rows divided by the number of locations
+for convolutions.
 
 Every rank turns its sums into a *contribution*; the sum of contributions over ranks divided by the
 sum of their *weights* is the average. So statistics stay linear until they are used.

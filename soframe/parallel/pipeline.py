@@ -44,8 +44,9 @@ _SCHEDULES = "torch.distributed.pipelining.schedules"
 _TIED = 1e9  # above the number of any stage
 _NOTHING = hashlib.sha256().digest()
 _COPIES = (
-    "pass backend=soframe.comm.TorchDistributed(group) with the process group of the copies of a "
-    "stage, such as mesh.get_group('dp'), or backend='single' where each stage is there once"
+    "pass Distribution(backend=soframe.comm.TorchDistributed(group)) with the process group of "
+    "the copies of a stage, such as mesh.get_group('dp'), or 'single' where each stage is there "
+    "once"
 )
 
 
@@ -123,7 +124,7 @@ class Pipeline(Stages):
             raise ValueError(
                 "fisher='monte-carlo' and 'type-2' send vectors backward from the model's outputs "
                 "to all layers, which end at the first module of a stage: with pipeline= pass "
-                "fisher='empirical' or 'forward-only'"
+                "Curvature(fisher='empirical') or 'forward-only'"
             )
         if scaled:
             raise ValueError(
@@ -136,8 +137,8 @@ class Pipeline(Stages):
         if self._schedule is not None:
             raise ValueError(
                 "count() says something of the next forward pass, and a schedule runs those of all "
-                "micro-batches by itself: pass a callable samples= that returns how many terms the "
-                "loss of one micro-batch is a mean over"
+                "micro-batches by itself: pass Curvature(samples=...), a callable that returns "
+                "how many terms the loss of one micro-batch is a mean over"
             )
 
     def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -285,8 +286,8 @@ class Pipeline(Stages):
             return most, ValueError(
                 f"in the backward passes since the last step the layers of different stages were "
                 f"called with different numbers of samples ({text}), so how many the loss is a "
-                f"mean over cannot be told: pass a callable samples= that returns it for one "
-                f"micro-batch"
+                f"mean over cannot be told: pass Curvature(samples=...), a callable that returns "
+                f"it for one micro-batch"
             )
         sums = [sum(column) for column in zip(*(row[len(names) :] for row in rows), strict=True)]
         try:

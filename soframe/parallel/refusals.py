@@ -80,7 +80,8 @@ def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
             f"{why}, and the preconditioner works on the ranks {list(ranks)}: no gradient but "
             f"those of all data is a step's. Either let fully_shard's mesh have all ranks of the "
             f"backend's process group (those of a tensor-parallel plan aside), or let the backend "
-            f"have the ranks of the mesh: backend=soframe.comm.TorchDistributed(mesh). Experts "
+            f"have the ranks of the mesh: "
+            f"Distribution(backend=soframe.comm.TorchDistributed(mesh)). Experts "
             f"that ranks have for themselves are DTensors on a dimension of the mesh, or skipped"
         )
 
@@ -135,7 +136,7 @@ def require_together(
         raise ValueError(
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
             f"tensor-parallel plan of {next(iter(of_plans.values()))} have one batch together: "
-            f"pass fisher='type-2', or 'empirical'"
+            f"pass Curvature(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
         if not any(id(p) in of_plans for p in block.parameters.values()):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +31,6 @@ from soframe.comm.stages import ALONE, Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 from soframe.methods.base import Method
 from soframe.registry import KINDS, describe
-from soframe.settings import Cadence, Clips, Curvature
 from soframe.solvers.base import Solver
 from soframe.step import gradients as averaging
 from soframe.step.rates import LearningRates
@@ -352,26 +352,16 @@ def require(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
-def check_settings(
-    cadence: Cadence, clips: Clips, curvature: Curvature, *, gradients: str, scaled: bool
-) -> None:
-    """Check settings that are no components.
-
-    Args:
-        cadence: When work is done.
-        clips: How long a step may be.
-        curvature: What statistics are of.
-        gradients: What a step is given.
-        scaled: Whether a ``GradScaler`` is in use.
-    """
-    require("scaling", curvature.scaling, ("fisher", "kaisa"))
-    require("loss_average", curvature.loss_average, ("local", "global", "sum"))
-    if not callable(curvature.samples):
-        require("samples", curvature.samples, ("batch", "positions"))
-    require("clip_lr", clips.lr, ("live", "initial"))
-    require("gradients", gradients, tuple(averaging.GRADIENTS))
-    combinations.check_settings(gradients=gradients, scaled=scaled)
-    check_rows(curvature.rows)
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings that are words or numbers of rows, by their own names."""
+    require("scaling", settings["scaling"], ("fisher", "kaisa"))
+    require("loss_average", settings["loss_average"], ("local", "global", "sum"))
+    if not callable(settings["samples"]):
+        require("samples", settings["samples"], ("batch", "positions"))
+    require("clip_lr", settings["clip_lr"], ("live", "initial"))
+    require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
+    combinations.check_settings(settings)
+    check_rows(settings["rows"])
 
 
 def describe_samples(samples: Samples) -> str:
@@ -451,7 +441,7 @@ def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
                 f"each rank's own: the framework averages them (and those of a tensor-parallel "
-                f"plan are of the same batch), so pass gradients='averaged'"
+                f"plan are of the same batch), so pass Distribution(gradients='averaged')"
             )
 
 

@@ -1,10 +1,10 @@
-"""What is in force, as text: every setting by its name, and the values of this step."""
+"""The settings in force, as text, with the values of this step."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +12,6 @@ from torch import nn
 
 from soframe.blocks.block import Block
 from soframe.registry import describe
-from soframe.settings import Cadence, Clips, Curvature
-
-
-def in_force(
-    constructor: Callable[..., Any],
-    given: Mapping[str, Any],
-    groups: Iterable[Cadence | Clips | Curvature],
-) -> dict[str, Any]:
-    """Return the settings of a preconditioner, each by its own name.
-
-    Args:
-        constructor: Names them.
-        given: What the user gave, or the defaults.
-        groups: Settings that belong together, merged: they have the last word.
-
-    Returns:
-        All settings, in the constructor's order, without the model and without groups.
-    """
-    left_out = {"self", "model", "cadence", "clips", "curvature"}
-    names = [name for name in inspect.signature(constructor).parameters if name not in left_out]
-    settings = {name: given[name] for name in names}
-    for group in groups:
-        settings.update({keyword: getattr(group, field) for field, keyword in group.names.items()})
-    return settings
 
 
 def text(

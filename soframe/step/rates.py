@@ -1,10 +1,10 @@
 """The learning rate of each block, for the clips.
 
 A clip bounds the step ``lr p``, whatever the learning rate: where it acts, a schedule that lowers
-the rate raises the factor, and the step stays as long as before. With ``clip_lr="initial"`` the
-clip sees the rates from which the schedule falls. The factor then does not know the schedule, and
-the step follows it: as if the bound of the KL clip fell with the square of the schedule, and that
-of the norm clip with the schedule itself.
+the rate raises the factor, and the step stays as long as before. With
+``Clips(clip_lr="initial")`` the clip sees the rates from which the schedule falls. The factor then
+does not know the schedule, and the step follows it: as if the bound of the KL clip fell with the
+square of the schedule, and that of the norm clip with the schedule itself.
 
 Not every schedule begins where it falls from. So this rate, the *reference*, is the largest that is
 known: what torch's schedulers note in the group (``initial_lr``, and ``max_lr`` where a cycle has a

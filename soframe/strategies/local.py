@@ -1,4 +1,4 @@
-"""Inputs of a traffic plan with ``gradients="local"``: parameters without a block."""
+"""Inputs of a traffic plan with ``Distribution(gradients="local")``: parameters without a block."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ class Placement:
                 solved in it, if solves are staggered (`soframe.strategies.turns`). Deferred
                 statistics are counted as if some had been gathered since the last solve.
             used: The blocks that are used and have been solved; None for all.
-            local: The gradients beside the blocks' with ``gradients="local"``; None for averaged
-                ones.
+            local: The gradients beside the blocks' with ``Distribution(gradients="local")``; None
+                for averaged ones.
             fused: `soframe.Backend.fused`.
             first: Whether no solve precedes this step, so that factors whose statistics are made
                 with second-order data are not sent. A block has such statistics in the step after

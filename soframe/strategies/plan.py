@@ -202,7 +202,7 @@ class Step:
         return [sum(carried[index] for index in bucket) for bucket in fill(items)]
 
     def averages(self, pairs: Pairs) -> list[int]:
-        """The gradients that the step averages with ``gradients="local"``."""
+        """The gradients that the step averages with ``Distribution(gradients="local")``."""
         if self.local is None:
             return []
         items: Items = []

@@ -24,6 +24,7 @@ from soframe.layers.layout import parameter_of
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
+from soframe.settings import Curvature, Distribution
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
 from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
@@ -205,7 +206,7 @@ class _Case:
         preconditioner = Preconditioner(
             holder,
             layers={"^module$": self.helper},
-            samples=lambda: samples,
+            curvature=Curvature(samples=lambda: samples),
             kl_clip=None,
             statistics_every=1,
             solve_every=1,
@@ -736,7 +737,10 @@ def _works(method: Method | str) -> list[list[BlockWork]]:
         layers = [nn.Linear(into, out) for into, out in sizes]
         backend = Recording(rank=0, world_size=1)
         preconditioner = Preconditioner(
-            nn.Sequential(*layers), method, backend=backend, kl_clip=None
+            nn.Sequential(*layers),
+            method,
+            kl_clip=None,
+            distribution=Distribution(backend=backend),
         )
         works.append(list(preconditioner.placement.work))
         preconditioner.close()
@@ -753,7 +757,7 @@ def _check_traces(
             model,
             method,
             strategy=strategy,
-            backend=backend,
+            distribution=Distribution(backend=backend),
             kl_clip=None,
             solve_every=2,
             statistics_every=1,

@@ -23,6 +23,7 @@ from soframe.methods.base import Direction, Given, Method
 from soframe.methods.returned import check_direction, check_state
 from soframe.optimizer import Optimizer
 from soframe.registry import KINDS
+from soframe.settings import grouped
 from soframe.specs import SecondOrder
 from soframe.strategies.base import Strategy
 from soframe.strategies.sharded import Sharded
@@ -125,7 +126,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         **training.options,
     }
     optimizer = Optimizer(
-        model, copy.deepcopy(training.method), strategy=training.strategy, **settings
+        model, copy.deepcopy(training.method), strategy=training.strategy, **grouped(settings)
     )
     if isinstance(training.state, Path):
         saved = {"model": model.state_dict()}

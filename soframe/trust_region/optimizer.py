@@ -30,6 +30,7 @@ from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
+from soframe.settings import Distribution, group_of
 from soframe.setup.building import choose_backend, starting
 from soframe.state.saving import agree
 from soframe.trust_region import agreeing, param_groups, settings
@@ -109,8 +110,9 @@ class TrustRegion(torch.optim.Optimizer):
         on_step: Called with a `soframe.trust_region.Readout` after each step, such as
             `soframe.trust_region.History`.
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
-            `soframe.trust_region.settings.PRECONDITIONER`. ``fisher`` is ``"monte-carlo"`` by
-            default, or ``"type-2"`` or ``"forward-only"``.
+            `soframe.trust_region.settings.PRECONDITIONER`. The Fisher is ``"monte-carlo"`` by
+            default (``"forward-only"`` for methods that read no output gradients), or
+            ``curvature=soframe.Curvature(fisher="type-2")``.
 
     Attributes:
         preconditioner: The preconditioner.
@@ -147,7 +149,8 @@ class TrustRegion(torch.optim.Optimizer):
         on_step: OnStep | None = None,
         **preconditioner: Any,
     ) -> None:
-        with starting(lambda: choose_backend(preconditioner.get("backend"))):
+        ranks: Distribution = group_of("distribution", preconditioner)
+        with starting(lambda: choose_backend(ranks.backend)):
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
             check_model(model)
@@ -176,7 +179,7 @@ class TrustRegion(torch.optim.Optimizer):
             self._steps = 0
             self._mean_damping()  # raises here if a callable damping raises
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
-        self._alike = preconditioner.get("loss_average") == "global"
+        self._alike = group_of("curvature", preconditioner).loss_average == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
         self._on_step, self._eps = on_step, 0.0
         self._checked = self._warned = False
@@ -188,11 +191,10 @@ class TrustRegion(torch.optim.Optimizer):
         self.readout: Readout | None = None
         self.preconditioner = Preconditioner(
             self._model,
-            loss=self._loss,
             damping=settings.PreconditionersDamping(
                 self._preconditioner_damping, own, param_groups.numbers(self.param_groups)
             ),
-            **settings.of_preconditioner(preconditioner, burn_in),
+            **settings.of_preconditioner(preconditioner, self._loss, burn_in),
         )
         self._proposer = Proposer(self.preconditioner, self._damping_within, self._layer_groups)
         self._outputs = Outputs(self._model)

@@ -18,6 +18,7 @@ from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
+from soframe.settings import flat, grouped
 from soframe.trust_region.adaptive import AdaptiveDamping
 
 COUNTERS = ("rejected_steps", "skipped_steps")
@@ -45,17 +46,18 @@ class Given:
     settings: Mapping[str, Any]
 
     def chosen(self, name: str, *allowed: object) -> bool:
-        """Whether a setting of the preconditioner was given, outside the allowed values."""
-        return name in self.settings and self.settings[name] not in allowed
+        """Whether a setting has neither its default nor an allowed value."""
+        return self.settings.get(name) not in (_DEFAULTS.get(name), *allowed)
 
 
+_DEFAULTS = flat({})
 _LENGTH = "the quadratic model chooses the length of a step"
 
 REFUSED: tuple[tuple[Callable[[Given], object], str], ...] = (
     (lambda given: given.chosen("kl_clip"), f"takes no kl_clip=: {_LENGTH}"),
     (lambda given: given.chosen("norm_clip"), f"takes no norm_clip=: {_LENGTH}"),
     (lambda given: given.chosen("clip_lr"), f"takes no clip_lr=: {_LENGTH}"),
-    (lambda given: given.chosen("clips"), f"takes no clips=: {_LENGTH}"),
+    (lambda given: given.chosen("loss"), "takes its loss beside the model, not in curvature="),
     (lambda given: given.chosen("optimizer"), "takes no optimizer=: it is an optimizer itself"),
     (
         lambda given: given.chosen("pipeline"),
@@ -145,14 +147,14 @@ class PreconditionersDamping:
 
 def check(loss: object, settings: Mapping[str, Any]) -> Loss:
     """Check the loss and the settings of the preconditioner; return the loss, built."""
-    known = set(inspect.signature(Preconditioner.__init__).parameters) - {"self", "model", "loss"}
+    known = set(inspect.signature(Preconditioner.__init__).parameters) - {"self", "model"}
     if unknown := sorted(set(settings) - known):
         raise TypeError(
             f"TrustRegion has no setting {unknown[0]!r}, nor has Preconditioner; it has its own, "
             f"and {', '.join(sorted(known))}"
         )
     built: Loss = KINDS["loss"].build(loss, Loss)
-    given = Given(built, _methods(settings.get("method", "kfac")), settings)
+    given = Given(built, _methods(settings.get("method", "kfac")), flat(settings))
     for applies, text in REFUSED:
         if applies(given):
             raise ValueError(f"TrustRegion {text}")
@@ -193,18 +195,19 @@ def unscaled() -> float:
     return 1.0
 
 
-def of_preconditioner(given: Mapping[str, Any], burn_in: int) -> dict[str, Any]:
-    """Return the preconditioner's settings: the given ones, and the trust region's defaults."""
-    settings = {**PRECONDITIONER, "grad_scaler": unscaled, "kl_clip": None, **given}
+def of_preconditioner(given: Mapping[str, Any], loss: Loss, burn_in: int) -> dict[str, Any]:
+    """Return the preconditioner's arguments: the given ones, and the trust region's defaults."""
+    settings = {**PRECONDITIONER, "grad_scaler": unscaled, "kl_clip": None, **flat(given)}
+    settings["loss"] = loss
     if "method" not in given:
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
-    if "fisher" not in given:
+    if settings["fisher"] is None:
         reads = [f.reads for m in _methods(settings["method"]) for f in m.factors(_SHAPE)]
         settings["fisher"] = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
     for name in ("statistics_every", "solve_every"):
         if burn_in > 0 and isinstance(settings[name], int):
             settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
-    return settings
+    return grouped(settings)
 
 
 def require_state(state: Any, keys: set[str], own: set[str], what: str) -> None:

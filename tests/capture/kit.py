@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
+from soframe.settings import grouped
 from soframe.testing import compare, dense_preconditioned, kron
 from tests.distributed.harness import run_ranks
 
@@ -208,7 +209,7 @@ def actual(rank: int, world_size: int, case: Case) -> list[Result]:
 def precondition(model: nn.Module, **options: Any) -> Preconditioner:
     """Build a preconditioner with the settings of the reference."""
     settings = {"damping": DAMPING, "decay": DECAY, "kl_clip": None, "solve_every": 1}
-    return Preconditioner(model, **{"statistics_every": 1, **settings, **options})
+    return Preconditioner(model, **grouped({"statistics_every": 1, **settings, **options}))
 
 
 def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:

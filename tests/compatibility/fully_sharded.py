@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.settings import grouped
 from tests.methods.stages import damping_for
 
 SAMPLES, TOKENS, WIDTH = 24, 19, 6
@@ -164,18 +165,22 @@ class Run:
                 # The base optimizer needs the parameters that there are afterwards.
                 lr = settings.pop("lr", 0.1)
                 self.preconditioner = soframe.Preconditioner(
-                    self.model, case.method, lr=lr, layers="all", **settings
+                    self.model, case.method, lr=lr, layers="all", **grouped(settings)
                 )
                 shard(self.model, case, ranks)
                 self.optimizer = self.base()
             else:
                 self.optimizer = self.base()
                 self.preconditioner = soframe.Preconditioner(
-                    self.model, case.method, optimizer=self.optimizer, layers="all", **settings
+                    self.model,
+                    case.method,
+                    optimizer=self.optimizer,
+                    layers="all",
+                    **grouped(settings),
                 )
         else:
             settings = {"lr": 0.05, "weight_decay": 0.1, **settings}
-            self.optimizer = soframe.Optimizer(self.model, case.method, **settings)
+            self.optimizer = soframe.Optimizer(self.model, case.method, **grouped(settings))
             self.preconditioner = self.optimizer.preconditioner
             if sharded and case.when == "after":
                 shard(self.model, case, ranks)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
+from soframe.settings import grouped
 from tests.compatibility.fully_sharded import SAMPLES, Net, batch, make_net, weights
 from tests.methods.stages import damping_for
 
@@ -102,7 +103,7 @@ def alone(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
     settings = settings_of(case)
     if ranks == 1:
         settings.pop("strategy", None)
-    own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
+    own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **grouped(settings))
     for step in range(STEPS):
         freeze(model, step, case)
         for loss in losses(step, case, model, rank, ranks):

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.comm import TorchDistributed
+from soframe.settings import grouped
 from tests.compatibility.fully_sharded import load, weights
 from tests.methods.stages import damping_for
 
@@ -182,11 +183,13 @@ class Run:
         if case.owner == "sgd":
             self.optimizer: Any = torch.optim.SGD(self.groups(), lr=0.05)
             self.preconditioner = soframe.Preconditioner(
-                self.model, case.method, optimizer=self.optimizer, **settings
+                self.model, case.method, optimizer=self.optimizer, **grouped(settings)
             )
         else:
             settings = {"weight_decay": 0.1, **settings}
-            self.optimizer = soframe.Optimizer(self.model, case.method, lr=0.02, **settings)
+            self.optimizer = soframe.Optimizer(
+                self.model, case.method, lr=0.02, **grouped(settings)
+            )
             self.preconditioner = self.optimizer.preconditioner
         if case.state is not None:
             state = case.state[dist.get_rank()] if isinstance(case.state, list) else case.state

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.settings import grouped
 from tests.compatibility.fully_sharded import load, weights
 from tests.compatibility.kit import Result, assert_same, result_of, state_of
 from tests.methods.stages import damping_for
@@ -167,11 +168,11 @@ class Run:
             settings.update(fisher="type-2", loss="squared-error")
         if case.owner == "sgd":
             self.preconditioner = soframe.Preconditioner(
-                self.model, case.method, lr=0.02, **settings
+                self.model, case.method, lr=0.02, **grouped(settings)
             )
         else:
             self.own = soframe.Optimizer(
-                self.model, case.method, lr=0.05, weight_decay=0.1, **settings
+                self.model, case.method, lr=0.05, weight_decay=0.1, **grouped(settings)
             )
             self.preconditioner = self.own.preconditioner
         if ranks and case.when == "after":

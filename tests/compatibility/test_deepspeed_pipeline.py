@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from soframe.settings import grouped
 from tests.compatibility.kit import assert_refused, assert_rounded
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import as_launched
@@ -134,14 +135,17 @@ def train(
         copies = TorchDistributed(grid.get_data_parallel_group())
         pipe = grid.get_pipe_parallel_group()
         optimizer: Any = soframe.Optimizer(
-            module, case.method, lr=0.05, pipeline=pipe, backend=copies, **case.settings
+            module,
+            case.method,
+            lr=0.05,
+            **grouped({"pipeline": pipe, "backend": copies, **case.settings}),
         )
         engine = initialise(module, optimizer, **autocast)
         own = optimizer.preconditioner
     else:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         engine = initialise(module, optimizer, **autocast)
-        hook = DeepSpeedPreconditioner(engine, method=case.method, **case.settings)
+        hook = DeepSpeedPreconditioner(engine, method=case.method, **grouped(case.settings))
         own = hook.preconditioner
         assert own.world_size == ranks // 2
         with pytest.raises(RuntimeError, match="leave step"):
@@ -169,11 +173,11 @@ def train(
 def alone(copies: int, case: Case) -> dict[str, Tensor]:
     model = nn.Sequential(*layers())
     if case.own:
-        optimizer: Any = soframe.Optimizer(model, case.method, lr=0.05, **case.settings)
+        optimizer: Any = soframe.Optimizer(model, case.method, lr=0.05, **grouped(case.settings))
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         preconditioner = soframe.Preconditioner(
-            model, case.method, optimizer=optimizer, **case.settings
+            model, case.method, optimizer=optimizer, **grouped(case.settings)
         )
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -235,7 +239,7 @@ def tied(rank: int, ranks: int) -> None:
     ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
     module = module_of(rank, ranks, [ends[0], nn.Linear(WIDTH, WIDTH), nn.Tanh(), ends[1]])
     pipe = module._grid.get_pipe_parallel_group()
-    soframe.Preconditioner(module, kl_clip=None, pipeline=pipe)
+    soframe.Preconditioner(module, kl_clip=None, distribution=soframe.Distribution(pipeline=pipe))
 
 
 def under_zero(rank: int, ranks: int) -> None:
@@ -275,9 +279,13 @@ def tied_stand_in(rank: int, ranks: int) -> None:
     module.PipelineModule = PipelineModule  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     free = PipelineModule(nn.Linear(2, 2))
-    soframe.Preconditioner(free, kl_clip=None, pipeline=dist.group.WORLD).close()
+    soframe.Preconditioner(
+        free, kl_clip=None, distribution=soframe.Distribution(pipeline=dist.group.WORLD)
+    ).close()
     ends = PipelineModule(nn.Linear(2, 2), ties=True)
-    soframe.Preconditioner(ends, kl_clip=None, pipeline=dist.group.WORLD)
+    soframe.Preconditioner(
+        ends, kl_clip=None, distribution=soframe.Distribution(pipeline=dist.group.WORLD)
+    )
 
 
 def test_tied_layers_are_refused() -> None:

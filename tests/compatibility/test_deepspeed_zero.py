@@ -18,6 +18,7 @@ import soframe
 from soframe import available
 from soframe.comm import shards
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from soframe.settings import grouped
 from soframe.strategies.placement import Placement
 from tests.compatibility.fully_sharded import SAMPLES, Net, make_net, weights
 from tests.compatibility.kit import assert_rounded
@@ -169,12 +170,14 @@ def trained(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], sofra
     hook: DeepSpeedPreconditioner | None = None
     settings = settings_of(case)
     if case.when == "before":
-        own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
+        own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **grouped(settings))
     engine = initialize(model, optimizer, case, ranks)
     if case.when == "after":
-        own = soframe.Preconditioner(engine, case.method, optimizer=engine.optimizer, **settings)
+        own = soframe.Preconditioner(
+            engine, case.method, optimizer=engine.optimizer, **grouped(settings)
+        )
     if case.when == "hook":
-        hook = DeepSpeedPreconditioner(engine, method=case.method, **settings)
+        hook = DeepSpeedPreconditioner(engine, method=case.method, **grouped(settings))
         own = hook.preconditioner
     for step in range(STEPS):
         freeze(model, step, case)
@@ -271,12 +274,12 @@ def train_mixed(rank: int, ranks: int, stage: int | None, when: str) -> dict[str
     if stage is not None:
         as_launched(rank, ranks)
     if when == "before":
-        own = soframe.Preconditioner(model, lr=0.1, **options)
+        own = soframe.Preconditioner(model, lr=0.1, **grouped(options))
     engine: Any = model
     if stage is not None:
         engine = initialize(model, optimizer, Case(stage, zero=CUT), ranks)
     if when == "after":
-        own = soframe.Preconditioner(engine, lr=0.1, **options)
+        own = soframe.Preconditioner(engine, lr=0.1, **grouped(options))
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 2, 4, 4, generator=generator)[rank::ranks]
@@ -396,7 +399,7 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
         return initialize(model, optimizer or base(model, case), case, ranks)
 
     def built(engine: Any, **settings: Any) -> str:
-        what = said(lambda: soframe.Preconditioner(engine, kl_clip=None, **settings))
+        what = said(lambda: soframe.Preconditioner(engine, kl_clip=None, **grouped(settings)))
         engine.destroy()
         return what
 
@@ -475,7 +478,7 @@ EXPECTED = {
     "3 offload": "ValueError: .* offload_optimizer out",
     "3 offload_param": "ValueError: .* offload_param out",
     "3 float64": "ValueError: the parameter .*: train in float32",
-    "3 local": "ValueError: .* pass gradients='averaged'",
+    "3 local": "ValueError: .* pass .*gradients='averaged'",
     "3 early": "RuntimeError: .*is_gradient_accumulation_boundary",
     "3 no engine": "ValueError: the parameter .* after deepspeed.initialize",
     "3 not in the optimizer": "ValueError: .* give it to the optimizer",
@@ -485,7 +488,7 @@ EXPECTED = {
     "bfloat16 and float32": "ValueError: the parameter .* its bf16 optimizer",
     "bfloat16 and float32, early": "RuntimeError: .*is_gradient_accumulation_boundary",
     "float64": "ValueError: the parameter .*: train in float32",
-    "local": "ValueError: .* pass gradients='averaged'",
+    "local": "ValueError: .* pass .*gradients='averaged'",
     "not in the optimizer": "ValueError: .* give it to the optimizer",
     "another optimizer": "ValueError: .* is not in the given optimizer",
     "own step": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",

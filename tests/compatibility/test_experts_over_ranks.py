@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.settings import grouped
 from tests.compatibility.fully_sharded import load, weights
 from tests.compatibility.kit import assert_refused, assert_rounded
 from tests.distributed.harness import run_ranks
@@ -204,11 +205,11 @@ def train(rank: int, ranks: int, case: Case) -> Saved:
         settings.pop("strategy", None)
     optimizer: Any
     if case.owner:
-        optimizer = soframe.Optimizer(model, lr=0.05, **settings)
+        optimizer = soframe.Optimizer(model, lr=0.05, **grouped(settings))
         own = optimizer.preconditioner
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        own = soframe.Preconditioner(model, optimizer=optimizer, **settings)
+        own = soframe.Preconditioner(model, optimizer=optimizer, **grouped(settings))
     if ranks > 1 and case.early:
         over = spread(model, ranks, case)
     if case.saved is not None:
@@ -315,7 +316,9 @@ def other_names(rank: int, ranks: int) -> None:
 def calls_of_parts(rank: int, ranks: int) -> None:
     model = make_net()
     spread(model, ranks, Case())
-    own = soframe.Preconditioner(model, kl_clip=None, samples=lambda: SAMPLES, **EACH)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, curvature=soframe.Curvature(samples=lambda: SAMPLES), **EACH
+    )
     one_pass(model)
     own.step()
 

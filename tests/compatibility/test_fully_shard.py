@@ -19,6 +19,7 @@ from soframe import available
 from soframe.methods.base import Direction, Given
 from soframe.methods.kfac import KFAC
 from soframe.parallel import dtensors
+from soframe.settings import grouped
 from soframe.strategies import HybridOpt, Sharded
 from tests.compatibility.fully_sharded import (
     SAMPLES,
@@ -341,11 +342,15 @@ def half_of_the_ranks(rank: int, ranks: int) -> None:
 
 
 def alone_among_many(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(net(ranks), kl_clip=None, backend="single")
+    soframe.Preconditioner(
+        net(ranks), kl_clip=None, distribution=soframe.Distribution(backend="single")
+    )
 
 
 def local_gradients(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
+    soframe.Preconditioner(
+        net(ranks), kl_clip=None, distribution=soframe.Distribution(gradients="local")
+    )
 
 
 def hyperball(rank: int, ranks: int) -> None:
@@ -529,7 +534,7 @@ def train_scaled(rank: int, ranks: int, *, sharded: bool = True) -> tuple[Any, .
         grad_scaler=scaler,
         statistics_every=1,
         solve_every=2,
-        **options,
+        **grouped(options),
     )
     for step in range(5):
         optimizer.zero_grad()

@@ -21,6 +21,7 @@ import soframe
 from soframe.blocks import sharding
 from soframe.comm import TorchDistributed
 from soframe.parallel import dtensors
+from soframe.settings import grouped
 from soframe.strategies import Sharded
 from tests.compatibility import tensor_parallel
 from tests.compatibility.fully_sharded import weights
@@ -157,7 +158,7 @@ def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:
     own = soframe.Preconditioner(
         model,
         lr=0.02,
-        backend=backend,
+        distribution=soframe.Distribution(backend=backend),
         damping=0.1,
         statistics_every=1,
         solve_every=2,
@@ -350,7 +351,7 @@ def uneven(rank: int, ranks: int) -> None:
 def drawn(rank: int, ranks: int) -> None:
     model = Run(Case(framework="replicate"), ranks).model
     settings = {"fisher": "monte-carlo", "loss": "squared-error"}
-    soframe.Preconditioner(model, kl_clip=None, **settings)  # type: ignore[arg-type]
+    soframe.Preconditioner(model, kl_clip=None, **grouped(settings))  # type: ignore[arg-type]
 
 
 def owners_alone(rank: int, ranks: int) -> None:

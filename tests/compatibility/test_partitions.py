@@ -21,6 +21,7 @@ import soframe
 from soframe import PlainGrad
 from soframe.comm import shards
 from soframe.parallel import deepspeed
+from soframe.settings import grouped
 from soframe.strategies import work
 from tests.compatibility.fully_sharded import weights
 from tests.compatibility.partitioned import (
@@ -238,7 +239,7 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
     optimizer = base(model, case)
     settings = settings_of(case)
     if case.when == "before":
-        own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **settings)
+        own = soframe.Preconditioner(model, case.method, optimizer=optimizer, **grouped(settings))
     engine: Any
     if case.stage == 3:
         engine = Stage3(optimizer, model)
@@ -248,7 +249,7 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
         given = engine
         if case.stage == 1:  # as an engine has it, which is a model
             given, model.optimizer = optimizer, engine
-        own = soframe.Preconditioner(model, case.method, optimizer=given, **settings)
+        own = soframe.Preconditioner(model, case.method, optimizer=given, **grouped(settings))
     for step in range(STEPS):
         for loss in losses(step, case, model, rank, ranks):
             (loss / case.passes).backward()
@@ -407,10 +408,18 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
         check = soframe.GradientHome.check
 
     model, engine = made()
-    found["home"] = said(lambda: soframe.Preconditioner(model, kl_clip=None, home=Other()))
+    found["home"] = said(
+        lambda: soframe.Preconditioner(
+            model, kl_clip=None, distribution=soframe.Distribution(home=Other())
+        )
+    )
     found["own step"] = said(lambda: soframe.Optimizer(model, "kfac", lr=0.1))
     found["trust region"] = said(lambda: soframe.TrustRegion(model, "squared-error"))
-    found["local"] = said(lambda: soframe.Preconditioner(model, kl_clip=None, gradients="local"))
+    found["local"] = said(
+        lambda: soframe.Preconditioner(
+            model, kl_clip=None, distribution=soframe.Distribution(gradients="local")
+        )
+    )
 
     model = net()
     engine = DeepSpeedZeroOptimizer(torch.optim.SGD(model.layers.parameters(), lr=0.1))
@@ -461,7 +470,7 @@ EXPECTED = {
     "own step": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
     "own step, before": "ValueError: a soframe.Optimizer moves .*DeepSpeedPreconditioner",
     "trust region": "ValueError: TrustRegion needs whole .* DeepSpeed's ZeRO",
-    "local": "ValueError: .*pass gradients='averaged'",
+    "local": "ValueError: .*pass .*gradients='averaged'",
     "left out": "ValueError: .*give it to the optimizer",
     "too early": "RuntimeError: .*is_gradient_accumulation_boundary",
     "too early, added up": "RuntimeError: .*is_gradient_accumulation_boundary",

@@ -22,6 +22,7 @@ import soframe
 from soframe import checkpoint
 from soframe.comm import TorchDistributed
 from soframe.parallel import pipeline
+from soframe.settings import grouped
 from tests.compatibility.kit import assert_rounded
 from tests.compatibility.pipelined import (
     BATCHES,
@@ -197,7 +198,9 @@ def by_hand(rank: int, ranks: int) -> Result:
     gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     settings: dict[str, Any] = {"damping": 0.1, "statistics_every": 1, "solve_every": 2, **KL}
-    own = soframe.Preconditioner(model, optimizer=optimizer, pipeline=mesh["pp"], **settings)
+    own = soframe.Preconditioner(
+        model, optimizer=optimizer, **grouped({"pipeline": mesh["pp"], **settings})
+    )
     for step in range(4):
         optimizer.zero_grad()
         inputs, targets = (part.chunk(BATCHES) for part in batch(step, 0))
@@ -346,12 +349,16 @@ def stages_without(rank: int, ranks: int) -> None:
 
 def copies_of_all(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, backend="torch")
+    soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule, backend="torch")
+    )
 
 
 def copies_unknown(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
-    soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=mesh["pp"])
+    soframe.Preconditioner(
+        nn.Linear(2, 2), kl_clip=None, distribution=soframe.Distribution(pipeline=mesh["pp"])
+    )
 
 
 def plan_alone(rank: int, ranks: int) -> None:
@@ -363,16 +370,22 @@ def plan_alone(rank: int, ranks: int) -> None:
     stage = PipelineStage(model, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
     copies = TorchDistributed(mesh.get_group("dp"))
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, backend=copies)
+    soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule, backend=copies)
+    )
 
 
 def mesh_of_two(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "pp"))
-    soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=mesh)
+    soframe.Preconditioner(
+        nn.Linear(2, 2), kl_clip=None, distribution=soframe.Distribution(pipeline=mesh)
+    )
 
 
 def no_pipeline(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline="pp")
+    soframe.Preconditioner(
+        nn.Linear(2, 2), kl_clip=None, distribution=soframe.Distribution(pipeline="pp")
+    )
 
 
 def halves(rank: int, ranks: int) -> None:
@@ -382,45 +395,62 @@ def halves(rank: int, ranks: int) -> None:
 def drawn(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     settings: dict[str, Any] = {"fisher": "type-2", "loss": "squared-error"}
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, **settings)
+    soframe.Preconditioner(model, kl_clip=None, **grouped({"pipeline": schedule, **settings}))
 
 
 def scaled(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     scaler = torch.amp.GradScaler("cpu")
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, grad_scaler=scaler)
+    soframe.Preconditioner(
+        model,
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+        grad_scaler=scaler,
+    )
 
 
 def other_module(rank: int, ranks: int) -> None:
     _, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(nn.Linear(2, 2), kl_clip=None, pipeline=schedule)
+    soframe.Preconditioner(
+        nn.Linear(2, 2), kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
 
 
 def part_of_stages(rank: int, ranks: int) -> None:
     run = Run(Case(schedule="interleaved"), ranks)
     run.preconditioner.close()
-    soframe.Preconditioner(run.model.layers[str(rank)], kl_clip=None, pipeline=run.schedule)
+    soframe.Preconditioner(
+        run.model.layers[str(rank)],
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=run.schedule),
+    )
 
 
 def counted(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule).count(4)
+    soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    ).count(4)
 
 
 def trust_region(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    soframe.TrustRegion(model, "mse", pipeline=schedule)
+    soframe.TrustRegion(model, "mse", distribution=soframe.Distribution(pipeline=schedule))
 
 
 def nothing_at_all(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, skip=[""])
+    soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule), skip=[""]
+    )
 
 
 def twice(rank: int, ranks: int) -> None:
     """The schedule divides what it has divided already."""
     model, schedule = stage_of(rank, ranks)
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
     run_once(rank, schedule)
     run_once(rank, schedule, 1)
     own.step()
@@ -428,13 +458,21 @@ def twice(rank: int, ranks: int) -> None:
 
 def other_settings(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, damping=0.1 + rank)
+    soframe.Preconditioner(
+        model,
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+        damping=0.1 + rank,
+    )
 
 
 def fails_to_start(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     soframe.Preconditioner(
-        model, kl_clip=None, pipeline=schedule, statistics_every=0 if rank == 1 else 1
+        model,
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+        statistics_every=0 if rank == 1 else 1,
     )
 
 
@@ -442,7 +480,12 @@ def fails_to_register(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
     own = [torch.zeros(1)] if rank == 1 else list(model.parameters())
     optimizer = torch.optim.SGD(own, lr=0.1)
-    soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, optimizer=optimizer)
+    soframe.Preconditioner(
+        model,
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+        optimizer=optimizer,
+    )
 
 
 def fails_in_a_step(rank: int, ranks: int) -> None:
@@ -453,7 +496,9 @@ def fails_in_a_step(rank: int, ranks: int) -> None:
             raise ArithmeticError("no damping on the second stage")
         return 0.1
 
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule, damping=damping)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule), damping=damping
+    )
     for step in range(2):
         model.zero_grad()
         run_once(rank, schedule, step)
@@ -463,7 +508,9 @@ def fails_in_a_step(rank: int, ranks: int) -> None:
 def no_effect(rank: int, ranks: int) -> None:
     """One stage's gradients are gone before the step."""
     model, schedule = stage_of(rank, ranks)
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
     run_once(rank, schedule)
     if rank == 1:
         model.zero_grad()
@@ -477,7 +524,13 @@ def nothing_to_keep(rank: int, ranks: int) -> None:
         nn.init.zeros_(model[0].weight)
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=BATCHES, loss_fn=loss_of)
-    soframe.Optimizer(model, "muon", lr=0.1, constraint="hyperball", pipeline=schedule)
+    soframe.Optimizer(
+        model,
+        "muon",
+        lr=0.1,
+        constraint="hyperball",
+        distribution=soframe.Distribution(pipeline=schedule),
+    )
 
 
 def other_samples(rank: int, ranks: int) -> None:
@@ -495,7 +548,9 @@ def other_samples(rank: int, ranks: int) -> None:
     model = Reshaped().double()
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=lambda out, y: out.square().mean())
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
     inputs = torch.ones(4, 2, WIDTH).double()
     schedule.step(*((inputs,) if rank == 0 else ()), **({"target": inputs} if rank else {}))
     own.step()
@@ -504,7 +559,9 @@ def other_samples(rank: int, ranks: int) -> None:
 def other_stage(rank: int, ranks: int) -> None:
     """Every rank loads what the first one has saved."""
     model, schedule = stage_of(rank, ranks)
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
     run_once(rank, schedule)
     own.step()
     states = [None] * ranks
@@ -514,19 +571,23 @@ def other_stage(rank: int, ranks: int) -> None:
 
 def same_names(rank: int, ranks: int) -> None:
     model, schedule = stage_of(rank, ranks)
-    own = soframe.Preconditioner(model, kl_clip=None, pipeline=schedule)
+    own = soframe.Preconditioner(
+        model, kl_clip=None, distribution=soframe.Distribution(pipeline=schedule)
+    )
     whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    alone = soframe.Preconditioner(whole, kl_clip=None, backend="single")
+    alone = soframe.Preconditioner(
+        whole, kl_clip=None, distribution=soframe.Distribution(backend="single")
+    )
     own.load_state_dict(alone.state_dict())
 
 
 REFUSED: list[tuple[Callable[[int, int], None], str]] = [
-    (stages_without, "where ranks have the stages of a pipeline, pass pipeline="),
-    (copies_of_all, r"ranks \[0, 1\] are copies of one stage, .* pass backend="),
+    (stages_without, r"the placement of rank\(s\) \[1\] differs from rank 0"),
+    (copies_of_all, r"ranks \[0, 1\] are copies of one stage, .* pass .*backend="),
     (mesh_of_two, r"such as mesh\['pp'\], not a mesh of 2 dimensions"),
     (no_pipeline, "pipeline must be a schedule of torch.distributed.pipelining"),
     (halves, "zero bubble.* choose ScheduleGPipe"),
-    (drawn, "with pipeline= pass fisher='empirical'"),
+    (drawn, "with pipeline= pass .*fisher='empirical'"),
     (scaled, "a GradScaler sees what is not finite on its own stage alone"),
     (other_module, "is in no stage that the schedule"),
     (part_of_stages, "is not in the given model: build one Preconditioner"),
@@ -607,7 +668,7 @@ def copies_apart(rank: int, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_what_copies_are_refused() -> None:
-    unknown = "others may have copies of them: pass backend="
+    unknown = "others may have copies of them: pass .*backend="
     apart = "frozen, thawed or replaced on 1 of 2 ranks"
     table = [
         (copies_unknown, unknown),

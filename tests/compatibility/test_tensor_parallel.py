@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import soframe
+from soframe.settings import grouped
 from soframe.strategies import Sharded
 from tests.compatibility.kit import assert_refused, result_of
 from tests.compatibility.tensor_parallel import (
@@ -228,7 +229,7 @@ def uneven(rank: int, ranks: int) -> None:
 
 def drawn(rank: int, ranks: int) -> None:
     settings = {"fisher": "monte-carlo", "loss": "squared-error"}
-    soframe.Preconditioner(net(ranks), kl_clip=None, **settings)  # type: ignore[arg-type]
+    soframe.Preconditioner(net(ranks), kl_clip=None, **grouped(settings))  # type: ignore[arg-type]
 
 
 def owners_alone(rank: int, ranks: int) -> None:
@@ -254,11 +255,15 @@ def uneven_later(rank: int, ranks: int) -> None:
 
 
 def local_gradients(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(net(ranks), kl_clip=None, gradients="local")
+    soframe.Preconditioner(
+        net(ranks), kl_clip=None, distribution=soframe.Distribution(gradients="local")
+    )
 
 
 def alone_among_many(rank: int, ranks: int) -> None:
-    soframe.Preconditioner(net(ranks), kl_clip=None, backend="single")
+    soframe.Preconditioner(
+        net(ranks), kl_clip=None, distribution=soframe.Distribution(backend="single")
+    )
 
 
 def hyperball(rank: int, ranks: int) -> None:
@@ -273,7 +278,9 @@ def cut_outputs(rank: int, ranks: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (ranks,))
     parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
-    own = soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="squared-error")
+    own = soframe.Preconditioner(
+        model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss="squared-error")
+    )
     own.observe(model(torch.ones(3, 4)))
 
 
@@ -295,12 +302,12 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
         (beside_fully_shard, 2, "tensor-parallel plan, whose ranks have the same data"),
         (two_dimensions, 2, "plan that has a mesh of 2 dimensions"),
         (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
-        (drawn, 2, "monte-carlo.* pass fisher='type-2'"),
+        (drawn, 2, "monte-carlo.* pass .*fisher='type-2'"),
         (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
         (owners_alone_later, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
         (uneven_later, 2, "cuts 5 features into 2 parts that are not equal"),
         (groups_of_ranks, 4, "some ranks take no statistics of it: pass strategy='comm-opt'"),
-        (local_gradients, 2, "pass gradients='averaged'"),
+        (local_gradients, 2, "pass .*gradients='averaged'"),
         (alone_among_many, 2, "is sharded over the ranks"),
         (hyperball, 2, "of which each rank has a part"),
         (trust_region, 2, "TrustRegion needs whole parameters"),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.diagnostics import scalars
 from soframe.diagnostics.spectra import spectrum
+from soframe.settings import grouped
 from soframe.solvers import Eigen
 from soframe.specs import FactorSpec
 from tests.curvature import randn
@@ -30,7 +31,9 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         settings = {"statistics_every": 1, "solve_every": 1, **options}
-        self.own = soframe.Preconditioner(self.model, method, optimizer=self.optimizer, **settings)
+        self.own = soframe.Preconditioner(
+            self.model, method, optimizer=self.optimizer, **grouped(settings)
+        )
         self.number = 0
 
     def backward(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from soframe import Preconditioner
 from soframe.comm import TorchDistributed
+from soframe.settings import grouped
 from soframe.strategies import HybridOpt, MemOpt
 from soframe.strategies.base import Strategy
 from tests.distributed.harness import RankFailure, run_ranks
@@ -63,7 +64,7 @@ def start_differently(rank: int, ranks: int, names: list[str]) -> list[str]:
         if "optimizer" in options:
             options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            Preconditioner(model, kl_clip=None, **{"statistics_every": 1, **options})
+            Preconditioner(model, kl_clip=None, **grouped({"statistics_every": 1, **options}))
         except ValueError as error:
             errors.append(str(error))
         else:
@@ -234,7 +235,7 @@ def differ_in_a_step(rank: int, ranks: int, what: str) -> str:
         "solves": {"solve_every": lambda step: at(step, 1, 2)},
     }.get(what, {})
     options = {"optimizer": optimizer, "statistics_every": 1, **options}
-    preconditioner = Preconditioner(model, **options)
+    preconditioner = Preconditioner(model, **grouped(options))
     for step in range(4):
         model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()

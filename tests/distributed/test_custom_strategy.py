@@ -44,7 +44,7 @@ def train(
         model,
         optimizer=optimizer,
         strategy=strategy,
-        backend=backend,
+        distribution=soframe.Distribution(backend=backend),
         solve_every=2,
         statistics_every=1,
     )
@@ -65,7 +65,10 @@ def make_model() -> nn.Module:
 def on_rank(rank: int, world_size: int) -> tuple[Tensor, set[tuple[int, ...]]]:
     strategy = node_opt(2)
     work = soframe.Preconditioner(
-        make_model(), backend="single", kl_clip=None, statistics_every=1
+        make_model(),
+        distribution=soframe.Distribution(backend="single"),
+        kl_clip=None,
+        statistics_every=1,
     ).placement.work
     workers = {block.gradient_workers for block in strategy.place(work, world_size).blocks}
     model = DistributedDataParallel(make_model())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from soframe import Placement, Preconditioner
 from soframe.comm import Recording
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Lazy, NewtonSchulz, OrthogonalIteration, Solver
 from soframe.strategies import BlockPlacement, MemOpt, Sharded, Strategy
 from tests.distributed.harness import run_ranks
@@ -95,8 +96,8 @@ def test_what_cannot_follow_everywhere_is_refused(
         options = {"strategy": strategy, "backend": backend, "kl_clip": None}
         model = nn.Sequential(*layers)
         with pytest.raises(ValueError, match=f"follow the factors between solves.*{why}"):
-            Preconditioner(model, solver=solver, **options)
-        Preconditioner(model, solver="eigen", **options)
+            Preconditioner(model, solver=solver, **grouped(options))
+        Preconditioner(model, solver="eigen", **grouped(options))
 
 
 @pytest.mark.slow

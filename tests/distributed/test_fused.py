@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import soframe
 from soframe import Preconditioner
 from soframe.comm import Backend, Recording, TorchDistributed
+from soframe.settings import grouped
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_equivalence import assert_same_traces
 
@@ -105,7 +107,7 @@ def steps(
     backend = Recording(TorchDistributed(fused=fused))
     options: dict[str, Any] = {"strategy": strategy, "gradients": gradients}
     options |= {"statistics_every": 1, "solve_every": 2, "kl_clip": 1e-2, "lr": 0.1}
-    own = Preconditioner(model, backend=backend, **options)
+    own = Preconditioner(model, **grouped({"backend": backend, **options}))
     found = []
     for step in range(4):
         model.zero_grad()
@@ -174,7 +176,9 @@ def test_both_forms_give_the_same_gradients_and_carry_the_same_bytes(ranks, buck
 
 def build_apart(rank: int, ranks: int) -> None:
     backend = TorchDistributed(fused=rank == 0)
-    Preconditioner(nn.Linear(3, 2), backend=backend, kl_clip=None)
+    Preconditioner(
+        nn.Linear(3, 2), distribution=soframe.Distribution(backend=backend), kl_clip=None
+    )
 
 
 def test_ranks_that_differ_are_told():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import soframe
 from soframe import Preconditioner
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
@@ -85,9 +86,7 @@ def train(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -> Ten
         model,
         strategy=STRATEGIES[strategy] if ranks > 1 else "comm-opt",
         layers={"experts": Kernel, "": "all"} if net == "tokens" else "all",
-        samples=lambda: share,
-        fisher=fisher,
-        loss="mse",
+        curvature=soframe.Curvature(samples=lambda: share, fisher=fisher, loss="mse"),
         damping=0.1,
         decay=0.5,
         kl_clip=None,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import soframe
 from soframe import Preconditioner, TrustRegion
 from soframe.comm import Recording, TorchDistributed, leave_gradients
 from soframe.strategies import HybridOpt, Sharded
@@ -64,8 +65,10 @@ def train(rank: int, ranks: int, strategy: Any, mode: str, options: dict[str, An
         optimizer=optimizer,
         statistics_every=1,
         solve_every=2,
-        backend=TorchDistributed(fused=mode == "fused"),
-        gradients="averaged" if mode == "ddp" else "local",
+        distribution=soframe.Distribution(
+            backend=TorchDistributed(fused=mode == "fused"),
+            gradients="averaged" if mode == "ddp" else "local",
+        ),
         **{"kl_clip": 1e-2, **options},
     )
     found = []
@@ -126,7 +129,10 @@ def test_gradients_travel_to_their_worker_alone():
     numel = sum(p.numel() for p in model.parameters())
     backend = Recording(rank=1, world_size=4)
     own = Preconditioner(
-        model, strategy="mem-opt", backend=backend, kl_clip=None, gradients="local"
+        model,
+        strategy="mem-opt",
+        kl_clip=None,
+        distribution=soframe.Distribution(backend=backend, gradients="local"),
     )
     for step in range(2):
         model.zero_grad()
@@ -147,15 +153,18 @@ def test_gradients_travel_to_their_worker_alone():
 def test_what_does_not_go_together_is_refused():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', not 'x'"):
-        Preconditioner(model, kl_clip=None, gradients="x")
+        Preconditioner(model, kl_clip=None, distribution=soframe.Distribution(gradients="x"))
     with pytest.raises(ValueError, match="does not go with a GradScaler"):
         Preconditioner(
-            model, kl_clip=None, gradients="local", grad_scaler=torch.amp.GradScaler("cpu")
+            model,
+            kl_clip=None,
+            distribution=soframe.Distribution(gradients="local"),
+            grad_scaler=torch.amp.GradScaler("cpu"),
         )
     with pytest.raises(ValueError, match="TrustRegion needs gradients='averaged'"):
-        TrustRegion(model, "mse", gradients="local")
+        TrustRegion(model, "mse", distribution=soframe.Distribution(gradients="local"))
     mixed = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
-    own = Preconditioner(mixed, kl_clip=None, gradients="local")
+    own = Preconditioner(mixed, kl_clip=None, distribution=soframe.Distribution(gradients="local"))
     mixed(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TypeError, match="needs dense gradients"):
         own.step()
@@ -171,7 +180,7 @@ def test_uncovered_gradients_are_averaged_once():
 
 def uncovered(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)).double()
-    own = Preconditioner(model, kl_clip=None, gradients="local")
+    own = Preconditioner(model, kl_clip=None, distribution=soframe.Distribution(gradients="local"))
     x = torch.arange(6, dtype=torch.float64).view(2, 3) * (rank + 1)
     model(x).square().mean().backward()
     raw = model[0].bias.grad.clone()

@@ -10,6 +10,7 @@ from torch import nn
 from soframe import Optimizer
 from soframe.comm import TorchDistributed
 from soframe.methods import orthogonal
+from soframe.settings import grouped
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +27,7 @@ def make_model() -> nn.Module:
 
 
 def steps(model: nn.Module, rank: int, ranks: int, *, averaged: bool, **options: object) -> None:
-    optimizer = Optimizer(model, "muon", lr=0.02, **options)  # type: ignore[arg-type]
+    optimizer = Optimizer(model, "muon", lr=0.02, **grouped(options))  # type: ignore[arg-type]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(12, WIDTHS[0], generator=generator, dtype=torch.float64)

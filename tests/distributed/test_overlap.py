@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from soframe import Preconditioner
 from soframe.comm import Handle, Recording, TorchDistributed
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, Solver
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_equivalence import assert_same_traces
@@ -137,7 +138,9 @@ def train_branches(rank: int, ranks: int, strategy: str, turn: int) -> tuple[Any
         layer.register_forward_hook(lambda *_, index=index: calls.append(index))
     backend = Recording(TorchDistributed())
     every = {"statistics_every": 1, "solve_every": 2}
-    own = Preconditioner(model, strategy=EVERY[strategy], backend=backend, kl_clip=None, **every)
+    own = Preconditioner(
+        model, strategy=EVERY[strategy], kl_clip=None, **grouped({"backend": backend, **every})
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(4):
         model.zero_grad()

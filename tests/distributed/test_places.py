@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import soframe
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
+from soframe.settings import grouped
 from soframe.solvers import Inverse
 from soframe.step.averages import pack
 from soframe.strategies import (
@@ -175,7 +177,7 @@ def of_contributors(contributors: tuple[int, ...], case: Case) -> Factors:
     Where the mean is over passes and ranks, samples have different weights; so they are repeated.
     """
     model = make_net()
-    own = Preconditioner(model, kl_clip=None, statistics_every=1, **case.options)
+    own = Preconditioner(model, kl_clip=None, statistics_every=1, **grouped(case.options))
     assert case.shards is not None
     for step in range(2):
         x, y = batch(step)
@@ -299,7 +301,7 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     own = Preconditioner(
         model,
         strategy="owner-local",
-        backend=Recording(rank=1, world_size=3),
+        distribution=soframe.Distribution(backend=Recording(rank=1, world_size=3)),
         kl_clip=None,
         statistics_every=1,
     )

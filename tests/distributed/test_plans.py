@@ -13,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import soframe
 from soframe import Placement, Preconditioner, available
 from soframe.comm import Recording, TorchDistributed
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse
 from soframe.strategies import (
     CommOpt,
@@ -112,9 +114,8 @@ def train_on_paper(
     layers = [nn.Linear(a, b, bias=bool(b % 2)) for a, b in zip(widths, widths[1:], strict=False)]  # noqa: RUF007
     model = nn.Sequential(*layers)
     backend = Recording(rank=rank, world_size=ranks, fused=fused)
-    own = Preconditioner(
-        model, strategy=strategy, backend=backend, solver=solver, kl_clip=None, **options
-    )
+    options |= {"strategy": strategy, "backend": backend, "solver": solver, "kl_clip": None}
+    own = Preconditioner(model, **grouped(options))
     for _ in range(steps):
         model.zero_grad()
         model(torch.ones(2, widths[0])).square().mean().backward()
@@ -286,8 +287,9 @@ def train_locally(
         own = Preconditioner(
             model,
             strategy=EVERY[name],
-            backend=TorchDistributed(fused=fused),
-            gradients="local",
+            distribution=soframe.Distribution(
+                backend=TorchDistributed(fused=fused), gradients="local"
+            ),
             kl_clip=kl_clip,
             lr=0.1,
             statistics_every=1,
@@ -329,7 +331,13 @@ def test_the_clip_of_local_gradients_is_planned_as_it_travels(dtype: torch.dtype
     model = nn.Linear(3, 2, dtype=dtype)
     backend = Recording(world_size=2)
     every = {"statistics_every": 1, "solve_every": 1}
-    own = Preconditioner(model, backend=backend, gradients="local", kl_clip=1e-3, lr=0.1, **every)
+    own = Preconditioner(
+        model,
+        distribution=soframe.Distribution(backend=backend, gradients="local"),
+        kl_clip=1e-3,
+        lr=0.1,
+        **every,
+    )
     for _ in range(2):
         before = own.traffic()
         model.zero_grad()

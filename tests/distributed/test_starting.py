@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import soframe
 from soframe import Preconditioner, TrustRegion
 from soframe.comm import TorchDistributed
+from soframe.settings import grouped
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -42,7 +44,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 def start(options: dict[str, Any]) -> Preconditioner:
     made = {k: v() if v is foreign_optimizer else v for k, v in options.items()}
-    return Preconditioner(make_model(), **{"kl_clip": None, **made})
+    return Preconditioner(make_model(), **grouped({"kl_clip": None, **made}))
 
 
 def start_each(rank: int, ranks: int, names: list[str]) -> list[str]:
@@ -74,7 +76,7 @@ def start_with_an_optimizer_on_one_rank(rank: int, ranks: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chosen: dict[str, Any] = {"optimizer": optimizer} if rank == 0 else {"lr": 0.1}
     try:
-        Preconditioner(model, **chosen)
+        Preconditioner(model, **grouped(chosen))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -92,7 +94,7 @@ def start_with_a_parameter_more(rank: int, ranks: int) -> str:
     if rank == 1:
         model.register_parameter("more", nn.Parameter(torch.zeros(3)))
     try:
-        Preconditioner(model, kl_clip=None, gradients="local")
+        Preconditioner(model, kl_clip=None, distribution=soframe.Distribution(gradients="local"))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -118,7 +120,7 @@ def start_trust_regions(rank: int, ranks: int, names: list[str]) -> list[str]:
     errors = []
     for name in names:
         try:
-            TrustRegion(make_model(), "mse", **(TRUST_REGIONS[name][0] if rank == 0 else {}))
+            TrustRegion(make_model(), "mse", **grouped(TRUST_REGIONS[name][0] if rank == 0 else {}))
         except (ValueError, TypeError) as error:
             errors.append(str(error))
         else:
@@ -140,7 +142,7 @@ def start_in_a_group(rank: int, ranks: int) -> list[str]:
     backend = TorchDistributed(groups[rank // 2])
     options = {"damping": -1} if rank == 3 else {}
     try:
-        Preconditioner(make_model(), kl_clip=None, backend=backend, **options)
+        Preconditioner(make_model(), kl_clip=None, **grouped({"backend": backend, **options}))
     except ValueError as error:
         return [str(error)]
     return []

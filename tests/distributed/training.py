@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from soframe import Preconditioner
 from soframe.comm import Backend
+from soframe.settings import grouped
 
 SAMPLES = 12
 LR = 0.1
@@ -79,14 +80,9 @@ def equal_shards(ranks: int) -> Shards:
 def preconditioner_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, backend: Backend | None
 ) -> Preconditioner:
-    options: dict[str, Any] = {"damping": 0.02, "decay": 0.7, "kl_clip": 0.05, **case.options}
-    return Preconditioner(
-        model,
-        optimizer=optimizer,
-        backend=backend,
-        loss_average=case.loss_average,
-        **{"statistics_every": 1, **options},
-    )
+    options: dict[str, Any] = {"statistics_every": 1, "damping": 0.02, "decay": 0.7}
+    options |= {"kl_clip": 0.05, "loss_average": case.loss_average, "backend": backend}
+    return Preconditioner(model, optimizer=optimizer, **grouped({**options, **case.options}))
 
 
 def backward(

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe import TrustRegion
+from soframe.settings import grouped
 from tests.distributed.harness import RankError, run_ranks
 from tests.gpu.kit import DEVICE, NEEDS_GPU, batch_on, method_of, model_on
 
@@ -83,10 +84,17 @@ def train(
         fully_shard(model)
     method = settings.pop("method", "kfac")
     if method == "trust region":
-        optimizer: Any = TrustRegion(forward, "cross-entropy", fisher="type-2", **settings)
+        optimizer: Any = TrustRegion(
+            forward, "cross-entropy", **grouped({"fisher": "type-2", **settings})
+        )
     else:
         optimizer = soframe.Optimizer(
-            model, method_of(method), lr=0.02, statistics_every=1, solve_every=2, **settings
+            model,
+            method_of(method),
+            lr=0.02,
+            statistics_every=1,
+            solve_every=2,
+            **grouped(settings),
         )
     for step in range(STEPS):
         inputs, targets = batch_on(where, name, step)

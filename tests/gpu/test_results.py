@@ -12,6 +12,7 @@ from torch import nn
 
 import soframe
 from soframe import Preconditioner, StochasticTrustRegion, TrustRegion
+from soframe.settings import grouped
 from soframe.solvers import Inverse
 from tests.curvature import randn
 from tests.gpu.kit import (
@@ -99,7 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_settings(setting: str, model: str) -> None:
     def make(net: nn.Module) -> Any:
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        return Preconditioner(net, optimizer=sgd, **{**COMMON, **SETTINGS[setting]}), sgd
+        return Preconditioner(net, optimizer=sgd, **grouped({**COMMON, **SETTINGS[setting]})), sgd
 
     both(model, make, tolerance=1e-6)
 
@@ -116,7 +117,7 @@ def test_settings(setting: str, model: str) -> None:
 @pytest.mark.parametrize("model", TWICE)
 def test_trust_region(model: str, options: dict[str, Any]) -> None:
     def make(net: nn.Module) -> Any:
-        return TrustRegion(net, "cross-entropy", fisher="type-2", **options)
+        return TrustRegion(net, "cross-entropy", **grouped({"fisher": "type-2", **options}))
 
     both(model, make, closure=True, steps=6)
 
@@ -131,7 +132,7 @@ def observed(fisher: str) -> Any:
     def make(net: nn.Module) -> Any:
         sgd = torch.optim.SGD(net.parameters(), lr=0.05)
         settings = {"fisher": fisher, "loss": "cross-entropy", **COMMON}
-        return Preconditioner(net, optimizer=sgd, **settings), sgd
+        return Preconditioner(net, optimizer=sgd, **grouped(settings)), sgd
 
     return make
 
@@ -157,7 +158,9 @@ def test_drawn_rows(rows: float) -> None:
 
     def make(net: nn.Module) -> Any:
         sgd = torch.optim.SGD(net.parameters(), lr=0.05)
-        return Preconditioner(net, optimizer=sgd, rows=rows, **COMMON), sgd
+        return Preconditioner(
+            net, optimizer=sgd, curvature=soframe.Curvature(rows=rows), **COMMON
+        ), sgd
 
     both("tokens", make, 1e-6)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import soframe
+from soframe.settings import grouped
 from tests.compatibility.kit import assert_rounded
 from tests.methods.stages import damping_for
 
@@ -156,7 +157,7 @@ def base(model: nn.Module, case: Case, **options: Any) -> torch.optim.Optimizer:
     if not case.own:
         return sgd(model, lr=case.lr)
     intervals = {"statistics_every": 2, "solve_every": 2}
-    return soframe.Optimizer(model, case.method, lr=0.02, **intervals, **options)
+    return soframe.Optimizer(model, case.method, lr=0.02, **grouped({**intervals, **options}))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -176,7 +177,9 @@ def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
     optimizer = base(model, case)
     step: Callable[[], None] = lambda: None  # noqa: E731
     if not case.own:
-        step = soframe.Preconditioner(model, case.method, optimizer=optimizer, **case.settings).step
+        step = soframe.Preconditioner(
+            model, case.method, optimizer=optimizer, **grouped(case.settings)
+        ).step
     for number, batch in enumerate(Data(case=Case(spoilt=case.spoilt)).batches(MICRO)):
         model(**batch)["loss"].backward()
         if case.clip is not None and clips == "gradients":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from soframe.integrations.deepspeed import DeepSpeedPreconditioner
+from soframe.settings import grouped
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.integrations.kit import (
     BATCH,
@@ -68,7 +69,7 @@ def train(
     hook = None
     if not case.own:
         options = {"method": case.method, "strategy": "mem-opt", **case.settings}
-        hook = DeepSpeedPreconditioner(engine, **options)
+        hook = DeepSpeedPreconditioner(engine, **grouped(options))
     if resume:
         _, kept = engine.load_checkpoint(folder)
         if hook is not None:

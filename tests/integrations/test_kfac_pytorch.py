@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import soframe
 from benchmarks.parity_kfac_pytorch import CASES, LR, STEPS, Case, attach_soframe, build, train
 from soframe.integrations import kfac_pytorch
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse
 from soframe.strategies import CommOpt, HybridOpt, MemOpt, memory_cost
 from soframe.testing import compare
@@ -65,10 +66,13 @@ DEFAULTS = {
     "statistics_every": 1,
     "solve_every": 1,
     "skip": (),
-    "scaling": "kaisa",
+    "curvature": soframe.Curvature(scaling="kaisa"),
     "grad_scaler": None,
-    "dtype": None,
 }
+
+
+def in_dtype(dtype: torch.dtype) -> dict[str, Any]:
+    return {"curvature": soframe.Curvature(scaling="kaisa", dtype=dtype)}
 
 
 def named(value: object) -> str:
@@ -103,8 +107,8 @@ def named(value: object) -> str:
         ({"grad_worker_fraction": DistributedStrategy.HYBRID_OPT}, {"strategy": HybridOpt()}),
         ({"grad_worker_fraction": 0.25}, {"strategy": HybridOpt(gradient_workers=0.25)}),
         ({"grad_scaler": scale}, {"grad_scaler": scale}),
-        ({"factor_dtype": torch.float64}, {"dtype": torch.float64}),
-        ({"inv_dtype": torch.float32}, {"dtype": torch.float32}),
+        ({"factor_dtype": torch.float64}, in_dtype(torch.float64)),
+        ({"inv_dtype": torch.float32}, in_dtype(torch.float32)),
         ({"skip_layers": ["Conv2d"]}, {"skip": ("Conv2d",)}),
     ],
     ids=named,
@@ -129,7 +133,7 @@ def test_each_argument(given: dict[str, Any], expected: dict[str, Any]) -> None:
         (
             {"factor_dtype": torch.float16},
             "factor_dtype=torch.float16 becomes torch.float32",
-            {"dtype": torch.float32},
+            in_dtype(torch.float32),
         ),
         (
             {"grad_worker_fraction": 0, "colocate_factors": False},
@@ -271,7 +275,7 @@ def test_other_states_are_refused_and_change_nothing(change: Any, why: str) -> N
 )
 def test_other_preconditioners_are_refused(options: dict[str, Any], why: str) -> None:
     model, _ = build(CASE)
-    own = soframe.Preconditioner(model, lr=LR, **options)
+    own = soframe.Preconditioner(model, lr=LR, **grouped(options))
     with pytest.raises(ValueError, match=why):
         kfac_pytorch.load_state(own, checkpoint(CASE))
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import soframe
 from soframe import checkpoint
+from soframe.settings import grouped
 from tests.compatibility.kit import assert_rounded
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import TIGHT, assert_equal, sgd, weights
@@ -174,7 +175,7 @@ def train(rank: int, ranks: int, folder: Path, case: Case) -> dict[str, Tensor]:
         "soframe": SimpleNamespace(
             Preconditioner=partial(soframe.Preconditioner, method=case.method),
             Optimizer=lambda *args, method, **settings: soframe.Optimizer(
-                *args, case.method, **settings
+                *args, case.method, **grouped(settings)
             ),
         ),
         "checkpoint": checkpoint,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.settings import grouped
 from tests.distributed.harness import run_ranks
 from tests.integrations.kit import (
     BATCH,
@@ -93,7 +94,7 @@ def train(
     callbacks: list[Any] = []
     if not case.own if with_callback is None else with_callback:
         settings = {"method": case.method, **case.settings, "strategy": placed}
-        callbacks.append(SoframeCallback(**settings, resume_from=resume_from))
+        callbacks.append(SoframeCallback(**grouped(settings), resume_from=resume_from))
     trainer = trainer_of(
         folder,
         model,
@@ -184,7 +185,7 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
 
     expected = gpt()
     optimizer = sgd(expected)
-    preconditioner = soframe.Preconditioner(expected, optimizer=optimizer, **settings)
+    preconditioner = soframe.Preconditioner(expected, optimizer=optimizer, **grouped(settings))
     for step in range(STEPS):
         for number in range(MICRO):
             start = (step * MICRO + number) * BATCH
@@ -195,7 +196,7 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
         optimizer.zero_grad()
     preconditioner.close()
 
-    model, callback = gpt(), SoframeCallback(**settings)
+    model, callback = gpt(), SoframeCallback(**grouped(settings))
     runs = []
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(None))
     trainer = trainer_of(

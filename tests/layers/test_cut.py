@@ -115,7 +115,12 @@ def test_a_constraint_keeps_the_norm_of_each_part() -> None:
     model = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 2))
     before = model[0].weight.detach().unflatten(0, (6, 2)).flatten(1).norm(dim=1)
     optimizer = soframe.Optimizer(
-        model, "muon", lr=0.1, cut={"^0$": 6}, constraint="hyperball", kl_clip=None
+        model,
+        "muon",
+        lr=0.1,
+        curvature=soframe.Curvature(cut={"^0$": 6}),
+        constraint="hyperball",
+        kl_clip=None,
     )
     for step in range(3):
         optimizer.zero_grad()

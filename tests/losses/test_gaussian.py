@@ -112,7 +112,11 @@ def test_factors_of_the_type_2_fisher() -> None:
     """One sample is what K-FAC is exact for: its block is that of the dense Fisher."""
     model, x = nn.Linear(3, 2).double(), randn(1, 3)
     own = soframe.Preconditioner(
-        model, fisher="type-2", loss="gaussian", kl_clip=None, statistics_every=1, decay=0.0
+        model,
+        curvature=soframe.Curvature(fisher="type-2", loss="gaussian"),
+        kl_clip=None,
+        statistics_every=1,
+        decay=0.0,
     )
     outputs = model(x)
     own.observe(outputs)

@@ -189,9 +189,13 @@ def test_losses_go_by_name() -> None:
 def test_an_unknown_loss_lists_those_that_are() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"no loss 'hinge'; registered: .*'gaussian', 'mse'"):
-        soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss="hinge")
+        soframe.Preconditioner(
+            model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss="hinge")
+        )
     with pytest.raises(TypeError, match="a loss is a name"):
-        soframe.Preconditioner(model, kl_clip=None, fisher="type-2", loss=nn.MSELoss())  # type: ignore[arg-type]
+        soframe.Preconditioner(
+            model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss=nn.MSELoss())
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (4, 25), (300, 5, 16)])

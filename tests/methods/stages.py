@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.methods import Method
 from soframe.registry import KINDS
+from soframe.settings import grouped
 from tests.curvature import closing, fill, randn
 
 BATCHES = 7
@@ -26,7 +27,7 @@ def network(seed: int = 0) -> nn.Sequential:
 def preconditioner(model: nn.Module, method: object, **settings: Any) -> soframe.Preconditioner:
     """A preconditioner without a clip, which solves at every step."""
     chosen = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, **damping_for(method)}
-    return soframe.Preconditioner(model, method=method, **{**chosen, **settings})
+    return soframe.Preconditioner(model, method=method, **grouped({**chosen, **settings}))
 
 
 def damping_for(*choices: object, damping: float = 0.1) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import soframe
 from soframe.blocks.report import ReportRow
 from soframe.comm import Recording
 from soframe.registry import KINDS
+from soframe.settings import grouped
 from soframe.strategies import Sharded
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
@@ -218,7 +219,7 @@ def of_layer(method: str, make: Make, inputs: Callable[[], Tensor]) -> tuple[str
     """Return which parameters of a layer a method takes, and why not the others."""
     torch.manual_seed(0)
     model = Model(make())
-    own = soframe.Preconditioner(model, method, auxiliary="sgd", **settings())
+    own = soframe.Preconditioner(model, method, auxiliary="sgd", **grouped(settings()))
     rows = [row for row in own.report() if row.parameter.startswith("layer.")]
     auxiliary = {block.name for block in own.blocks if block.auxiliary}
     steps(own, model, inputs(), "empirical")
@@ -242,7 +243,7 @@ def of_fisher(method: str, fisher: str) -> tuple[str, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
     try:
-        own = soframe.Preconditioner(model, method, **settings(fisher))
+        own = soframe.Preconditioner(model, method, **grouped(settings(fisher)))
     except ValueError as error:
         return NO, _plain(error)
     steps(own, model, torch.randn(SAMPLES, 3), fisher)
@@ -256,7 +257,9 @@ def of_strategy(method: str, strategy: str) -> tuple[str, str]:
     chosen: Any = Sharded(group=2) if strategy == "sharded" else strategy
     backend = Recording(rank=0, world_size=RANKS)
     try:
-        own = soframe.Preconditioner(model, method, strategy=chosen, backend=backend, **settings())
+        own = soframe.Preconditioner(
+            model, method, strategy=chosen, **grouped({"backend": backend, **settings()})
+        )
     except ValueError as error:
         return NO, _plain(error)
     steps(own, model, torch.randn(SAMPLES, 3), "empirical")
@@ -273,7 +276,11 @@ def of_all(method: str, case: tuple[Make, Callable[[], Tensor]], fisher: str, st
     backend = None if alone else Recording(rank=0, world_size=RANKS)
     try:
         own = soframe.Preconditioner(
-            model, method, strategy=chosen, backend=backend, auxiliary="sgd", **settings(fisher)
+            model,
+            method,
+            strategy=chosen,
+            auxiliary="sgd",
+            **grouped({"backend": backend, **settings(fisher)}),
         )
     except ValueError as error:
         return _plain(error)

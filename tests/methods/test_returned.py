@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.methods import Blocked, Chain, Direction, Given, Method
+from soframe.settings import grouped
 from soframe.specs import VALUE, FactorSpec, TensorSpec
 from soframe.testing import check_method
 
@@ -69,7 +70,7 @@ def trained(method: Method, **settings: Any) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     settings = {"statistics_every": 1, "kl_clip": None, **settings}
-    optimizer = soframe.Optimizer(net, method, lr=0.1, **settings)
+    optimizer = soframe.Optimizer(net, method, lr=0.1, **grouped(settings))
     for _ in range(3):
         x = torch.randn(5, 3, dtype=torch.float64)
         optimizer.zero_grad(set_to_none=False)

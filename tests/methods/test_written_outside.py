@@ -93,7 +93,13 @@ def test_some_rows_have_the_scale_of_all(method: Method) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 2)).double()
         own = soframe.Preconditioner(
-            net, method, kl_clip=None, statistics_every=1, solve_every=10**6, decay=0.999, rows=rows
+            net,
+            method,
+            kl_clip=None,
+            statistics_every=1,
+            solve_every=10**6,
+            decay=0.999,
+            curvature=soframe.Curvature(rows=rows),
         )
         x = torch.randn(16, 3, dtype=torch.float64)
         for _ in range(steps):

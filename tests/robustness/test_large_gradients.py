@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe import PlainGrad
+from soframe.settings import grouped
 from soframe.solvers import Eigen, Relative
 from soframe.step import magnitude as gradients
 from tests.distributed.harness import run_ranks
@@ -25,7 +26,7 @@ def train(scales: list[float], dtype: torch.dtype, **options: Any) -> tuple[Any,
     """Gradients after the last of some steps on losses of some scales."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3)).to(dtype)
-    own = soframe.Preconditioner(model, lr=0.1, **{"statistics_every": 10, **options})
+    own = soframe.Preconditioner(model, lr=0.1, **grouped({"statistics_every": 10, **options}))
     for step, scale in enumerate(scales):
         model.zero_grad()
         (model(batch(step, dtype)).square().mean() * scale).backward()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.settings import grouped
 from tests.distributed.harness import RankFailure, run_ranks
 
 LOST = "gradients without statistics"
@@ -37,7 +38,7 @@ class Network(nn.Module):
 
 def build(model: nn.Module, **options: Any) -> soframe.Preconditioner:
     settings = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, **options}
-    return soframe.Preconditioner(model, **settings)
+    return soframe.Preconditioner(model, **grouped(settings))
 
 
 def batch(step: int = 0) -> Tensor:

@@ -209,7 +209,9 @@ def test_numbers_callables_and_policies_are_the_same(damping: Any) -> None:
         with closing(preconditioner(model, damping=each)) as own:
             results.append(steps(own, model, range(2)))
         model, (x, y) = fill(deep()), (randn(4, 3), randn(4, 3, seed=50))
-        optimizer = soframe.TrustRegion(model, "squared-error", damping=each, fisher="type-2")
+        optimizer = soframe.TrustRegion(
+            model, "squared-error", damping=each, curvature=soframe.Curvature(fisher="type-2")
+        )
         optimizer.step(lambda: half_square(model(x), y))  # noqa: B023 (called at once)
         assert optimizer.last["damping"] == 0.3
         results[-1] += [p.detach().clone() for p in model.parameters()]

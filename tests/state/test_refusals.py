@@ -13,6 +13,7 @@ from torch import nn
 from soframe import Preconditioner
 from soframe.checkpoint import seal
 from soframe.methods import KFAC, SOAP, Chain, Method, Momentum
+from soframe.settings import grouped
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
 from tests.distributed.training import Case, Run
@@ -121,7 +122,7 @@ def test_a_state_of_something_else_is_refused(widths, options, reason):
     def build(widths: tuple[int, ...], **options: Any) -> Preconditioner:
         layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]  # noqa: RUF007
         return Preconditioner(
-            nn.Sequential(*layers), kl_clip=None, **{"statistics_every": 1, **options}
+            nn.Sequential(*layers), kl_clip=None, **grouped({"statistics_every": 1, **options})
         )
 
     state = build((4, 3)).state_dict()
@@ -140,14 +141,18 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
     """The solver of one stage changes, and with it the data of all stages are gone."""
     settings: dict[str, Any] = {"method": Chain((Late(), stage)), "kl_clip": None}
     model = nn.Linear(3, 2)
-    own = Preconditioner(model, solver="eigen", statistics_every=1, solve_every=1, **settings)
+    own = Preconditioner(
+        model, solver="eigen", statistics_every=1, solve_every=1, **grouped(settings)
+    )
     for step in range(3):
         model.zero_grad()
         model(torch.eye(3) + step).square().mean().backward()
         own.step()
     state = own.state_dict()
     own.close()
-    other = Preconditioner(model, solver="inverse", statistics_every=1, solve_every=1, **settings)
+    other = Preconditioner(
+        model, solver="inverse", statistics_every=1, solve_every=1, **grouped(settings)
+    )
     if refused:
         with pytest.raises(ValueError, match=r"solved by Eigen.*is in the bases of the last solve"):
             other.load_state_dict(state)
@@ -159,7 +164,7 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
 def after_a_step(model: nn.Module, method: Method) -> tuple[State, dict[str, Any]]:
     """Return the state after a step with ``solver="eigen"``, and the other settings."""
     settings: dict[str, Any] = {"method": method, "kl_clip": None, "statistics_every": 1}
-    own = Preconditioner(model, solver="eigen", **settings)
+    own = Preconditioner(model, solver="eigen", **grouped(settings))
     model(torch.ones(2, 3)).square().mean().backward()
     own.step()
     state = own.state_dict()
@@ -178,7 +183,7 @@ class Deriving(KFAC):
 def test_data_of_a_solver_that_a_method_has_made_of_the_users(solver: str, solved: bool) -> None:
     model = nn.Linear(3, 2)
     state, settings = after_a_step(model, Deriving())
-    other = Preconditioner(model, solver=solver, **settings)
+    other = Preconditioner(model, solver=solver, **grouped(settings))
     other.load_state_dict(state)
     assert [block.solved for block in other.blocks] == [solved]
     other.close()

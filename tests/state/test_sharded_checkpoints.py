@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from soframe import Preconditioner, checkpoint
+from soframe.settings import grouped
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_places import Apart
@@ -258,7 +259,7 @@ def test_data_that_lie_side_by_side_are_written_once(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(20)))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     every = {"statistics_every": 1, "solve_every": 1}
-    own = Preconditioner(model, optimizer=optimizer, solver="inverse", **every)
+    own = Preconditioner(model, optimizer=optimizer, solver="inverse", **grouped(every))
     model(torch.randn(64, 48)).square().mean().backward()
     own.step()
     data = [t for b in own._blocks for ts in b.second_order.values() for t in ts.values()]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import soframe
+from soframe.settings import grouped
 from soframe.testing import (
     block_errors,
     compare,
@@ -41,7 +42,7 @@ def taken(
     """A preconditioner after two steps on one batch, between which no weight has moved."""
     settings = {"kl_clip": None, "statistics_every": 1, "solve_every": 9}
     settings |= damping_for(method, damping=DAMPING)
-    own = soframe.Preconditioner(model, method, **{**settings, **options})
+    own = soframe.Preconditioner(model, method, **grouped({**settings, **options}))
     for _ in range(2):
         model.zero_grad()
         output = model(x)
@@ -167,6 +168,8 @@ def test_what_has_no_matrix_is_refused() -> None:
         block_errors(relative, model, x, log_cosh, y)
     relative.close()
     backend = soframe.comm.Recording(world_size=2)
-    paper = soframe.Preconditioner(model, backend=backend, kl_clip=None)
+    paper = soframe.Preconditioner(
+        model, distribution=soframe.Distribution(backend=backend), kl_clip=None
+    )
     with pytest.raises(ValueError, match="measure on one process"):
         natural_gradient_cosines(paper, model, x, log_cosh, y)

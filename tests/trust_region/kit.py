@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.settings import grouped
 from soframe.testing import dense_fisher
 from soframe.trust_region import ConstantDamping, DampingPolicy
 from tests.curvature import Batch, fill, randn
@@ -36,7 +37,7 @@ def trust_region(
     plain: dict[str, Any] = {"solver": "eigen", "decay": 0.95, "preconditioner_damping": 1.0}
     plain |= {"statistics_every": 1, "solve_every": 1}
     settings = {"fisher": "type-2", **plain, **settings}
-    return soframe.TrustRegion(model, loss, damping=damping, **settings)
+    return soframe.TrustRegion(model, loss, damping=damping, **grouped(settings))
 
 
 def closures(

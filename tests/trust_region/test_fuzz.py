@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import soframe
 from soframe.losses import CrossEntropy, SquaredError, SumLoss, Term
+from soframe.settings import grouped
 from soframe.trust_region import (
     AdaptiveDamping,
     ConstantDamping,
@@ -209,7 +210,7 @@ def test_it_works_or_says_by_name_what_is_wrong(
     chosen = {name: data.draw(GIVEN[name], label=name) for name in given_names}
     problem = ""
     try:
-        own = soframe.TrustRegion(net, loss, **chosen)
+        own = soframe.TrustRegion(net, loss, **grouped(chosen))
     except (ValueError, TypeError) as error:
         problem = str(error)
     except ZeroDivisionError:  # a callable's own error is passed on

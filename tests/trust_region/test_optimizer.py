@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import soframe
 from soframe.comm import Recording
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
+from soframe.settings import grouped
 from soframe.testing import compare
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt
 from tests.curvature import fill, half_square, randn
@@ -218,7 +219,7 @@ def test_a_step_whose_closure_raised_leaves_no_statistics() -> None:
 def test_statistics_are_taken_at_every_third_step_unless_told_otherwise() -> None:
     for settings, expected in (({}, 2), ({"statistics_every": 1}, 4)):
         net = deep()
-        own = soframe.TrustRegion(net, "cross-entropy", fisher="type-2", **settings)
+        own = soframe.TrustRegion(net, "cross-entropy", **grouped({"fisher": "type-2", **settings}))
         seen = []
         for step in range(4):
             own.step(closures(net, [classes_of(step)], F.cross_entropy))
@@ -287,7 +288,7 @@ def test_the_check_leaves_the_random_numbers_alone() -> None:
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        soframe.TrustRegion(deep(), "mse", **settings)
+        soframe.TrustRegion(deep(), "mse", **grouped(settings))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import soframe
 from soframe import PlainGrad
 from soframe.losses import SquaredError
+from soframe.settings import grouped
 from soframe.trust_region import AdaptiveDamping, LevenbergMarquardt, RelativeDamping
 from tests.trust_region.kit import classes_of, deep, trust_region, vector
 
@@ -24,6 +25,8 @@ def no_number(step: int) -> str:
     """A schedule that returns no number."""
     return "3"
 
+
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({flag: "no"}, TypeError, f"{flag} must be True or False, not 'no'") for flag in FLAGS),
@@ -75,8 +78,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kl_clip": 1e-3}, ValueError, "TrustRegion takes no kl_clip=: the quadratic model chooses"),
     ({"norm_clip": 1.0}, ValueError, "TrustRegion takes no norm_clip="),
     ({"clip_lr": "initial"}, ValueError, "TrustRegion takes no clip_lr="),
-    ({"optimizer": None}, ValueError, "TrustRegion takes no optimizer=: it is an optimizer"),
-    ({"grad_scaler": None}, ValueError, "TrustRegion takes no grad_scaler=: it runs the backward"),
+    ({"optimizer": SGD}, ValueError, "TrustRegion takes no optimizer=: it is an optimizer"),
+    ({"grad_scaler": float}, ValueError, "TrustRegion takes no grad_scaler=: it runs the backward"),
     ({"loss_average": "sum"}, ValueError, "TrustRegion needs loss_average='local' or 'global'"),
 ]
 
@@ -88,8 +91,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 )
 def test_settings(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
     model = deep()
+    others = {name: value for name, value in settings.items() if name != "loss"}
     with pytest.raises(kind, match=message):
-        soframe.TrustRegion(model, **{"loss": "mse", **settings})
+        soframe.TrustRegion(model, settings.get("loss", "mse"), **grouped(others))
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from soframe.settings import grouped
 from soframe.testing import compare
 from soframe.trust_region.forward import Outputs, first_pass, moved
 from soframe.trust_region.twice import jacobian_products
@@ -308,7 +309,7 @@ def test_what_does_not_depend_on_anything_has_no_tangent() -> None:
 
 def steps_of(function: Callable[[Tensor], Tensor], **settings: Any) -> Tensor:
     model = fill(Called(function))
-    own = soframe.TrustRegion(model, "squared-error", **settings)
+    own = soframe.TrustRegion(model, "squared-error", **grouped(settings))
     torch.manual_seed(0)
     for step in range(4):
         x, y = randn(6, 4, seed=step), randn(6, 8, seed=50 + step)

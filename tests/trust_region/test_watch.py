@@ -58,7 +58,13 @@ def trained(
     model, x = deep(), randn(16, 3)
 
     def made() -> soframe.TrustRegion:
-        return soframe.TrustRegion(model, "squared-error", fisher="type-2", damping=0.1, **settings)
+        return soframe.TrustRegion(
+            model,
+            "squared-error",
+            curvature=soframe.Curvature(fisher="type-2"),
+            damping=0.1,
+            **settings,
+        )
 
     own, seen = made(), []
     for step in range(steps):
