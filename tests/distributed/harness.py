@@ -11,6 +11,10 @@ Why a fork server: spawning imports torch once per rank (seconds), and forking t
 hangs once autograd has started its threads there. The server imports torch once, starts no
 threads, and forks a rank in milliseconds. It lives as long as the test process.
 
+A process serves as a rank of one run after another, each with a process group of its own: most of
+what a short run costs is what torch sets up at its first use in a process. One that failed, or that
+left settings or attributes of modules changed (`_traces`), serves no other run.
+
 A rank finds the function by the name of its module, so tests are a package (``tests/__init__.py``)
 whose root is on ``sys.path``; ranks inherit that path. They do not inherit later changes to
 ``os.environ`` or monkey-patches: pass what they need as arguments.
@@ -18,9 +22,10 @@ whose root is on ``sys.path``; ranks inherit that path. They do not inherit late
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,8 +34,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,6 +71,10 @@ _PRELOAD = [
 _GRACE = 0.5
 # A rank whose parent was killed ends by itself, so long after the time-out.
 _ORPHAN = 30.0
+# Runs that one process serves at most, so that nothing which torch never frees adds up.
+_RUNS = 40
+# Whose attributes a run must leave as they were.
+_WATCHED = ("torch", "torch.linalg", "torch.distributed", "torch.nn.functional")
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class _Task:
     """What every rank is told."""
 
     payload: bytes
+    rank: int
     world_size: int
     folder: str
     timeout: float
@@ -132,6 +144,7 @@ def run_ranks(
     group_timeout: float | None = None,
     backend: str | None = "gloo",
     check: bool = True,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank, each a process, and collect the results.
 
@@ -152,6 +165,7 @@ def run_ranks(
         check: Whether the first failure kills the others and raises. If False, a rank that fails
             (which may be the point of the test) has a ``RankFailure`` for a result, and the others
             go on until they end or time out.
+        fresh: Whether processes are started for this run, and end with it.
 
     Returns:
         The results, by rank.
@@ -165,13 +179,16 @@ def run_ranks(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"{fn!r} must be at module level, its arguments picklable") from error
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        task = _Task(payload, world_size, folder, timeout, group_timeout or timeout, backend)
-        ranks = []
-        with contextlib.ExitStack() as stack:
+        ranks: list[_Rank] = []
+        try:
             for rank in range(world_size):
-                ranks.append(_Rank(task, rank))
-                stack.callback(ranks[-1].end)
+                task = _Task(
+                    payload, rank, world_size, folder, timeout, group_timeout or timeout, backend
+                )
+                ranks.append(_Rank(task, _Process.new() if fresh else _Process.waiting()))
             _collect(ranks, timeout, check)
+        finally:
+            _part(ranks, fresh)
     failures = [one.outcome for one in ranks if isinstance(one.outcome, RankFailure)]
     if check and failures:
         report = RankError(failures, [one.rank for one in ranks if not one.done])
@@ -214,49 +231,92 @@ def _time_out(ranks: Sequence[_Rank], timeout: float) -> None:
         one.done = True
 
 
+def _part(ranks: Sequence[_Rank], fresh: bool) -> None:
+    """Keep the processes for other runs if every rank left its own clean, else end them."""
+    if not fresh and all(one.clean for one in ranks):
+        _IDLE.extend(one.process for one in ranks)
+        return
+    for one in ranks:
+        one.process.connection.close()
+    for one in ranks:
+        one.process.end(leaves=one.done and not isinstance(one.outcome, RankFailure))
+
+
+class _Process:
+    """A process of the fork server, and the parent's end of its connection."""
+
+    def __init__(self, connection: Connection, process: ForkServerProcess) -> None:
+        self.connection, self.process, self.runs = connection, process, 0
+
+    @classmethod
+    def new(cls) -> _Process:
+        context = _context()
+        connection, theirs = context.Pipe()
+        process = context.Process(target=_main, args=(theirs,))
+        process.start()
+        theirs.close()  # so that the rank's death is the end of the stream here
+        return cls(connection, process)
+
+    @classmethod
+    def waiting(cls) -> _Process:
+        """A process that waits for a run, or a new one."""
+        while _IDLE:
+            if (one := _IDLE.pop(0)).runs < _RUNS and one.process.is_alive():
+                return one
+            one.connection.close()
+            one.end(leaves=True)
+        return cls.new()
+
+    def end(self, leaves: bool) -> None:
+        """Let a process whose connection is closed leave, or kill it; return when it is gone."""
+        if leaves:
+            self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
+_IDLE: list[_Process] = []
+
+
+@atexit.register
+def _end_all() -> None:
+    for one in _IDLE:
+        one.connection.close()
+    while _IDLE:
+        _IDLE.pop().end(leaves=True)
+
+
 class _Rank:
     """The parent's side of one rank."""
 
-    def __init__(self, task: _Task, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, task: _Task, process: _Process) -> None:
+        self.rank, self.process = task.rank, process
         self.outcome: Any = None
-        self.done = False
-        self.stack_file = Path(task.folder) / f"stack-{rank}"
-        context = _context()
-        self.connection, theirs = context.Pipe()
-        self.process: ForkServerProcess = context.Process(
-            target=_main,
-            args=(theirs, task, rank),
-            name=f"rank {rank}",
-        )
-        self.process.start()
-        theirs.close()  # so that the rank's death is the end of the stream here
+        self.done = self.clean = False
+        self.stack_file = Path(task.folder) / f"stack-{task.rank}"
+        self.connection = process.connection
+        process.runs += 1
+        self.connection.send_bytes(pickle.dumps(task))
 
     def receive(self) -> None:
         """Take the rank's report; the end of its stream without one is its death."""
         self.done = True
         try:
-            self.outcome = pickle.loads(self.connection.recv_bytes())
+            self.outcome, self.clean = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(5)
-            code = self.process.exitcode
+            process = self.process.process
+            process.join(5)
+            code = process.exitcode
             what = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
             self.outcome = RankFailure(
                 self.rank, "died", f"died ({what})", exitcode=code, when=time.monotonic()
             )
 
     def signal(self, number: signal.Signals) -> None:
-        if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        """Let a rank that has reported leave, kill any other; return when the process is gone."""
-        self.connection.close()
-        if self.done and not isinstance(self.outcome, RankFailure):
-            self.process.join(5)
-        self.process.kill()
-        self.process.join()
-        self.process.close()
+        process = self.process.process
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
 
 
 @functools.cache
@@ -282,36 +342,119 @@ def _context() -> ForkServerContext:
 # -- in the rank -------------------------------------------------------------------------------
 
 
-def _main(connection: Connection, task: _Task, rank: int) -> None:
-    stack_file = (Path(task.folder) / f"stack-{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    faulthandler.dump_traceback_later(task.timeout + _ORPHAN, exit=True, file=stack_file)
-    try:
-        result = _call(task, rank)
-        report = pickle.dumps(result)
-    except BaseException as error:  # also SystemExit and pytest's outcomes: the parent must know
-        connection.send_bytes(pickle.dumps(_failure(rank, error)))
-        _leave(1)
-    connection.send_bytes(report)
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv_bytes()  # the parent closes its end when every rank has reported
+def _main(connection: Connection) -> None:
+    before: dict[str, Any] | None = None
+    meshes: list[object] = []
+    # Until the parent closes its end. The group stays until every rank of a run has reported.
+    while (told := _receive(connection)) is not None:
+        task: _Task = pickle.loads(told)
+        if before is None:
+            _use_loopback()
+            before, meshes = _traces(), _note_meshes()
+        else:
+            _leave_group()
+        with (Path(task.folder) / f"stack-{task.rank}").open("w") as stack_file:
+            faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+            faulthandler.dump_traceback_later(task.timeout + _ORPHAN, exit=True, file=stack_file)
+            try:
+                result = _call(task)
+                clean = not meshes and not _changed(before, _traces())
+                report = pickle.dumps((result, clean))
+            except BaseException as error:  # also SystemExit and pytest's outcomes
+                connection.send_bytes(pickle.dumps((_failure(task.rank, error), False)))
+                _leave(1)
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGUSR1)
+        del result
+        connection.send_bytes(report)
+        del report
     _leave(0)
 
 
-def _call(task: _Task, rank: int) -> Any:
+def _receive(connection: Connection) -> bytes | None:
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return None
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # models of the last run, whose hooks and buckets are in circles
+
+
+def _note_meshes() -> list[object]:
+    """Note every DeviceMesh: torch caches its groups by names, which the next run uses again."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    made: list[object] = []
+    init = DeviceMesh.__init__
+
+    @functools.wraps(init)
+    def noted(self: Any, *arguments: Any, **others: Any) -> None:
+        made.append(None)
+        init(self, *arguments, **others)
+
+    DeviceMesh.__init__ = noted
+    return made
+
+
+def _traces() -> dict[str, Any]:
+    """Settings, threads, and attributes of modules and classes, which a run may leave changed."""
+    import torch
+
+    found: dict[str, Any] = {
+        "environment": dict(os.environ),
+        "folder": Path.cwd(),
+        "warnings": list(warnings.filters),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": threading.active_count(),
+        "main": sys.modules["__main__"],
+        "thread state": torch.is_grad_enabled(),
+    }
+    for name, module in list(sys.modules.items()):
+        if name in _WATCHED or name.split(".")[0] == "soframe":
+            for key, value in vars(module).items():
+                found[f"{name}.{key}"] = value
+                kind = type(value)  # not isinstance, at which a deprecated object of torch warns
+                if issubclass(kind, type) and value.__module__ == name:
+                    found.update({f"{name}.{key}.{k}": v for k, v in vars(value).items()})
+                elif issubclass(kind, (dict, list, set)) and not key.startswith("__"):
+                    found[f"len({name}.{key})"] = len(value)
+    return found
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names of what is other than before, or gone; imports add names."""
+
+    def same(name: str) -> bool:
+        if name not in after:
+            return False
+        one, other = before[name], after[name]
+        if "." in name and not name.startswith("len("):
+            return one is other or getattr(other, "hooked", False)  # torch's, at a first optimizer
+        return bool(one == other)
+
+    return [name for name in before if not same(name)]
+
+
+def _call(task: _Task) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if task.backend is not None:
-        _use_loopback()
         # The type stubs of torch.distributed leave the name out.
         store = dist.FileStore(str(Path(task.folder) / "store"), task.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
             task.backend,
             store=store,
-            rank=rank,
+            rank=task.rank,
             world_size=task.world_size,
             timeout=timedelta(seconds=task.group_timeout),
         )
@@ -320,7 +463,7 @@ def _call(task: _Task, rank: int) -> Any:
             store.set("all joined", "")
         store.wait(["all joined"])
     fn, args = pickle.loads(task.payload)
-    return fn(rank, task.world_size, *args)
+    return fn(task.rank, task.world_size, *args)
 
 
 def _use_loopback() -> None:

@@ -46,7 +46,7 @@ def run_here(rank: int, ranks: int, page: Path, where: Path) -> tuple[int, str]:
 def test_page(page: Path, tmp_path: Path) -> None:
     """In a process of its own, so that what a page registers and starts ends with it."""
     if blocks(page.read_text(encoding="utf-8")):
-        [(status, said)] = run_ranks(run_here, 1, page, tmp_path, backend=None)
+        [(status, said)] = run_ranks(run_here, 1, page, tmp_path, backend=None, fresh=True)
         if status != 0:
             message = said.splitlines()[-1].removeprefix(f"{ROOT}/")  # page, line and error
             pytest.fail(f"{message}\n{said}", pytrace=False)
