@@ -34,9 +34,9 @@ test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-fast
-test-fast: $(VENV)/.stamp-test ## run the quick tests of one process, with few examples of each property
-	HYPOTHESIS_PROFILE=fast $(PYTEST) -n $(WORKERS) -m "not slow and not distributed" \
-	    --ignore tests/docs $(PYTEST_ARGS)
+test-fast: $(VENV)/.stamp-test ## run two cases of each quick test of one process, with few examples
+	HYPOTHESIS_PROFILE=fast $(PYTEST) -n $(WORKERS) -m "not slow and not distributed and not thorough" \
+	    --few --ignore tests/docs $(PYTEST_ARGS)
 
 .PHONY: test-compatibility
 test-compatibility: ## run the tests of trainers and other frameworks with their libraries, in $(VENV)-compatibility

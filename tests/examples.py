@@ -2,7 +2,7 @@
 
 import os
 
-FAST = 8
+FEWEST = 6
 
 
 def examples(number: int) -> int:
@@ -17,4 +17,4 @@ def examples(number: int) -> int:
     profile = os.environ.get("HYPOTHESIS_PROFILE", "soframe")
     if profile == "verdict":
         return number
-    return min(number, FAST) if profile == "fast" else max(min(number, FAST), number // 2)
+    return min(number, 3) if profile == "fast" else max(min(number, FEWEST), number // 2)
