@@ -76,6 +76,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.covering(together=1)
 def test_the_thread_changes_no_bit(runs, name, after):
     options = {"background": after, "solve_every": 3, **SOLVERS[name]}
     own, twin, plain = runs(**options), runs(Waits(), **options), runs(**SOLVERS[name])

@@ -270,6 +270,7 @@ def test_no_step_is_longer_than_the_bound(name: str, **how: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.covering(together=1)
 def test_the_bound_holds_at_the_peak_of_a_schedule(name: str, after: bool) -> None:
     """So that a warm-up makes shorter steps, though the schedule does not begin at its peak."""
     for rate, factor, square in clipped_steps(name, after=after):
@@ -292,6 +293,7 @@ def test_a_rate_that_stood_in_before_the_scheduler_was_made_is_no_peak() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed_at", [3, 5, 8])
 @pytest.mark.parametrize("name", ["cyclic", "one cycle", "lambda above one", "multiplicative"])
+@pytest.mark.covering(together=1)
 def test_the_largest_rate_so_far_is_resumed(name: str, resumed_at: int) -> None:
     whole, again = clipped_steps(name), clipped_steps(name, resumed_at=resumed_at)
     assert sum(again, ()) == pytest.approx(sum(whole, ()))

@@ -117,6 +117,7 @@ ROUTES = {
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.covering(together=2)
 def test_routing_under_type_2(name: str, average: str, parts: int) -> None:
     """The outputs tell N; nothing has to be said."""
     model, x, y = fill(Experts()), routed(ROUTES[name]), randn(6, 2, seed=1)
@@ -293,6 +294,7 @@ def deep() -> nn.Sequential:
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("layout", ["positions", "flat", "terms alone"])
+@pytest.mark.covering(together=2)
 def test_ignored_terms_under_type_2_are_exact(layout: str, parts: int, average: str) -> None:
     """A deep linear net whose kept positions enter the loss, against the dense Fisher of these."""
     model, x, y = fill(chain()), randn(3, 4, 3), randn(3, 4, 2, seed=1)
@@ -335,6 +337,7 @@ FISHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("samples", ["batch", "positions"])
 @pytest.mark.parametrize("method", ["kfac", {"^0$": "kfac", ".*": "foof"}], ids=["kfac", "foof"])
 @pytest.mark.parametrize("name", FISHERS)
+@pytest.mark.covering(together=2)
 def test_terms_that_count_are_a_batch_of_their_own(name: str, method: Any, samples: str) -> None:
     """Positions do not mix here: the padded batch is that of the positions that count."""
     x, labels = randn(3, 4, 3), torch.arange(12).reshape(3, 4) % 2
@@ -832,6 +835,7 @@ def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["type-2", "empirical"])
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
+@pytest.mark.covering(together=2)
 def test_ranks_with_uneven_routing_are_one_process(name: str, ranks: int, strategy: str) -> None:
     alone = train(0, 1, name, "comm-opt")
     for own in run_ranks(train, ranks, name, strategy):

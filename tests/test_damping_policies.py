@@ -196,7 +196,10 @@ def train_share(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["mem-opt", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("comm-opt", "sharded"))],
+)
 def test_four_ranks_that_go_on_as_two_are_one_process(strategy: str) -> None:
     expected, dampings, _ = train_share(0, 1, strategy, range(6), None)
     first = run_ranks(train_share, 4, strategy, range(3), None)

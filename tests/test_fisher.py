@@ -113,6 +113,7 @@ def test_one_datum_of_any_net(
     [("mse", F.mse_loss), (SquaredError(), half_square)],
     ids=["mse", "squared-error"],
 )
+@pytest.mark.covering(together=2)
 def test_any_batch_of_a_deep_linear_net(
     loss: Any, criterion: Criterion, sizes: tuple[int, ...], average: str
 ) -> None:

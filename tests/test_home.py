@@ -228,6 +228,7 @@ def assert_moved_alike(
 @pytest.mark.parametrize("owner", ["kfac", "soap-muon"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("home", [name for name in HOMES if name != "grad"])
+@pytest.mark.covering(together=2)
 def test_any_home_trains_as_grad_does(home: str, owner: str, set_to_none: bool) -> None:
     if home == "dictionary" and not set_to_none:
         pytest.skip("what is collected replaces what is there")
@@ -238,6 +239,7 @@ def test_any_home_trains_as_grad_does(home: str, owner: str, set_to_none: bool) 
 @pytest.mark.distributed
 @pytest.mark.parametrize("owner", ["kfac", "soap-muon"])
 @pytest.mark.parametrize("gradients", ["averaged", "local"])
+@pytest.mark.covering(together=1)
 def test_any_home_trains_as_grad_does_on_two_ranks(owner: str, gradients: str) -> None:
     expected = run_ranks(train, 2, "grad", owner, gradients)
     for home in ("dictionary", "main_grad"):

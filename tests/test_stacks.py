@@ -70,7 +70,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(work, "SMALL", 0)
 
 
-def train(steps: int = 8, used: Callable[[int], int] = lambda step: 3, **settings: Any) -> Net:
+def train(steps: int = 6, used: Callable[[int], int] = lambda step: 3, **settings: Any) -> Net:
     model, batches = net(), 2
     settings = {
         "method": "kfac",
@@ -111,6 +111,7 @@ def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], N
 
 @pytest.mark.parametrize("solver", [Inverse(), Eigen(follows=True), "orthogonal-iteration"])
 @pytest.mark.parametrize("more", [{"stagger": True}, {"background": 1}, {"rows": 0.5}])
+@pytest.mark.covering(together=1)
 def test_solvers_turns_and_the_background(
     solver: Any, more: dict[str, Any], apart: Callable[[], None]
 ) -> None:
@@ -321,15 +322,16 @@ def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal", "soap", "muon"])
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
-def test_ranks_take_the_steps_of_one_process(strategy: str) -> None:
-    for method in ("kfac", "ekfac", "diagonal", "soap", "muon"):
-        options = {"method": method, "solve_every": 2}
-        alone = on_ranks(0, 1, options)
-        if strategy == "sharded":
-            options["strategy"] = soframe.strategies.Sharded(group=None, deferred=method == "kfac")
-        else:
-            options["strategy"] = strategy
-        for rank, weights in enumerate(run_ranks(on_ranks, 4, options)):
-            for one, other in zip(weights, alone, strict=True):
-                assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (method, rank)
+@pytest.mark.covering(together=1)
+def test_ranks_take_the_steps_of_one_process(strategy: str, method: str) -> None:
+    options = {"method": method, "solve_every": 2}
+    alone = on_ranks(0, 1, options)
+    if strategy == "sharded":
+        options["strategy"] = soframe.strategies.Sharded(group=None, deferred=method == "kfac")
+    else:
+        options["strategy"] = strategy
+    for rank, weights in enumerate(run_ranks(on_ranks, 4, options)):
+        for one, other in zip(weights, alone, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (method, rank)

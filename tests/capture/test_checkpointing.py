@@ -163,6 +163,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.covering(together=1)
 def test_checkpoint(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
 

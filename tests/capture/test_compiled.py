@@ -24,7 +24,10 @@ INDUCTOR = pytest.param(
     "inductor",
     3,
     False,
-    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    marks=[
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+        pytest.mark.thorough,
+    ],
 )
 
 
@@ -167,11 +170,11 @@ def whole_steps(who: str, compiled: str) -> Tensor:
     ("who", "compiled"),
     [
         ("preconditioner", "update"),
-        ("preconditioner", "step"),
+        pytest.param("preconditioner", "step", marks=pytest.mark.thorough),
         ("kfac", "step"),
-        ("soap", "update"),
+        pytest.param("soap", "update", marks=pytest.mark.thorough),
         ("trust region", "step"),
-        ("stochastic", "step"),
+        pytest.param("stochastic", "step", marks=pytest.mark.thorough),
     ],
 )
 def test_a_step_within_compiled_code_is_the_eager_one(who: str, compiled: str) -> None:

@@ -66,6 +66,7 @@ SCHEDULES: dict[str, Schedule] = {
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.covering(together=2)
 def test_freezing(schedule: str, part: str, world_size: int) -> None:
     """A block that gains a parameter begins anew: its gradient is raw for that one step."""
     check(SCHEDULES[schedule](part), world_size)

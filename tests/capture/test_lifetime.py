@@ -344,6 +344,7 @@ def wrap(rank: int, world_size: int, name: str, late: bool) -> tuple[list[str], 
 @pytest.mark.distributed
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.covering(together=1)
 def test_wrapped_before_or_after(name: str, late: bool) -> None:
     """The names are the model's own, the numbers the same, and gradients are written in place."""
     wanted = expected(CASE)

@@ -86,6 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.covering(together=1)
 def test_tied(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
 

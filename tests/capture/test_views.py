@@ -110,6 +110,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.covering(together=1)
 def test_changed_in_place(name: str, world_size: int) -> None:
     """Statistics and steps are those of the model whose outputs stay, by the dense reference."""
     check(CASES[name], world_size)
@@ -167,7 +168,13 @@ def test_autocast(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", ["rectified", "several", "turned"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "turned",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("rectified", "several")),
+    ],
+)
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     model, twin = both(CHANGES[name])

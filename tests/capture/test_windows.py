@@ -140,6 +140,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.covering(together=1)
 def test_window(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
 
@@ -282,6 +283,7 @@ def train_with(rank: int, world_size: int, other: Other | None, **options: Any) 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("other", BETWEEN)
+@pytest.mark.covering(together=1)
 def test_no_trace_of(other: Other, world_size: int) -> None:
     """Not one bit of factors or gradients changes."""
     if world_size == 1:

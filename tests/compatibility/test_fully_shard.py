@@ -108,6 +108,8 @@ UNLIKE = ("ekfac", "eva", "diagonal", "shampoo", "normuon", "newton-muon")
 """Methods that differ in what they read, keep and have solved; bases are unique."""
 FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
 """Cases that run on every number of ranks."""
+THOROUGH = ("kfac hybrid clips", "own muon")
+"""Cases that lead a group that `make test-all` alone runs."""
 TOGETHER = 7
 """Cases that run in one start of the processes."""
 
@@ -139,7 +141,7 @@ def check(results: list[Result], case: Case, what: str = "") -> None:
             names,
             # On two ranks all run that are not hybrid, so that on four the others are enough.
             marks=[]
-            if ranks == 2 or (ranks == 4 and names[0] not in FEW)
+            if (ranks == 2 and names[0] not in THOROUGH) or (ranks == 4 and names[0] not in FEW)
             else [pytest.mark.slow, pytest.mark.thorough],
         )
         for ranks in (1, 2, 3, 4)
@@ -384,7 +386,7 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
         (built_within_a_step, 2, "gradients without statistics"),
         (half_of_the_ranks, 4, "is sharded over the ranks .* let fully_shard's mesh have all"),
         (alone_among_many, 2, "is sharded over the ranks .* let fully_shard's mesh have all"),
-        (local_gradients, 2, "pass gradients='averaged'"),
+        (local_gradients, 2, "pass .*gradients='averaged'"),
         (hyperball, 2, "of which each rank has a part"),
         (hyperball_first, 2, "of which each rank has a part"),
         (trust_region, 2, "TrustRegion needs whole parameters"),

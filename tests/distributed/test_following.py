@@ -58,6 +58,7 @@ STRATEGIES: dict[str, Any] = {
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in SOLVERS),
     ],
 )
+@pytest.mark.covering(together=1)
 def test_ranks_are_one_process(solver: str, ranks: int) -> None:
     """Where owners are gradient workers, and gradient workers hold the factors."""
     names = list(STRATEGIES) if ranks > 2 else ["comm"]

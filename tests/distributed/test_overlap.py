@@ -208,6 +208,7 @@ def solve_badly(rank: int, ranks: int, case: Case, overlap: bool) -> tuple[Any, 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["comm-opt", pytest.param("sharded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("good", [0, 1])
+@pytest.mark.covering(together=2)
 def test_a_solve_that_fails_midway_is_agreed_on_afterwards(
     good: int, strategy: str, overlap: bool
 ) -> None:

@@ -111,7 +111,14 @@ def plain() -> dict[str, Tensor]:
     return second[0][0]
 
 
-@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "hybrid-opt",
+        "sharded",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("comm-opt", "mem-opt")),
+    ],
+)
 def test_four_ranks_that_go_on_as_two(strategy: str, plain: dict[str, Tensor]) -> None:
     first, second = resumed(True, strategy)
     # In each pass the outputs' of five layers and the inputs' of three; two share theirs in one.

@@ -19,6 +19,7 @@ def invoke(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_demo_prints_json_only_and_draws_every_workload(tmp_path, invoke, monkeypatch):
     monkeypatch.setattr(demo, "STRATEGIES", demo.STRATEGIES[:1])
     monkeypatch.setattr(demo, "SHARES", {"digits-autoencoder": 0.7, "byte-gpt": 0.3})

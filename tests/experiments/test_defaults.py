@@ -10,7 +10,12 @@ TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "lr"), [("digits-autoencoder", 0.01), ("digits-cnn", 0.01), ("digits-cnn", 0.1)]
+    ("workload", "lr"),
+    [
+        pytest.param("digits-autoencoder", 0.01, marks=pytest.mark.thorough),
+        pytest.param("digits-cnn", 0.01, marks=pytest.mark.thorough),
+        ("digits-cnn", 0.1),
+    ],
 )
 def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
     steps, target = TARGETS[workload]
@@ -22,6 +27,7 @@ def test_two_lines_reach_the_target(workload: str, lr: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_two_lines_reach_the_target_under_ddp() -> None:
     """On the workload of fewer steps: the others follow the trajectory of one process."""
     steps, target = TARGETS["digits-cnn"]

@@ -21,6 +21,7 @@ def written(path: Path, *asked: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_all_contenders_take_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = written(tmp_path)
     out, err = capsys.readouterr()

@@ -362,6 +362,7 @@ print(faults)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+@pytest.mark.thorough
 def test_freed_memory_is_kept_for_the_next_step():
     """Else each of its pages, 4000 here, is asked for again."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}

@@ -35,9 +35,17 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("network", BOUNDS)
-def test_operators_and_waits(network: str, tmp_path: Path) -> None:
-    bounds, path = BOUNDS[network], tmp_path / "counts.json"
+@pytest.mark.parametrize(
+    ("network", "methods"),
+    [
+        ("gpt2", ("kfac",)),
+        pytest.param("gpt2", ("muon", "adamw", "soap", "soap-muon"), marks=pytest.mark.thorough),
+        pytest.param("resnet50", ("kfac",), marks=pytest.mark.thorough),
+    ],
+)
+def test_operators_and_waits(network: str, methods: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    bounds = {method: BOUNDS[network][method] for method in methods}
     # In a process of its own: the fake GPU has to be there before torch is.
     command = [sys.executable, "-m", "benchmarks.launches", network, *bounds, "--json", path]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

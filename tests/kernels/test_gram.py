@@ -39,6 +39,7 @@ SHAPES = [(1, 3, 5, 4), (1, 2, 40, 6), (1, 1, 1, 1), (3, 2, 4, 2), (2, 3, 2, 1),
 @pytest.mark.parametrize(
     "shape", [*SHAPES, (1, 3, 7, 150), (1, 2, 200, 130), (2, 3, 2, 520), (1, 2, 3, 1540)]
 )
+@pytest.mark.covering(together=2)
 def test_moment(
     layout: str, shape: tuple[int, ...], gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,7 @@ ORDINARY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", ORDINARY, ids=str)
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "pointwise"])
 @pytest.mark.parametrize("border", [1.0, 1e4])
+@pytest.mark.covering(together=2)
 def test_single_precision(options: dict[str, int], path: str, border: float) -> None:
     """A border 1e4 times the rest costs blocks without it no digits."""
     axis = Axis(options["size"], options["kernel"], options["stride"], 1, *[options["padding"]] * 2)

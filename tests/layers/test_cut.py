@@ -52,6 +52,7 @@ def directions(
     [Muon(dtype="float64"), NorMuon(), Chain((SOAP(), "match-rms")), Shampoo(sides="left")],
     ids=lambda method: type(method).__name__,
 )
+@pytest.mark.covering(together=2)
 def test_parts_are_matrices(kind: str, parts: int, method: Any, layers: Any) -> None:
     """Each as the weight of a layer of its own."""
     model, pattern, name = qkv(kind)

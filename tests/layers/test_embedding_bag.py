@@ -29,6 +29,7 @@ MATRIX = torch.tensor([[0, 3, 3], [1, 2, 0], [2, 2, 2]])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("form", ["matrix", "offsets", "with the last offset"])
+@pytest.mark.covering(together=2)
 def test_rows_are_those_of_autograd(mode: str, padding: int | None, form: str) -> None:
     settings = {"mode": mode, "padding_idx": padding}
     settings["include_last_offset"] = form == "with the last offset"

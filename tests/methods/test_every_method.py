@@ -15,6 +15,7 @@ from tests.distributed.harness import run_ranks
 METHODS = sorted(available("method"))  # a new registration enters by itself
 OF_EACH_KIND = ("ekfac", "kfac", "soap-muon")
 """They differ in what they read of calls and gradients, have solved, and remember."""
+ON_TWO_RANKS = (*OF_EACH_KIND, "adamw", "eva", "muon", "shampoo", "tnt")
 
 
 def of_other_fishers(name: str) -> bool:
@@ -22,11 +23,10 @@ def of_other_fishers(name: str) -> bool:
     return method.captures and not method.empirical_only
 
 
-def each_kind_first(names: list[str]) -> list[Any]:
+def each_kind_first(names: list[str], kinds: tuple[str, ...] = OF_EACH_KIND) -> list[Any]:
     """The methods, of which `make test` runs one of each kind."""
     return [
-        pytest.param(name, marks=[] if name in OF_EACH_KIND else [pytest.mark.thorough])
-        for name in names
+        pytest.param(name, marks=[] if name in kinds else [pytest.mark.thorough]) for name in names
     ]
 
 
@@ -37,7 +37,7 @@ def test_one_process(name: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each_kind_first(METHODS, ON_TWO_RANKS))
 def test_two_ranks_are_one_process(name: str) -> None:
     """Where one rank makes the directions of a block, and where all do."""
     strategies = ("comm-opt", "mem-opt")
@@ -55,7 +55,7 @@ def test_ranks_are_one_process(name: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", each_kind_first([name for name in METHODS if of_other_fishers(name)])
+    "name", each_kind_first([name for name in METHODS if of_other_fishers(name)], ("ekfac",))
 )
 def test_another_fisher_on_ranks_is_one_process(name: str) -> None:
     """Where statistics come from is the same under all strategies: two tell."""

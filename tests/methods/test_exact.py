@@ -99,7 +99,7 @@ def batch(model: Chain, samples: int, *positions: int, seed: int = 0) -> tuple[T
     average=st.sampled_from(AVERAGES),
     kind=st.sampled_from(["type-2", "empirical"]),
 )
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(12))
 def test_one_sample_of_any_net(model: Chain, average: LossAverage, kind: Kind) -> None:
     optimizer = shuffled_optimizer(model, 0)
     with closing(preconditioner(model, loss_average=average, optimizer=optimizer)) as own:
@@ -112,7 +112,7 @@ def test_one_sample_of_any_net(model: Chain, average: LossAverage, kind: Kind) -
     average=st.sampled_from(AVERAGES),
     sizes=st.lists(st.sampled_from([1, 2, 7]), min_size=1, max_size=2),
 )
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(12))
 def test_deep_linear_net(model: Chain, average: LossAverage, sizes: list[int]) -> None:
     data = [batch(model, size, seed=i) for i, size in enumerate(sizes)]
     with closing(preconditioner(model, loss_average=average)) as own:
@@ -133,7 +133,7 @@ def test_uneven_micro_batches(average: LossAverage) -> None:
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     positions=st.sampled_from([(2,), (1,), (2, 2)]),
 )
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(12))
 def test_positions_that_all_enter_the_loss(
     model: Chain, average: LossAverage, sizes: list[int], positions: tuple[int, ...]
 ) -> None:
@@ -161,6 +161,7 @@ CONVOLUTIONS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
+@pytest.mark.covering(together=2)
 def test_one_convolution(options: dict[str, Any], frozen: str, average: LossAverage) -> None:
     model = fill(nn.Sequential(nn.Conv2d(2, 2, **options)))
     if frozen:

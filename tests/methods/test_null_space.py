@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from soframe import Preconditioner
 
-STEPS = 20
+STEPS = 12
 SHAPES = {"wide": (12, 4), "tall": (4, 12), "square": (6, 6)}  # inputs, outputs
 
 
@@ -39,6 +39,7 @@ def train(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Te
 @pytest.mark.parametrize("solve_every", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", ["soap", "kl-soap", "soap-muon", "soap-normuon"])
+@pytest.mark.covering(together=1)
 def test_the_order_of_samples_does_not_matter(method: str, shape: str, solve_every: int) -> None:
     one, other = (
         train(method, SHAPES[shape], flip, solve_every=solve_every) for flip in (False, True)

@@ -66,6 +66,7 @@ def test_apply() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.covering(together=2)
 def test_shampoo(shape: tuple[int, int], method: Shampoo, every: int) -> None:
     """Five steps, of which every second or each one refreshes the roots."""
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)).double()

@@ -80,6 +80,7 @@ ON_FOUR = pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, ON_FOUR])
 @pytest.mark.parametrize("method", [Eva(), TNT()], ids=repr)
+@pytest.mark.thorough
 def test_methods_know_no_counts(method: Method, ranks: int) -> None:
     """Nor do they guess a scale: degree and mean say it, in micro-batches and on ranks."""
     check_method(method, ranks=(ranks,), strategies=("comm-opt", "mem-opt"), launch=run_ranks)

@@ -102,6 +102,7 @@ def test_installed_components_are_listed_and_used_by_name(installed):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_trust_region_takes_an_installed_loss_and_damping_by_name(installed):
     done = run(
         """

@@ -21,6 +21,7 @@ def ends(folder: Path, ranks: int) -> list[tuple[int, Tensor]]:
     return [torch.load(folder / f"end-{ranks}-{rank}.pt") for rank in range(ranks)]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     (whole := tmp_path / "whole").mkdir()
     plan, death = Plan("comm-opt"), Death(6, 1, "solve")

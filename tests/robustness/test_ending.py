@@ -36,6 +36,7 @@ def test_ranks_end_with_the_scripts_own_status(tmp_path, strategy, how, ranks, s
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_whose_peer_has_gone_ends_with_an_error(tmp_path):
     left, gone = run_script(tmp_path, "comm-opt", "one raises", 2)
     assert gone.status == 1

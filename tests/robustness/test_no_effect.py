@@ -83,7 +83,11 @@ def fresh() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("backend", "in_place", "another"),
-    [("eager", False, False), ("aot_eager", True, False), ("eager", False, True)],
+    [
+        pytest.param("eager", False, False, marks=pytest.mark.thorough),
+        ("aot_eager", True, False),
+        pytest.param("eager", False, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_compiled_before(backend: str, in_place: bool, another: bool) -> None:
     """It, or another model of its class, has run."""
@@ -436,6 +440,7 @@ def on_ranks(rank: int, world_size: int, how: str, strategy: str, options: dict[
 @pytest.mark.distributed
 @pytest.mark.parametrize("gradients", ["averaged", "local"])
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded", "owner-local"])
+@pytest.mark.covering(together=1)
 def test_used_on_one_rank_only(strategy: str, gradients: str) -> None:
     options = {"gradients": gradients}
     assert run_ranks(on_ranks, 2, "head on one rank", strategy, options) == [set(), set()]

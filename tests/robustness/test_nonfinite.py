@@ -166,6 +166,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("ranks", "index"), RUNS)
+@pytest.mark.covering(together=1)
 def test_one_update_is_lost(ranks, index):
     bad = CASES[index]
     lost_update = bad.where != "statistics"

@@ -79,6 +79,7 @@ def soak(rank: int, ranks: int, strategy: Any) -> dict[str, Any]:
         pytest.param(Sharded(deferred=True), id="deferred", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_memory_is_flat_and_ranks_do_not_drift(strategy):
     first, second = run_ranks(soak, 2, strategy, timeout=200)
     assert torch.equal(first["weights"], second["weights"])

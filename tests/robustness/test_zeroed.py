@@ -165,6 +165,7 @@ def sharded(rank: int, world_size: int, kind: str, before: bool) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", ["original", "flat"])
+@pytest.mark.covering(together=1)
 def test_sharded_models(kind: str, before: bool) -> None:
     """Refused at construction; by the step, where the model was sharded after it.
 

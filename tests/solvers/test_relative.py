@@ -189,6 +189,7 @@ def train(rank: int, ranks: int, strategy: str, solver: Any) -> list[Tensor]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt"])
 @pytest.mark.parametrize(("solver", "ranks"), [("eigen", 2), (Inverse("sqrt"), 3)], ids=str)
+@pytest.mark.covering(together=1)
 def test_ranks_are_one_process(strategy: str, solver: Any, ranks: int) -> None:
     alone = train(0, 1, "comm-opt", solver)
     for own in run_ranks(train, ranks, strategy, solver):

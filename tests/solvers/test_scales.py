@@ -218,6 +218,7 @@ SCALES = [1e-19, 1e-17, 1e-10, 1.0, 1e10, 1e16, 1e19]
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "newton-schulz", "orthogonal-iteration"])
 @pytest.mark.parametrize("first", [None, 1.0, 1e-19, 1e16])
 @pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.covering(together=2)
 def test_a_loss_of_any_scale(
     solver: str, first: float | None, scale: float, caplog: pytest.LogCaptureFixture
 ) -> None:

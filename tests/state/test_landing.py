@@ -216,6 +216,7 @@ if sys.argv[1] == "raises":
 @pytest.mark.parametrize(
     ("how", "status"), [("ends", 0), pytest.param("raises", 1, marks=pytest.mark.thorough)]
 )
+@pytest.mark.thorough
 def test_a_script_that_closes_nothing_ends_with_its_own_status(how, status):
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", SCRIPT, how]

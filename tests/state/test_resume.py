@@ -180,9 +180,11 @@ DEFERRED = CASE.with_options(strategy=Sharded(group=None, deferred=True))
         pytest.param([(3, HALF, 0, 4), (2, MEM, 4, STEPS)], marks=pytest.mark.slow),
         pytest.param(
             [(1, DEFERRED, 0, 3), (3, DEFERRED, 3, 5), (4, DEFERRED, 5, 7), (2, COMM, 7, STEPS)],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
-        pytest.param([(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)], marks=pytest.mark.slow),
+        pytest.param(
+            [(1, MEM, 0, 2), (3, HALF, 2, 7), (1, MEM, 7, STEPS)], marks=pytest.mark.thorough
+        ),
     ],
     ids=["mem-comm-one", "deferred-sharded", "hybrid-mem", "deferred", "one-hybrid-one"],
 )
@@ -321,6 +323,7 @@ def freeze(run: Run, name: str, frozen: bool) -> None:
 
 @pytest.mark.parametrize(("change", "saved_at"), [(3, 4), (3, 5), (3, 6), (4, 5), (4, 6)])
 @pytest.mark.parametrize("thaw", [False, True])
+@pytest.mark.covering(together=1)
 def test_a_run_with_a_layer_that_changed_goes_on_bit_by_bit(change, saved_at, thaw):
     def make(frozen: bool) -> Run:
         run = Run(CASE)

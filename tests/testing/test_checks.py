@@ -410,11 +410,11 @@ def test_a_wrong_solver_is_found(solver: Solver, message: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        HybridOpt(),
         Sharded(group=2, deferred=True, wire="bfloat16"),
         *(
             pytest.param(strategy, marks=pytest.mark.thorough)
             for strategy in (
+                HybridOpt(),
                 OwnerLocal(),
                 CommOpt(colocate=False),
                 CommOpt(),

@@ -587,6 +587,7 @@ def in_legs(
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("often")
+@pytest.mark.thorough
 def test_four_ranks_in_micro_batches_and_then_two_are_one_process() -> None:
     model = deep()
     own = made(model)
