@@ -81,6 +81,7 @@ def test_every_row_is_there_and_all_compute_the_same():
     assert local["all"] == local["sent"] < averaged["all"]
 
 
+@pytest.mark.slow
 def test_what_a_thread_lets_go_of_later_is_not_held(monkeypatch):
     """A thread of Gloo may still hold the buffer of a collective that has ended."""
     passing: list[torch.Tensor] = []

@@ -501,6 +501,7 @@ NAMES = ["hyperball", "cautious"]
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
 @pytest.mark.parametrize("method", ["kfac", "soap-muon"])
+@pytest.mark.slow
 def test_micro_batches_and_resumption(method: str, settings: dict[str, Any]) -> None:
     check_method(method, ranks=(), fishers=("empirical",), **settings)
 

@@ -218,6 +218,7 @@ def test_tensors_without_a_device_are_found(source: str, found: int) -> None:
     assert len(without_a_device(ast.parse(source))) == found
 
 
+@pytest.mark.slow
 def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
     """Whatever the user's default device is: see tests/test_default_device.py."""
     package = ROOT / "soframe"

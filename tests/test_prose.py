@@ -6,6 +6,7 @@ from tests import prose
 
 
 @pytest.mark.parametrize("kind", prose.BOUNDS)
+@pytest.mark.slow
 def test_rates_stay_within_their_bounds(kind: str) -> None:
     rates = prose.rates(prose.read()[kind])
     assert rates.keys() == prose.BOUNDS[kind].keys() == prose.TARGETS.keys()
@@ -13,6 +14,7 @@ def test_rates_stay_within_their_bounds(kind: str) -> None:
     assert not exceeded, f"python -m tests.prose --show lists them: {exceeded}"
 
 
+@pytest.mark.slow
 def test_comments_are_not_fewer() -> None:
     assert prose.comment_rate() >= prose.COMMENTS_BOUND
 

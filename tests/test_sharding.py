@@ -26,6 +26,7 @@ def test_soframe_imports_no_dtensors() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_core_names_no_framework() -> None:
     package, found = Path(soframe.__file__).parent, set()
     for file in package.rglob("*.py"):

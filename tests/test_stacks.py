@@ -112,6 +112,7 @@ def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], N
 @pytest.mark.parametrize("solver", [Inverse(), Eigen(follows=True), "orthogonal-iteration"])
 @pytest.mark.parametrize("more", [{"stagger": True}, {"background": 1}, {"rows": 0.5}])
 @pytest.mark.covering(together=1)
+@pytest.mark.slow
 def test_solvers_turns_and_the_background(
     solver: Any, more: dict[str, Any], apart: Callable[[], None]
 ) -> None:
@@ -121,6 +122,7 @@ def test_solvers_turns_and_the_background(
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw", "kfac-muon"])
+@pytest.mark.slow
 def test_blocks_that_are_used_at_some_steps_only(method: str, apart: Callable[[], None]) -> None:
     """Weights of averages, numbers of updates and first solves differ inside a stack."""
 
@@ -186,6 +188,7 @@ def test_a_failed_solve_costs_its_block_alone(apart: Callable[[], None]) -> None
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "soap"])
+@pytest.mark.slow
 def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None]) -> None:
     whole = train(steps=8, method=method)
     half = train(steps=4, method=method)
@@ -232,6 +235,7 @@ def test_tensors_lie_in_one_and_former_data_stay() -> None:
 
 
 @pytest.mark.parametrize("solver", [Inverse(), Eigen(), "newton-schulz"], ids=str)
+@pytest.mark.slow
 def test_factors_are_solved_together_as_stack_by_stack(
     solver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

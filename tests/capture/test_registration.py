@@ -359,6 +359,7 @@ def test_skip_by_any_name_of_a_module() -> None:
 # The compiler looks at tensors.
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("method", ["kfac", "muon"])
+@pytest.mark.slow
 def test_wrappers_of_single_modules_leave_names_statistics_and_states(method: str) -> None:
     """Wrapped after soframe was built; and its state goes on without them."""
 

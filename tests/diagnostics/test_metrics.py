@@ -424,6 +424,7 @@ def test_scalars_are_named_numbers() -> None:
     assert "overall/norm_clip" not in found  # it is off
 
 
+@pytest.mark.slow
 def test_a_trust_region_tells_the_dampings_that_it_has_chosen() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -51,6 +51,7 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_toy")
+@pytest.mark.slow
 def test_epochs_and_seconds_are_read_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # After 3 steps K-FAC is above SGD's 0.8, which it would have reached after 2 of them.
     ends = {("sgd", 6): 0.8, ("sgd", 3): 0.5, ("kfac", 3): 0.7, ("kfac", 6): 0.9}

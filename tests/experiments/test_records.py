@@ -64,6 +64,7 @@ def test_the_verdict_takes_the_fastest_first_order_run_and_the_first_strategy():
         verdict(runs, 0.5, "muon")
 
 
+@pytest.mark.slow
 def test_the_table_and_the_plot_show_every_run(tmp_path):
     runs = [record(), record(losses=(3.0, 99.0, math.inf), config=KFAC)]
     table = comparison(workload("digits-autoencoder"), runs)

@@ -38,6 +38,7 @@ def test_a_target_is_what_single_precision_tells_from_zero():
     assert suite.resolved(-0.5) == -0.5  # of a density, whose logarithm it is
 
 
+@pytest.mark.slow
 def test_runs_that_have_ended_are_not_repeated_and_adamw_sets_the_targets(tmp_path):
     names = ["trust-region", "stochastic-trust-region", "adamw", "muon"]
     rows = suite.measure("gaussian-natural", [0], names, configure, tmp_path)

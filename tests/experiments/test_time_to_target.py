@@ -95,6 +95,7 @@ def test_runs_that_cannot_be_compared_are_refused():
             report([*OWN, *other])
 
 
+@pytest.mark.slow
 def test_the_table_says_when_or_how_far_and_files_are_written(tmp_path, capsys):
     time_to_target.show("digits-autoencoder", [*OWN, *ADAM, *MUON], tmp_path)
     text = " | ".join(part for part in capsys.readouterr().out.split("  ") if part.strip())

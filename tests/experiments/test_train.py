@@ -72,6 +72,7 @@ def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
         assert set(shared.sent_bytes_per_step) > {"gradients"}
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_lowest_target():
     first = losses(train(ALONE, SGD))[1]
     record = train(ALONE, SGD.but(targets=(2 * first, first)))
@@ -92,6 +93,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_seconds_count_steps_only_and_end_the_run(monkeypatch):
     # Each step reads the clock twice for forward and backward, twice for the rest: two seconds.
     monkeypatch.setattr(training.time, "perf_counter", Clock())
@@ -228,6 +230,7 @@ def test_curves_report_the_whole_squared_error():
     assert state.rows[0].loss == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_ranks_draw_their_own_random_numbers():
     def drawn(rank, seed):
         state = Run(dataclasses.replace(ALONE, rank=rank), SGD.but(seed=seed)).random_state

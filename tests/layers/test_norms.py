@@ -161,6 +161,7 @@ def test_a_layer_norm_leaves_out_rows_that_are_no_data() -> None:
         compare(masked_one, plain, "padding left out")
 
 
+@pytest.mark.slow
 def test_they_join_where_a_user_asks_for_them() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     with closing(preconditioner(model)) as own:

@@ -281,6 +281,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("kind", [tuple, list, lambda pair: Pair(*pair)])
+@pytest.mark.slow
 def test_the_trust_region_takes_several_outputs_as_one_joined(kind: Callable[..., Any]) -> None:
     class Kind(Net):
         def forward(self, x: Tensor) -> Any:

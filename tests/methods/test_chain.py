@@ -205,6 +205,7 @@ def test_curvature_then_momentum() -> None:
 CHAIN = Chain((KFAC(), "momentum", Momentum(0.5)))
 
 
+@pytest.mark.slow
 def test_promises() -> None:
     stages.check_resume(CHAIN)
     stages.check_shared_instance(lambda: Chain((KFAC(), "momentum", Momentum(0.5))))

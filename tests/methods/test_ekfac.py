@@ -171,6 +171,7 @@ def test_it_is_refused_where_there_is_no_basis() -> None:
 
 
 @pytest.mark.parametrize("method", [EKFAC(), Chain((EKFAC(), "momentum"))], ids=repr)
+@pytest.mark.slow
 def test_a_scale_that_no_step_would_use_is_refused(method: Any) -> None:
     model = stages.network()
     with pytest.raises(ValueError, match=r"0: solve_every=1 never uses the factor S.*larger"):
@@ -187,6 +188,7 @@ def test_a_scale_that_no_step_would_use_is_refused(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [EKFAC(), Chain((EKFAC(), "momentum"))], ids=repr)
+@pytest.mark.slow
 def test_promises(method: Any) -> None:
     stages.check_resume(method, solve_every=3)
     stages.check_resume(method, statistics_every=2, solve_every=2)

@@ -209,6 +209,7 @@ def test_a_damping_that_is_relative_to_nothing_is_refused(method: str) -> None:
         stages.preconditioner(stages.network(), method, damping=RelativeDamping(0.1))
 
 
+@pytest.mark.slow
 def test_some_rows_have_the_scale_of_all() -> None:
     found = []
     for rows, steps in ((0.5, 300), (1.0, 1)):
@@ -231,6 +232,7 @@ def test_promises(method: Any) -> None:
     stages.check_nonfinite(method)
 
 
+@pytest.mark.slow
 def test_a_method_of_the_empirical_fisher_is_checked_under_that_alone() -> None:
     check_method(Eva(), ranks=())
     assert Chain((Eva(), "momentum")).empirical_only

@@ -91,6 +91,7 @@ def test_everything_is_the_default_bit_by_bit() -> None:
 @pytest.mark.parametrize(
     "wanted", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 36))]
 )
+@pytest.mark.slow
 def test_the_error_is_the_one_that_is_stated(wanted: int) -> None:
     """Over many draws the mean is the moment of all rows, and the deviation ``s / sqrt(n)``."""
     total, draws = 40, 1500

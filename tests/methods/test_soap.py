@@ -324,6 +324,7 @@ def test_settings_are_checked() -> None:
 @pytest.mark.parametrize(
     "method", [SOAP(), SOAP(carry="rotate"), SOAPMuon(), Chain((Momentum(), SOAP()))], ids=repr
 )
+@pytest.mark.slow
 def test_promises(method: Any) -> None:
     stages.check_resume(method)
     stages.check_resume(method, solve_every=2)

@@ -226,6 +226,7 @@ def test_without_curvature_and_damping_there_is_no_step() -> None:
 
 
 @pytest.mark.parametrize("method", [TNT(), Chain((TNT(), "momentum"))], ids=repr)
+@pytest.mark.slow
 def test_promises(method: Any) -> None:
     stages.check_resume(method, solve_every=3)
     stages.check_shared_instance(lambda: method)

@@ -87,6 +87,7 @@ def test_methods_know_no_counts(method: Method, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("method", [Eva(), TNT()], ids=repr)
+@pytest.mark.slow
 def test_some_rows_have_the_scale_of_all(method: Method) -> None:
     """The mean over many draws of half of the rows is the factor of all of them."""
 

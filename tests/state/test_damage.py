@@ -50,6 +50,7 @@ def test_flipped_bits_of_tensors_are_errors():
         assert equal(everything(run), before)
 
 
+@pytest.mark.slow
 def test_changed_numbers_are_errors():
     good = make().preconditioner.state_dict()
     for path, value in (

@@ -88,6 +88,7 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "distribution.p
     ("model", "blocks", "held"),
     [pytest.param("BERT-Large", 144, 40, marks=pytest.mark.slow), ("ResNet-50", 54, 8)],
 )
+@pytest.mark.slow
 def test_the_default_sends_and_holds_less_by_an_order_than_mem_opt(model, blocks, held):
     spec = importlib.util.spec_from_file_location("distribution", BENCHMARK)
     assert spec is not None

@@ -268,6 +268,7 @@ def test_a_module_without_helper_is_refused() -> None:
     ],
     ids=repr,
 )
+@pytest.mark.slow
 def test_own_solvers_pass(solver: Solver) -> None:
     check_solver(solver)
 
@@ -472,6 +473,7 @@ class ForgetsWork(Strategy):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
 )
+@pytest.mark.slow
 def test_a_wrong_strategy_is_found(strategy: Strategy, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_strategy(strategy)

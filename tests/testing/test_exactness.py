@@ -96,6 +96,7 @@ def test_the_matrix_is_that_of_the_method() -> None:
 
 
 @given(st.integers(0, 10**6))
+@pytest.mark.slow
 def test_ekfac_is_nearer_than_kfac(seed: int) -> None:
     x, y = randn(5, 3, seed=seed), randn(5, 2, seed=seed + 1)
     errors = {}
@@ -146,6 +147,7 @@ def test_cosines_are_of_what_gradients_hold() -> None:
     assert natural_gradient_cosines(own, model, x, log_cosh, y).full == 0
 
 
+@pytest.mark.slow
 def test_what_has_no_matrix_is_refused() -> None:
     model, x, y = network(), randn(6, 3), randn(6, 2, seed=1)
     own = taken(model, x, y, log_cosh, "muon", auxiliary="adamw")

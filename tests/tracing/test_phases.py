@@ -135,6 +135,7 @@ def test_an_optimizer_moves_last() -> None:
     assert first(ranges(found)) == ["agree", "average", "direct", "write", "move"]
 
 
+@pytest.mark.slow
 def test_nothing_is_done_unless_somebody_looks() -> None:
     model, preconditioner = make("kfac", solve_every=2)
 

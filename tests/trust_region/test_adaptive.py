@@ -81,6 +81,7 @@ class Brittle(Inverse):
         return super().solve(matrix, damping)
 
 
+@pytest.mark.slow
 def test_dampings_stay_where_factors_can_be_solved() -> None:
     """Trials go below, are not taken, and where statistics make a solve fail dampings go back."""
     model, x = deep(), randn(16, 3)
@@ -189,6 +190,7 @@ class Floorless(CrossEntropy):
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.slow
 def test_the_dampings_that_promise_most_are_kept(solver: str) -> None:
     """Of each of two parts, against four optimizers, each with one choice of dampings."""
     model = deep()

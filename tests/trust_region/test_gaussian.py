@@ -144,6 +144,7 @@ def test_a_batch_that_is_not_finite_is_skipped() -> None:
     assert not torch.equal(vector(model), before)
 
 
+@pytest.mark.slow
 def test_training_comes_to_the_most_likely_line() -> None:
     """With the defaults: noise grows along the line, and what is found is where slopes vanish."""
     x = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]

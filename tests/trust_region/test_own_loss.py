@@ -142,6 +142,7 @@ def test_a_loss_of_another_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize("choice", ["poisson", Poisson, Poisson()], ids=["name", "class", "own"])
+@pytest.mark.slow
 def test_training_comes_to_the_most_likely_weights(choice: Any) -> None:
     x, truth = randn(64, 3), 0.5 * randn(2, 4, seed=1)
     inputs = torch.cat([x, torch.ones(64, 1).double()], 1)

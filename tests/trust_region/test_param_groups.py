@@ -68,6 +68,7 @@ def test_steps_of_groups_are_the_dense_ones(
     own.close()
 
 
+@pytest.mark.slow
 def test_steps_solve_a_ridge_regression_whose_bias_is_free() -> None:
     net, x, y = fill(nn.Sequential(nn.Linear(3, 2))), randn(8, 3), randn(8, 2, seed=1)
     params = [{"params": [net[0].weight], "weight_decay": 0.5}, {"params": [net[0].bias]}]
@@ -248,6 +249,7 @@ def freeze(net: nn.Module, reference: Dense, number: int, *, frozen: bool) -> No
 
 
 @pytest.mark.parametrize("number", range(4))
+@pytest.mark.slow
 def test_what_is_frozen_for_a_while_is_so_for_the_dense_step(number: int) -> None:
     net = affine_net()
     own = trust_region(net, "squared-error", 0.5, decay=0.0, weight_decay=0.1)
@@ -262,6 +264,7 @@ def test_what_is_frozen_for_a_while_is_so_for_the_dense_step(number: int) -> Non
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["frozen first", "thawed first"])
+@pytest.mark.slow
 def test_dampings_of_parts_follow_what_is_frozen(first: bool) -> None:
     """With a trial at every step, and fewer parts than before or more."""
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)]

@@ -88,6 +88,7 @@ def test_the_policy_hears_at_once_of_more_than_twice_the_promise(
     assert own.damping.at(0) == (0.5**5 if full_batch and weight < 1 else 1.0)
 
 
+@pytest.mark.slow
 def test_it_costs_no_pass_but_that_which_shows_a_rejection() -> None:
     _, own, _, passes = trained(9)
     assert passes == 9 + 5  # the first step is judged, too

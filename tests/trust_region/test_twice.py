@@ -326,6 +326,7 @@ def test_whole_steps_are_those_of_functions_of_torch(fisher: str) -> None:
     compare(steps_of(Cube.apply, **settings), plain, "parameters")
 
 
+@pytest.mark.slow
 def test_a_model_under_autocast() -> None:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()]
     model, x = fill(nn.Sequential(*layers)).float(), randn(4, 3, 8, 8).float()

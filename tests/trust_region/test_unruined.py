@@ -82,6 +82,7 @@ def saturated(**settings: Any) -> tuple[nn.Module, soframe.TrustRegion, Any]:
     return model, own, lambda: F.cross_entropy(model(x), y)
 
 
+@pytest.mark.slow
 def test_nothing_is_promised_below_the_floor_of_the_loss() -> None:
     _, own, closure = saturated()
     loss = float(own.step(closure))
@@ -158,6 +159,7 @@ def single(high: float) -> tuple[nn.Module, soframe.TrustRegion, Any]:
     return model, own, lambda: half_square(model(x), y)
 
 
+@pytest.mark.slow
 def test_changes_below_rounding_let_the_damping_fall() -> None:
     _, own, closure = single(1e9)
     first = float(own.step(closure))
@@ -336,6 +338,7 @@ class Writer:
         self.found.setdefault(tag, []).append(global_step)
 
 
+@pytest.mark.slow
 def test_every_step_is_read_out(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     history, writer = History(), Writer()

@@ -91,6 +91,7 @@ def test_the_update_before_a_jump_is_undone_and_training_goes_on() -> None:
         assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_undoes_it_too() -> None:
     """At once: the last losses are part of the state."""
     jump = WINDOW + 2
@@ -100,6 +101,7 @@ def test_a_resumed_run_undoes_it_too() -> None:
     assert all(map(torch.equal, seen, again))
 
 
+@pytest.mark.slow
 def test_without_a_limit_nothing_is_undone() -> None:
     _, counters = trained(WINDOW + 6, WINDOW + 2, max_increase=None)
     assert counters["skipped_steps"] == 0
