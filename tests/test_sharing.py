@@ -77,7 +77,8 @@ def helper(**options: Any) -> LinearHelper:
 
 def add(shared: SharedInputs, own: LayerHelper, x: Tensor, total: Any = None, scale: float = 1.0):
     rows = own.output_rows(randn(len(x), 2))
-    return shared.add(own, (x,), rows, total, scale)
+    fresh = total is None or not total.any()
+    return shared.add(own, (x,), rows, total, scale, fresh=fresh)
 
 
 def test_a_sum_is_taken_over_with_another_scale(computed: list[LayerHelper]) -> None:
@@ -93,6 +94,21 @@ def test_a_sum_is_taken_over_with_another_scale(computed: list[LayerHelper]) -> 
     compare(mirror(second)[0], 2 * rows.T @ rows, "taken over", rtol=1e-12)
     compare(mirror(third)[0], 1 + 3 * rows.T @ rows, "added", rtol=1e-12)
     assert torch.equal(first, before)
+
+
+def test_slices_of_one_stack_share_a_sum(computed: list[LayerHelper]) -> None:
+    shared, x = SharedInputs(), randn(4, 3)
+    stack = torch.zeros(3, 4, 4, dtype=torch.float64)
+    for number, scale in enumerate((0.5, 2.0, 3.0)):
+        add(shared, helper(), x, stack[number : number + 1], scale)
+    assert len(computed) == 1
+    # A second call of the first layer: its sum is that of one call no longer.
+    add(shared, helper(), x, stack[:1], 1.0)
+    add(shared, helper(), x, stack[1:2], 1.0)
+    assert len(computed) == 2
+    rows = torch.cat([x, torch.ones(4, 1)], 1)
+    expected = torch.tensor([1.5, 3.0, 3.0]).view(3, 1, 1) * (rows.T @ rows)
+    compare(mirror(stack), expected, "slices", rtol=1e-12)
 
 
 def test_what_is_not_the_same_is_computed(computed: list[LayerHelper]) -> None:
@@ -154,7 +170,7 @@ def test_convolutions_of_one_image(computed: list[LayerHelper]) -> None:
         own = Conv2dHelper(conv)
         rows = own.output_rows(conv(x))
         computed.clear()
-        total = shared.add(own, (x,), rows, None, 1.0)
+        total = shared.add(own, (x,), rows, None, 1.0, fresh=True)
         assert len(computed) == new, options
         expected = moment(own.block_rows((x,), rows))
         compare(mirror(total.clone()), expected, str(options), rtol=1e-12)

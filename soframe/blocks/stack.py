@@ -22,7 +22,6 @@ from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.kernels.gram import mirror
 from soframe.methods.base import Addend
 from soframe.methods.scaling import Counts
-from soframe.solvers.base import mean_of, mean_trace
 from soframe.specs import VALUE, FactorSpec
 from soframe.strategies.work import BlockPlacement
 
@@ -109,7 +108,7 @@ class Stack:
         self.data: dict[str, dict[str, Tensor]] = {}
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
-        self._begun: set[tuple[str, int]] = set()  # sums that have statistics
+        self._shaped: set[str] = set()  # factors whose statistics have shown their shape
         self.all = tuple(range(len(self.blocks)))
         for index, block in enumerate(self.blocks):
             block.join(self, index)
@@ -205,19 +204,17 @@ class Stack:
         Returns:
             Whether the statistics have the factor's shape.
         """
-        name, first = factor.name, (factor.name, member) not in self._begun
-        if first:
+        name, alone = factor.name, len(self.blocks) == 1
+        if name not in self.sums and (alone or name not in self._shaped):
+            # The first statistics show whether the shape is right.
             new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
             if new.shape != factor.shape:
                 return False
-            self._begun.add((name, member))
-            if len(self.blocks) == 1:
-                self.sums[name] = new
-                return True
-            if name not in self.sums:
-                self.sums[name] = self.empty(factor.shape)
-            self.put(self.sums[name], (member,), new)
+            self._shaped.add(name)
+            self.fill(self.sums, name, member, new)
             return True
+        if name not in self.sums:
+            self.sums[name] = self.empty(factor.shape)
         total = self.views(self.sums[name], (member,))[0]
         if not isinstance(moment, Tensor):
             moment(total, multiplier)
@@ -230,7 +227,6 @@ class Stack:
     def drop_sums(self) -> None:
         """Forget the sums, which have entered the averages."""
         self.sums = {}
-        self._begun.clear()
 
     def renew(self, members: Members, name: str) -> None:
         """Drop statistics that were made with second-order data which have been replaced.
@@ -285,13 +281,16 @@ class Stack:
         return unpack(self.take(stored, members), factor)
 
     def mean_traces(self, factor: FactorSpec, members: Members) -> Tensor:
-        """Return the traces of a factor over its size, ``[groups]``."""
+        """Return the traces of a factor over its size, ``[groups]`` in float64."""
         stored = self.take(self.factors[factor.name], members)
         if factor.kind != "psd":
-            return mean_of(stored.flatten(1))
-        if stored.dim() == 3:
-            return mean_trace(stored)
-        return mean_of(packed_diagonal(stored, factor.size))
+            diagonal = stored.flatten(1)
+        elif stored.dim() == 3:
+            diagonal = stored.diagonal(dim1=-2, dim2=-1)
+        else:
+            diagonal = packed_diagonal(stored, factor.size)
+        # In float64 the sum does not overflow.
+        return diagonal.mean(-1, dtype=torch.float64)
 
     def set_factor(self, name: str, members: Members, stored: Tensor) -> None:
         """Store the running factor of some blocks, as the placement stores it."""

@@ -8,7 +8,7 @@ cache is used if the first sum consists of that call alone, as with one backward
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,19 +53,30 @@ class SharedInputs:
         output_rows: Tensor,
         total: Tensor | None,
         scale: float,
+        *,
+        fresh: bool,
     ) -> Tensor:
-        """Compute ``helper.input_moment``, or add the cached one; scale must not be zero."""
+        """Compute ``helper.input_moment``, or add the cached one; scale must not be zero.
+
+        ``fresh`` says that ``total`` has nothing yet: None or zeros.
+        """
         input_key = helper.input_key()
         if input_key is None:
             return helper.input_moment(inputs, output_rows, total, scale)
         key = (input_key, content(inputs), output_rows.dtype, output_rows.shape[:3])
-        known = self._known
+        known, self._known = self._known, None
         # A write to the input or to the sum since then has changed its version.
         if known is not None and known.key == key and known.total._version == known.version:
             ratio = scale / known.scale
-            return known.total * ratio if total is None else total.add_(known.total, alpha=ratio)
-        self._known = None
-        fresh = total is None
+            if total is None:
+                total = known.total * ratio
+            else:
+                total.add_(known.total, alpha=ratio)
+            if (
+                fresh
+            ):  # slices of one stack have one version: this write has changed the cached sum's
+                self._known = replace(known, version=known.total._version)
+            return total
         total = helper.input_moment(inputs, output_rows, total, scale)
         if fresh:
             self._known = _Known(key, memory(inputs), total, total._version, scale)

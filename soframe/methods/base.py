@@ -49,6 +49,7 @@ class Call:
         data: The second-order data of the block, for factors whose statistics need them.
         widens: Whether products of ``rows`` of half precision are accumulated in float32, which is
             as exact as products of ``output_rows`` and much faster.
+        first: Whether the sums have nothing of the block in this window yet.
     """
 
     helper: LayerHelper
@@ -58,6 +59,7 @@ class Call:
     shared: SharedInputs | None = None
     data: SecondOrder = field(default_factory=dict)
     widens: bool = False
+    first: bool = False
 
     @cached_property
     def output_rows(self) -> Tensor:
@@ -75,12 +77,16 @@ class Call:
             The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
-        # A block of a bias alone has no inputs.
-        same = self.widens and all(x.dtype == self.rows.dtype for x in self.inputs[:1])
-        rows = self.rows if same else self.output_rows
+        if not self.widens:
+            rows = self.output_rows
+        elif all(x.dtype == self.rows.dtype for x in self.inputs[:1]):  # no inputs: a bias alone
+            rows = self.rows
+        else:  # of which the helper reads the shape and the dtype
+            rows = self.rows.new_empty((), dtype=self.dtype).expand(self.rows.shape)
         if self.shared is None or scale == 0:
             return self.helper.input_moment(self.inputs, rows, total, scale)
-        return self.shared.add(self.helper, self.inputs, rows, total, scale)
+        fresh = total is None or self.first
+        return self.shared.add(self.helper, self.inputs, rows, total, scale, fresh=fresh)
 
     def output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Add ``scale`` times the sum of ``g g^T``: an `Addend`.

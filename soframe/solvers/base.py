@@ -7,6 +7,7 @@ names and shapes, and strategies and comm move them by these alone. All matrices
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -382,8 +383,8 @@ def _solve(
     # The factor changes in place at the next statistics; its data must not.
     data = {n: t.clone() if _same_memory(t, matrices) else t for n, t in data.items()}
     # One number for each group and tensor: NaN or infinite where any entry is.
-    largest = [damping.abs(), *(_largest(tensor, len(matrices)) for tensor in data.values())]
-    good = (torch.stack(largest) < math.inf).all(0)
+    largest = [damping, *(_largest(tensor, len(matrices)) for tensor in data.values())]
+    good = functools.reduce(torch.maximum, largest) < math.inf
     usable = _usable(solver, data, len(matrices))
     return data, good if usable is True else good & usable
 
@@ -464,12 +465,8 @@ def replace_groups(
 
 def mean_trace(matrix: Tensor) -> Tensor:
     """Compute trace divided by size, ``[groups]``, of matrices or of diagonals ``[groups, n]``."""
-    return mean_of(matrix.diagonal(dim1=-2, dim2=-1) if matrix.dim() == 3 else matrix)
-
-
-def mean_of(diagonal: Tensor) -> Tensor:
-    """Average ``[groups, n]`` over n, accumulated in float64 so that the sum does not overflow."""
-    return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1) if matrix.dim() == 3 else matrix
+    return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)  # the sum may overflow
 
 
 def whole(matrix: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from soframe.kernels.devices import on_gpu
-from soframe.kernels.gram import mirror
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -97,7 +96,7 @@ class Inverse(Solver):
         # LAPACK's inverse is symmetric to the last bit and column-major: its transpose is a view.
         inverse = torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()
         # CUDA's is not symmetric: ranks that receive a triangle would differ from the owner.
-        return {"inverse": mirror(inverse) if gpu else inverse}
+        return {"inverse": (inverse + inverse.mT).mul_(0.5) if gpu else inverse}
 
     def usable(self, data: Mapping[str, Tensor]) -> Tensor:
         # A zero on the diagonal is an underflow: the factor was too large.
@@ -150,7 +149,8 @@ def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     high = torch.minimum(largest / root, root * largest)
     pi = torch.minimum(torch.maximum(pi, low), high)
     first, second = (one.clamp(1 / largest, largest) for one in (root * pi, root / pi))
-    return torch.where(root > 0, first, 0.0), torch.where(root > 0, second, 0.0)
+    visible = root > 0
+    return first * visible, second * visible
 
 
 def frame(size: int) -> int:

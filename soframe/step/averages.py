@@ -26,7 +26,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Members, Stack, unpack
+from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
@@ -106,9 +106,11 @@ def enter(
         entry = _entry(pending, arriving)
         for stack in {one.stack: None for _, one, _ in arriving}:
             stack.expect(entry)
-    for (one, rates), total in zip(eager, sums, strict=True):
-        if not total.travels and one.stack.place.holds(backend.rank, one.index):
-            average(one.stack, one.members, one.factor, total.tensor, rates)
+    average(
+        (one, total.tensor, rates)
+        for (one, rates), total in zip(eager, sums, strict=True)
+        if not total.travels and one.stack.place.holds(backend.rank, one.index)
+    )
 
 
 def _entry(
@@ -118,8 +120,7 @@ def _entry(
 
     def end() -> None:
         pending.wait()
-        for total, one, rates in arriving:
-            average(one.stack, one.members, one.factor, total.packed(), rates)
+        average((one, total.packed(), rates) for total, one, rates in arriving)
 
     return Pending(end)
 
@@ -149,23 +150,24 @@ def _gain(one: Contribution, block: Block, number: int, keep: float) -> list[flo
     return [(1 - keep) / mass if rows > 0 else 0.0 for mass, rows in pairs]
 
 
-def average(
-    stack: Stack,
-    members: Members,
-    factor: FactorSpec,
-    new: Tensor | None,
-    rates: Sequence[float],
-) -> None:
-    """Average new statistics into a running factor: ``R <- R + rate (new - R)``.
+def average(each: Iterable[tuple[Contribution, Tensor | None, Sequence[float]]]) -> None:
+    """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
     Args:
-        stack: The stack.
-        members: The blocks.
-        factor: The factor.
-        new: The statistics, ``[groups, n, n]`` (of which the lower triangle is valid where they are
-            of calls) or packed; None for zeros.
-        rates: One for each block, or for each of their groups.
+        each: For each factor what it is of; its statistics, ``[groups, n, n]`` (of which the lower
+            triangle is valid where they are of calls) or packed, None for zeros; and one rate for
+            each block, or for each of their groups.
     """
+    whole = [entry for one, new, rates in each for entry in _averaged(one, new, rates)]
+    if whole:
+        torch._foreach_lerp_(*map(list, zip(*whole, strict=True)))
+
+
+def _averaged(
+    one: Contribution, new: Tensor | None, rates: Sequence[float]
+) -> list[tuple[Tensor, Tensor, float]]:
+    """Average into parts of a running factor; return what is left: all of it, at one rate."""
+    stack, members, factor = one.stack, one.members, one.factor
     name, packed = factor.name, stack.place.packed and factor.kind == "psd"
     if new is None:
         new = torch.zeros(
@@ -178,17 +180,18 @@ def average(
     if name not in stack.factors and len(members) == len(stack.blocks):
         stack.factors[name] = own_memory(new)
         (stack.lower.add if lower else stack.lower.discard)(name)
-        return
+        return []
     if name not in stack.factors:
         stack.factors[name] = stack.empty(tuple(new.shape), len(members))
     if lower:
         stack.lower.add(name)
-    views = stack.views(stack.factors[name], members)
-    start = 0
+    if len(set(rates)) == 1 and len(members) == len(stack.blocks):
+        return [(stack.factors[name], new, rates[0])]
     each = list(rates)
     if len(each) < len(new):
         each = [rate for rate in each for _ in range(len(new) // len(each))]
-    for view in views:
+    start = 0
+    for view in stack.views(stack.factors[name], members):
         stop = start + len(view)
         part, own = new[start:stop], each[start:stop]
         if len(set(own)) == 1:
@@ -196,6 +199,7 @@ def average(
         else:
             view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
         start = stop
+    return []
 
 
 def _accumulate(one: Contribution, decay: float, rank: int) -> None:
@@ -267,7 +271,7 @@ def _observe(
         for block in one.blocks:
             block.record.statistics_at[factor.name] = step
         if stack.place.holds(rank, index):
-            average(stack, members, factor, factors[factor.name].to(stack.like.dtype), rates)
+            average([(one, factors[factor.name].to(stack.like.dtype), rates)])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:

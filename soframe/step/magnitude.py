@@ -37,7 +37,8 @@ def magnitude(parameters: Iterable[nn.Parameter], home: GradientHome) -> float:
         sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in dense]
     if len({total.device for total in sums}) > 1:
         sums = [total.to(sums[0].device) for total in sums]
-    if bool((torch.stack(sums).abs() < MODERATE).all()):
+    together = torch.stack(sums)
+    if bool(((together if on_gpu(dense[0]) else together.abs()) < MODERATE).all()):
         return 0.0
     # Finite elements may have a sum that is not.
     return float(torch.nn.utils.get_total_norm(dense, norm_type=float("inf")))

@@ -438,12 +438,20 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
         numbers = numbers.to(backend.wire_device(numbers.device))
         backend.all_reduce(numbers, "agree").wait()
     parts = iter(numbers.split(sizes))
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[Run, Tensor]]] = {}
     for run in runs:
         like = run.stack.like
         if run in told:
             run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
         elif run.mine:
-            run.traces = [run.stack.mean_traces(job.factor, run.members) for job in run.jobs]
+            means = [run.stack.mean_traces(job.factor, run.members) for job in run.jobs]
+            some = together.setdefault((like.device, like.dtype), [])
+            some += [(run, mean) for mean in means]
+    for (_, dtype), some in together.items():
+        sizes = [len(mean) for _, mean in some]
+        each = torch.cat([mean for _, mean in some]).to(dtype).split(sizes)
+        for (run, _), traces in zip(some, each, strict=True):
+            run.traces.append(traces)
 
 
 def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: int | None) -> None:

@@ -13,6 +13,7 @@ those that do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -262,6 +263,7 @@ class Statistics:
                 shared=self._shared,
                 data=block.second_order,
                 widens=wide and widens(rows, block.dtype),
+                first=block.record.counts.calls <= 1,
             )
         )
         for factor in factors:
@@ -325,15 +327,18 @@ class Statistics:
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
-        diagonals_on: dict[torch.device, list[Tensor]] = {}
-        for stack in self._placed.stacks:
-            for name, total in stack.sums.items():
-                psd = name in stack.like.psd
-                diagonal = total.diagonal(dim1=-2, dim2=-1) if psd else total
-                diagonals_on.setdefault(total.device, []).append(diagonal.reshape(-1))
-        # Together on one device: the host waits for it once.
-        each = [torch.cat(diagonals).isfinite().all() for diagonals in diagonals_on.values()]
-        return not each or bool(torch.stack([one.to(each[0].device) for one in each]).all())
+        largest = [
+            torch.linalg.vector_norm(
+                total.diagonal(dim1=-2, dim2=-1) if name in stack.like.psd else total, math.inf
+            )
+            for stack in self._placed.stacks
+            for name, total in stack.sums.items()
+        ]
+        if not largest:
+            return True
+        # Together on one device: the host waits for it once. A NaN is not less.
+        wide = max(largest, key=lambda one: one.dtype.itemsize)
+        return bool((torch.stack([one.to(wide) for one in largest]) < math.inf).all())
 
     def weights(self) -> list[float]:
         """Return this rank's weights, to be added up over ranks.

@@ -21,17 +21,16 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 
-# The most operators and waits of a step. Batching was expected to bring solves of K-FAC to 600
-# (GPT-2) and 1000 (ResNet-50): most of theirs add statistics, call by call.
+# The most operators and waits of a step.
 BOUNDS = {
     "gpt2": {
-        "muon": {"plain": (313, 1)},
-        "adamw": {"plain": (263, 1)},
-        "soap": {"plain": (568, 1), "solve": (600, 10)},
-        "soap-muon": {"plain": (637, 1), "solve": (600, 10)},
-        "kfac": {"plain": (201, 1), "statistics": (1289, 2), "solve": (830, 3)},
+        "muon": {"plain": (120, 1)},
+        "adamw": {"plain": (70, 1)},
+        "soap": {"plain": (100, 1), "solve": (250, 2)},
+        "soap-muon": {"plain": (170, 1), "solve": (260, 2)},
+        "kfac": {"plain": (60, 1), "statistics": (500, 2), "solve": (600, 3)},
     },
-    "resnet50": {"kfac": {"plain": (201, 1), "statistics": (1109, 2), "solve": (1220, 3)}},
+    "resnet50": {"kfac": {"plain": (100, 1), "statistics": (700, 2), "solve": (1000, 3)}},
 }
 
 
