@@ -11,7 +11,7 @@ An extension: frozen, and not imported by the core. From the core it uses, besid
   ``mean_over_ranks``, ``fingerprint``, ``require_common``, ``require_no_failure``);
 - `soframe.blocks.registration.unwrap`, `soframe.blocks.sharding.require_whole`,
   `soframe.capture.untraced.untraced`, `soframe.setup.building` (``choose_backend``, ``starting``),
-  `soframe.state.saving.agree`, `soframe.checks.numbers`, `soframe.registry.KINDS`,
+  `soframe.state.saving.agree`, `soframe.registry.KINDS`, `soframe.settings`,
   `soframe.schedules.WarmInterval`, and of a method ``factors`` and ``state``.
 """
 

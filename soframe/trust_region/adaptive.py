@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from soframe.checks.numbers import require_integer, require_numbers
-
 
 @dataclass
 class AdaptiveDamping:
@@ -44,21 +42,10 @@ class AdaptiveDamping:
     high: float = 1e8
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        numbers = {each: getattr(self, each) for each in ("ratio", "spread", "low", "high")}
-        require_numbers(name, **numbers)
-        require_integer(f"{name}: interval", self.interval, 1)
-        require_integer(f"{name}: longest", self.longest, 1)
-        if not 1 < self.ratio < math.inf:
-            raise ValueError(f"{name}: ratio must be above 1, not {self.ratio}")
-        if self.longest < self.interval:
-            raise ValueError(
-                f"{name}: longest must be at least interval ({self.interval}), not {self.longest}"
-            )
-        if not 1 <= self.spread < math.inf:
-            raise ValueError(f"{name}: spread must be at least 1, not {self.spread}")
-        if not 0 < self.low < self.high < math.inf:
-            raise ValueError(f"{name}: needs 0 < low < high, not {self.low}, {self.high}")
+        if not (self.ratio > 1 and self.spread >= 1 and 0 < self.low < self.high):
+            raise ValueError(f"needs ratio > 1, spread >= 1 and 0 < low < high: {self!r}")
+        if not 1 <= self.interval <= self.longest:
+            raise ValueError(f"needs 1 <= interval <= longest: {self!r}")
         self.restart()
 
     def restart(self) -> None:
@@ -123,26 +110,8 @@ class AdaptiveDamping:
             "due": self._due,
         }
 
-    def check_state(self, state: Any) -> None:
-        """Check that `load` can take a state."""
-        if not isinstance(state, Mapping):
-            raise ValueError(f"the state is damaged: preconditioner_damping is {state!r}")
-        now, ways = state.get("now", []), state.get("ways", [])
-        lists = isinstance(now, list | tuple) and isinstance(ways, list | tuple)
-        if not lists or len(now) != len(ways):
-            raise ValueError(f"the state is damaged: its dampings are {now!r}, their ways {ways!r}")
-        for damping in now:
-            if not isinstance(damping, int | float) or not 0 < damping < math.inf:
-                raise ValueError(f"the state is damaged: one of its dampings is {damping!r}")
-        if not all(way in (-1, 1) for way in ways):
-            raise ValueError(f"the state is damaged: its dampings move {ways!r}")
-        for key, least in (("wait", 1), ("due", 0)):
-            count = state.get(key, least)
-            if not isinstance(count, int) or isinstance(count, bool) or count < least:
-                raise ValueError(f"the state is damaged: {key} of its dampings is {count!r}")
-
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
-        self._wait = int(state.get("wait", self.interval))
-        self._due = int(state.get("due", 0))
+        """Continue from a state; without entries, from the start."""
+        self.restart()
+        self._now, self._ways = [*state.get("now", ())], [*state.get("ways", ())]
+        self._wait, self._due = state.get("wait", self._wait), state.get("due", self._due)

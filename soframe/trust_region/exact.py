@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from soframe.comm import Backend
 from soframe.comm.agreement import add_over_ranks, mean_over_ranks, require_no_failure
-from soframe.trust_region.forward import Forward
+from soframe.trust_region.forward import Closure, Forward
 from soframe.trust_region.param_groups import penalty, slope_and_metric
 from soframe.trust_region.quadratic import Quadratic, curvature_along
+from soframe.trust_region.replay import Replay
 from soframe.trust_region.twice import Direction
 
 
@@ -33,6 +34,11 @@ class Batch:
     decays: Sequence[float]
     forwards: Sequence[Forward]
     loss: float
+
+    @property
+    def passes(self) -> list[tuple[Closure, Replay]]:
+        """The closures, and the random states of their forward passes."""
+        return [(forward.closure, forward.replay) for forward in self.forwards]
 
     @property
     def penalty(self) -> float:

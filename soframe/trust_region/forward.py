@@ -89,22 +89,13 @@ class Forward:
         return products
 
 
-class Outputs:
-    """Collects a model's outputs while a closure runs, by a forward hook that `close` removes.
+def run(
+    model: nn.Module, closure: Closure, kernels: PlainKernels
+) -> tuple[list[tuple[Tensor, ...]], Tensor]:
+    """Run a closure; return the model's outputs of each call, and the loss."""
+    calls: list[tuple[Tensor, ...]] = []
 
-    Attributes:
-        differentiates: Whether the last closure computed gradients itself; True before the first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: list[tuple[Tensor, ...]] | None = None
-        self._constant: list[tuple[Tensor, ...]] = []
-        self.differentiates = True
-        self._handle = model.register_forward_hook(self._hook)
-
-    def _hook(self, module: nn.Module, args: object, output: object) -> object:
-        if self._seen is None:
-            return None
+    def collect(module: nn.Module, args: object, output: object) -> object:
         outputs = (output,) if isinstance(output, Tensor) else output
         if not isinstance(outputs, tuple | list) or not all(
             isinstance(one, Tensor) for one in outputs
@@ -113,68 +104,49 @@ class Outputs:
                 f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
                 f"needs a model that returns a tensor, or a tuple or list of tensors"
             )
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, outputs)):
-            raise RuntimeError(
-                f"the closure calls the model within a transformation of torch.func (vmap, grad, "
-                f"jacrev, jvp), where the loss cannot be differentiated in its outputs: {FORWARD}"
-            )
         if not torch.is_grad_enabled():  # a constant of the loss
-            self._constant.append(tuple(outputs))
             return None
         if isinstance(output, Tensor):
-            self._seen.append((output,))
+            calls.append((output,))
             return None
         # One output may be made of another, and the loss is differentiated in each separately: the
         # closure gets views, which no other output is made of.
-        views = [one.view_as(one) for one in outputs]
-        self._seen.append(tuple(views))
+        calls.append(tuple(one.view_as(one) for one in outputs))
         kind: Any = type(output)
-        return kind(*views) if hasattr(output, "_fields") else kind(views)
+        return kind(*calls[-1]) if hasattr(output, "_fields") else kind(calls[-1])
 
-    def of(self, closure: Closure, kernels: PlainKernels) -> tuple[tuple[Tensor, ...], int, Tensor]:
-        """Run a closure; return the outputs of all calls, the number of calls, and the loss."""
-        seen: list[tuple[Tensor, ...]] = []
-        self._seen, self._constant = seen, []
-        try:
-            with eagerly(), kernels:
-                loss: object = closure()
-            self.differentiates = kernels.differentiates
-            calls = seen or self._constant[:1]  # `_require_graph` names the missing gradient
-        finally:
-            self._seen, self._constant = None, []
-        if not calls:
-            raise RuntimeError("a closure must run the model, and did not")
-        if len({len(one) for one in calls}) > 1:
-            raise RuntimeError(
-                f"calls of the model in one closure return different numbers of tensors "
-                f"({', '.join(str(len(one)) for one in calls)}): {FORWARD}"
-            )
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
-        return tuple(output for one in calls for output in one), len(calls), loss
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+    handle = model.register_forward_hook(collect)
+    try:
+        with eagerly(), kernels:
+            loss: object = closure()
+    finally:
+        handle.remove()
+    if not calls:
+        raise RuntimeError("a closure must run the model, with gradients")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
+    return calls, loss
 
 
 def first_pass(
     model: nn.Module,
-    outputs: Outputs,
     closure: Closure,
     parameters: Sequence[nn.Parameter],
     loss: Loss | None = None,
 ) -> tuple[Forward, Tensor]:
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
-    with _no_gradient_changes(parameters):
-        seen, calls, value = outputs.of(closure, kernels)
-    _require_graph(seen, value)
-    _require_apart(seen, calls)
-    gradients = torch.autograd.grad(value, seen, create_graph=True, materialize_grads=True)
-    _require_only_through(seen, value, parameters)
+    calls, value = run(model, closure, kernels)
+    outputs = tuple(output for call in calls for output in call)
+    if any(output.dim() == 0 for output in outputs):
+        raise RuntimeError(
+            "the model returns a scalar, and the quadratic model needs outputs [samples, ...]: "
+            "let the closure compute the loss, outside of the model"
+        )
+    gradients = torch.autograd.grad(value, outputs, create_graph=True, materialize_grads=True)
+    _require_only_through(calls, value, parameters)
     expected = loss if loss is not None and loss.expected else None
-    return Forward(closure, replay, seen, gradients, kernels, calls, expected), value
+    return Forward(closure, replay, outputs, gradients, kernels, len(calls), expected), value
 
 
 def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: bool) -> float:
@@ -208,59 +180,22 @@ def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iter
 
 def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
     """Return the closures of a step as a list."""
-    closures = list(closure) if isinstance(closure, Sequence) else [closure]
-    if not closures or not all(map(callable, closures)):
-        raise TypeError(
-            f"TrustRegion.step takes a closure that returns the loss, or a list of closures with "
-            f"one for every micro-batch, not {closure!r}"
-        )
-    return closures
-
-
-# -- requirements of a closure -------------------------------------------------------------------
-
-
-@contextmanager
-def _no_gradient_changes(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    # Keep the tensors themselves, so that no other one takes their address.
-    before = [(p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
-    yield
-    for parameter, (gradient, version) in zip(parameters, before, strict=True):
-        if parameter.grad is not gradient or (
-            gradient is not None and gradient._version != version
-        ):
-            raise RuntimeError(
-                "the closure has changed gradients, and the step makes them itself: call neither "
-                "backward() nor zero_grad() in the closure, and return the loss"
-            )
-
-
-def _require_graph(outputs: Sequence[Tensor], loss: Tensor) -> None:
-    for number, output in enumerate(outputs):
-        if output.dim() == 0:
-            raise RuntimeError(
-                "the model returns a scalar, and the quadratic model needs outputs [samples, ...]: "
-                "let the closure compute the loss, outside of the model"
-            )
-        if not output.requires_grad or not output.is_floating_point():
-            raise RuntimeError(
-                f"the model's output {number} has no gradient: let the closure run the model with "
-                f"gradients (no torch.no_grad or inference_mode), and return only what depends on "
-                f"parameters"
-            )
-    if not loss.requires_grad or not loss.is_floating_point():
-        raise RuntimeError(
-            "the closure's loss has no gradient: compute it from the model's output, with "
-            "gradients, and do not detach it"
-        )
+    return list(closure) if isinstance(closure, Sequence) else [closure]
 
 
 def _require_only_through(
-    outputs: Sequence[Tensor], loss: Tensor, parameters: Sequence[nn.Parameter]
+    calls: Sequence[Sequence[Tensor]], loss: Tensor, parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Check that the loss depends on the parameters, and through the model's outputs alone."""
+    """Check that loss and parameters are connected by outputs, each of one call of the model."""
     ids = {id(parameter) for parameter in parameters}
-    ends = {(output.grad_fn, output.output_nr) for output in outputs}
+    ends: set[_Edge] = set()
+    for call in calls:
+        edges = {(output.grad_fn, output.output_nr) for output in call}
+        if _reaches(edges, ends.__contains__):
+            raise RuntimeError(
+                f"the closure gives an output of the model to the model again: {FORWARD}"
+            )
+        ends |= edges
 
     def trained(edge: _Edge) -> bool:
         return id(getattr(edge[0], "variable", None)) in ids
@@ -271,23 +206,6 @@ def _require_only_through(
             f"Decay weights with weight_decay=. Where it takes derivatives of outputs "
             f"(torch.autograd.grad), or has other terms of parameters, {FORWARD}"
         )
-    if not _reaches(ends, trained):
-        raise RuntimeError(
-            "the model's outputs depend on none of the parameters that are trained: let the "
-            "closure run the model with its own parameters, and give torch.func.functional_call "
-            "those, as dict(model.named_parameters()), not copies"
-        )
-
-
-def _require_apart(outputs: Sequence[Tensor], calls: int) -> None:
-    """Check that no output of the model is an input of another call."""
-    count = len(outputs) // calls
-    edges = [(output.grad_fn, output.output_nr) for output in outputs]
-    for start in range(count, len(edges), count):
-        if _reaches(edges[start : start + count], edges[:start].__contains__):
-            raise RuntimeError(
-                f"the closure gives an output of the model to the model again: {FORWARD}"
-            )
 
 
 def _reaches(

@@ -8,7 +8,6 @@ as a direction of its own, its minimum has a length for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 from torch import nn
 
@@ -19,8 +18,7 @@ def group_of_each(
     model: nn.Module, parameters: Sequence[nn.Parameter], count: int
 ) -> dict[nn.Parameter, int]:
     """Divide a model into its last layer, and the others in ``count - 1`` runs of equal length."""
-    given: object = count
-    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+    if count < 1:
         raise ValueError(f"layer_groups must be a positive integer, not {count!r}")
     if count == 1:
         return dict.fromkeys(parameters, 0)

@@ -16,36 +16,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
-from soframe.checks.arguments import check_model
 from soframe.damping.policies import DampingChoice
-from soframe.damping.saved import check_damping, damping_at
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution, group_of
 from soframe.setup.building import choose_backend, starting
 from soframe.state.saving import agree
-from soframe.trust_region import agreeing, param_groups, settings
+from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.declared import Fit, fit, numbers, require_agreement
 from soframe.trust_region.exact import Batch, exact_model
-from soframe.trust_region.forward import (
-    Closure,
-    Forward,
-    Outputs,
-    closures_of,
-    evaluated,
-    first_pass,
-    moved,
-)
+from soframe.trust_region.forward import Closure, Forward, closures_of, moved
 from soframe.trust_region.initial import best_damping
 from soframe.trust_region.layer_groups import LayerGroups
 from soframe.trust_region.proposals import Proposal, Proposer
@@ -65,20 +55,8 @@ ROSE = "the objective rose"
 SILENCE = 20
 """Consecutive steps below the loss's rounding, until a warning."""
 
-OWN = {
-    "steps",
-    "burn_in",
-    "damping",
-    "preconditioner_damping",
-    "counters",
-    "losses",
-    "reduction",
-    "eps",
-}
-"""The keys of a trust region's own state."""
 
-
-class TrustRegion(torch.optim.Optimizer):
+class TrustRegion(ClosureOptimizer):
     """K-FAC with damping, step length and momentum from the exact quadratic model.
 
     Args:
@@ -151,62 +129,42 @@ class TrustRegion(torch.optim.Optimizer):
     ) -> None:
         ranks: Distribution = group_of("distribution", preconditioner)
         with starting(lambda: choose_backend(ranks.backend)):
-            if on_step is not None and not callable(on_step):
-                raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
-            check_model(model)
             self._loss = settings.check(loss, preconditioner)
             self._damping_within = settings.damping_within(preconditioner_damping)
-            self._model = unwrap(model)
             super().__init__(
-                self._model.parameters() if params is None else params,
-                {"lr": lr, "weight_decay": weight_decay},
+                model, damping, params, lr=lr, weight_decay=weight_decay, on_step=on_step
             )
-            param_groups.check_all(self._model, self.param_groups)
-            self.damping = settings.policy_of(damping)
-            own = settings.OwnSettings(
-                damping=self.damping,
-                momentum=momentum,
-                layer_groups=layer_groups,
-                preconditioner_damping=self._damping_within,
-                reject=reject,
-                full_batch=full_batch,
-                max_increase=max_increase,
-                burn_in=burn_in,
-            )
+            own = {
+                "damping": self.damping,
+                "momentum": momentum,
+                "layer_groups": layer_groups,
+                "preconditioner_damping": self._damping_within,
+                "reject": reject,
+                "full_batch": full_batch,
+                "max_increase": max_increase,
+                "burn_in": burn_in,
+                "param_groups": param_groups.numbers(self.param_groups),
+            }
             trained = param_groups.trainable(self.param_groups)
             self._layer_groups = LayerGroups(self._model, layer_groups, trained)
             self._watch = LossWatch(max_increase)
-            self._steps = 0
             self._mean_damping()  # raises here if a callable damping raises
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._alike = group_of("curvature", preconditioner).loss_average == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
-        self._on_step, self._eps = on_step, 0.0
+        self._eps = 0.0
         self._checked = self._warned = False
         self._below_rounding = 0
         self._undone: str | None = None
         self._notes: list[str] = []
-        self.counters = dict.fromkeys(settings.COUNTERS, 0)
         self.last: dict[str, float] = {}
-        self.readout: Readout | None = None
         self.preconditioner = Preconditioner(
             self._model,
-            damping=settings.PreconditionersDamping(
-                self._preconditioner_damping, own, param_groups.numbers(self.param_groups)
-            ),
+            damping=settings.PreconditionersDamping(self._preconditioner_damping, own),
             **settings.of_preconditioner(preconditioner, self._loss, burn_in),
         )
+        self._backend = self.preconditioner.backend
         self._proposer = Proposer(self.preconditioner, self._damping_within, self._layer_groups)
-        self._outputs = Outputs(self._model)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model: ``params``, and ``lr`` and ``weight_decay`` if they differ.
-
-        Raises:
-            ValueError: If a setting is unknown or out of range, or a parameter not the model's.
-        """
-        super().add_param_group(param_group)
-        param_groups.check_last(self._model, self.param_groups)
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
@@ -236,7 +194,7 @@ class TrustRegion(torch.optim.Optimizer):
         Raises:
             ValueError: If the closure's loss is not the declared one, or param groups and model no
                 longer agree.
-            TypeError: If the closure is missing, or does not return a scalar tensor.
+            TypeError: If the closure does not return a scalar tensor.
             RuntimeError: If a closure does not run the model, or its loss has terms that do not go
                 through the model's output, or the model has no derivatives along directions; or if
                 another rank raises.
@@ -290,9 +248,7 @@ class TrustRegion(torch.optim.Optimizer):
         total = 0.0
         for closure in closures:
             with torch.enable_grad():
-                forward, loss = first_pass(
-                    self._model, self._outputs, closure, parameters, self._loss
-                )
+                forward, loss = self._first_pass(closure, parameters, self._loss)
                 if compared:
                     fits.append(fit(self._loss, forward, len(closures)))
                     self._observe(forward, fits[-1], len(closures))
@@ -305,8 +261,7 @@ class TrustRegion(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         mean, sums = self._agree(total, error, further=numbers(fits), gradients=gradients)
         if compared and math.isfinite(mean):
-            backend = self.preconditioner.backend
-            ranks = 1 if backend.on_paper else backend.world_size
+            ranks = 1 if self._backend.on_paper else self._backend.world_size
             require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
@@ -359,7 +314,7 @@ class TrustRegion(torch.optim.Optimizer):
         names += [LAST] * (len(others) - len(names))
         tried = [part for proposal in proposals for part in proposal.parts]
         damping = self.damping.at(self._steps)
-        quadratic = exact_model(self.preconditioner.backend, batch, [*tried, *others], damping)
+        quadratic = exact_model(self._backend, batch, [*tried, *others], damping)
         chosen, quadratic = proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
@@ -382,12 +337,12 @@ class TrustRegion(torch.optim.Optimizer):
 
         def after(damping: float) -> float:
             directions = [*proposal(damping).parts, *others]
-            model = exact_model(self.preconditioner.backend, batch, directions, damping)
+            model = exact_model(self._backend, batch, directions, damping)
             if not model.finite():
                 return math.inf
             update = combine(parameters, directions, model.minimise() * lr)
             with moved(parameters, update):
-                loss = self._evaluate((f.closure, f.replay) for f in batch.forwards)
+                loss = self._evaluate(batch.passes)
                 objective = loss + batch.penalty
             return objective if math.isfinite(loss) else math.inf
 
@@ -421,7 +376,7 @@ class TrustRegion(torch.optim.Optimizer):
         else:
             after = None
             if not self._full_batch:
-                after = self._evaluate((f.closure, f.replay) for f in batch.forwards)
+                after = self._evaluate(batch.passes)
             told = self._reduction.told(self._steps)
             self._reduction.wait(
                 states, update, before, batch.decays, objective, predicted, told=told
@@ -505,52 +460,27 @@ class TrustRegion(torch.optim.Optimizer):
                 f"less than its rounding: training has converged in this floating type, or stands "
                 f"still"
             )
-        self.readout = Readout(
-            **{"damping": self.damping.at(self._steps), **seen},
-            preconditioner_dampings=tuple(dampings),
-            undone=self._undone,
-            notes=tuple(self._notes),
+        self._publish(
+            Readout(
+                **{"damping": self.damping.at(self._steps), **seen},
+                preconditioner_dampings=tuple(dampings),
+                undone=self._undone,
+                notes=tuple(self._notes),
+            )
         )
-        if self._on_step is not None:
-            self._on_step(self.readout)
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:
             warnings.warn(text, stacklevel=6)
         self._warned = True
 
-    def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
-        """Return the loss at the present parameters, over all ranks."""
-        on_this_rank, error = math.nan, None
-        try:
-            on_this_rank = evaluated(passes, differentiates=self._outputs.differentiates)
-        except Exception as raised:  # all ranks fail together, in `_agree`
-            error = raised
-        return self._agree(on_this_rank, error)[0]
-
-    def _agree(
-        self,
-        loss: float,
-        error: Exception | None,
-        *,
-        further: Sequence[float] = (),
-        gradients: Sequence[Tensor] = (),
-    ) -> tuple[float, list[float]]:
-        """Return the mean loss over ranks, and sums of further numbers; see `agreeing.agree`."""
-        backend = self.preconditioner.backend
-
-        def common() -> dict[str, object]:
-            return {
-                "step": self._steps,
-                "lr and weight_decay of the param groups": param_groups.numbers(self.param_groups),
-                "damping": damping_at(self.damping, self._steps),
-                "burn_in": self._burn_in,
-                "whether a step waits for its verdict": self._reduction.waits,
-                "rounding of the loss": self._eps,
-                **agreeing.gradients_in_common(backend, gradients),
-            }
-
-        return agreeing.agree(backend, loss, error, common=common, further=further)
+    def _common(self) -> dict[str, object]:
+        return {
+            **super()._common(),
+            "burn_in": self._burn_in,
+            "whether a step waits for its verdict": self._reduction.waits,
+            "rounding of the loss": self._eps,
+        }
 
     # -- state --------------------------------------------------------------------------------
 
@@ -564,26 +494,18 @@ class TrustRegion(torch.optim.Optimizer):
         Returns:
             The state; see `soframe.Preconditioner.state_dict` for when to call it.
         """
-        of_torch = super().state_dict()
-        # In copies of the dicts, into which the next steps write; no tensor in them changes.
-        of_torch["state"] = {number: dict(kept) for number, kept in of_torch["state"].items()}
+        whole = self.preconditioner.state_dict() if curvature else None
+        return {**super().state_dict(), "curvature": whole}
+
+    def _own_state(self) -> dict[str, Any]:
         within = self._damping_within
         return {
-            **of_torch,
-            "curvature": self.preconditioner.state_dict() if curvature else None,
-            "trust_region": {
-                "version": settings.VERSIONS[-1],
-                "steps": self._steps,
-                "burn_in": self._burn_in,
-                "damping": self.damping.state(),
-                "preconditioner_damping": within.state()
-                if isinstance(within, AdaptiveDamping)
-                else {},
-                "counters": dict(self.counters),
-                "losses": list(self._watch.losses),
-                "reduction": self._reduction.state(),
-                "eps": self._eps,
-            },
+            **super()._own_state(),
+            "burn_in": self._burn_in,
+            "preconditioner_damping": within.state() if isinstance(within, AdaptiveDamping) else {},
+            "losses": list(self._watch.losses),
+            "reduction": self._reduction.state(),
+            "eps": self._eps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -598,30 +520,20 @@ class TrustRegion(torch.optim.Optimizer):
                 truncated, or the ranks' states differ; then no rank changes.
         """
 
-        def check() -> None:
-            settings.require_state(state_dict, {"curvature"}, OWN, "a TrustRegion")
-            param_groups.check_saved(state_dict["param_groups"], self.param_groups)
-            own = state_dict["trust_region"]
-            check_damping(own["damping"], self.damping, own["steps"])
-
         def common() -> str:
             return repr((state_dict["curvature"] is None, state_dict["trust_region"]))
 
-        agree(self.preconditioner.backend, check, common)
+        agree(self._backend, lambda: self._check_state(state_dict), common)
         if state_dict["curvature"] is not None:
             self.preconditioner.load_state_dict(state_dict["curvature"])
-        own: Mapping[str, Any] = state_dict["trust_region"]
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self._steps, self._burn_in = own["steps"], own["burn_in"]
-        self.damping.load(own["damping"])
+        self._load(state_dict)
+        own = state_dict["trust_region"]
+        self._burn_in, self._eps = own["burn_in"], own["eps"]
         if isinstance(self._damping_within, AdaptiveDamping):
             self._damping_within.load(own["preconditioner_damping"])
-        self.counters = dict(own["counters"])
-        self._watch.load(own["losses"])
+        self._watch.losses = list(own["losses"])
         self._reduction.load(own["reduction"])
-        self._eps = float(own["eps"])
 
     def close(self) -> None:
         """Remove every hook."""
         self.preconditioner.close()
-        self._outputs.close()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import sharding
-from soframe.checks.numbers import is_number
 from soframe.trust_region.quadratic import inner_products
 from soframe.trust_region.twice import Direction
 
@@ -25,32 +24,16 @@ Group = Mapping[str, Any]
 SETTINGS = {"params", "param_names", "lr", "initial_lr", "weight_decay"}
 """The allowed keys of a group; schedulers of torch add ``initial_lr``."""
 
-MOST = 1e30
-"""The largest weight decay: products with more overflow in single precision."""
-
 
 def check(model: nn.Module, group: Group) -> None:
     """Check a group that has every default filled in."""
-    unknown = sorted(set(group) - SETTINGS)
-    if unknown:
+    if unknown := sorted(set(group) - SETTINGS):
         raise ValueError(f"a param group of TrustRegion has lr and weight_decay, not {unknown}")
-    lr, decay = group["lr"], group["weight_decay"]
-    if not is_number(lr) or not 0 < lr < math.inf:
-        raise ValueError(f"lr must be positive, not {lr!r}")
-    if not is_number(decay) or not 0 <= decay < math.inf:
-        raise ValueError(f"weight_decay must not be negative, not {decay!r}")
-    if decay > MOST:
-        raise ValueError(f"weight_decay must not be above {MOST:g}, not {decay!r}")
+    if not 0 < group["lr"] < math.inf:
+        raise ValueError(f"lr must be positive, not {group['lr']!r}")
+    if not 0 <= group["weight_decay"] < math.inf:
+        raise ValueError(f"weight_decay must not be negative, not {group['weight_decay']!r}")
     _require_own(model.parameters(), set(group["params"]))
-
-
-def check_last(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Check the group that was added last, and remove it if it is wrong."""
-    try:
-        check(model, groups[-1])
-    except ValueError:
-        del groups[-1]
-        raise
 
 
 def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
@@ -69,34 +52,17 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
         raise ValueError("TrustRegion: no parameter of the model needs a gradient")
 
 
-def check_saved(saved: Any, groups: Sequence[Group]) -> None:
-    """Check that saved param groups have the sizes of these."""
-    if not isinstance(saved, list) or not all(isinstance(group, Mapping) for group in saved):
-        raise ValueError("the state is damaged: param_groups is no list of dicts")
-    sizes, now = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if sizes != now:
-        raise ValueError(f"the state has param groups of {sizes} parameters, TrustRegion of {now}")
-
-
-def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
-    """Return ``lr`` and ``weight_decay`` of each group, which schedulers may change, checked."""
-    checked = []
-    for group in groups:
-        lr, decay = group["lr"], group["weight_decay"]
-        if not is_number(lr) or not lr >= 0:  # at 0 the parameters do not move
-            raise ValueError(f"TrustRegion: the lr of a param group has become {lr!r}")
-        if not is_number(decay) or not 0 <= decay <= MOST:
-            raise ValueError(f"TrustRegion: the weight_decay of a group has become {decay!r}")
-        checked.append((float(lr), float(decay)))
-    return checked
-
-
 def _require_own(own: Iterable[nn.Parameter], grouped: set[nn.Parameter]) -> None:
     for foreign in grouped.difference(own):
         raise ValueError(
             f"TrustRegion: a param group has a parameter of shape {list(foreign.shape)} that is "
             f"not, or no longer, the model's: make an optimizer without it"
         )
+
+
+def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
+    """Return ``lr`` and ``weight_decay`` of each group, which schedulers may change."""
+    return [(float(group["lr"]), float(group["weight_decay"])) for group in groups]
 
 
 def trainable(groups: Sequence[Group]) -> list[nn.Parameter]:

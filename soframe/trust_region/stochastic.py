@@ -35,27 +35,15 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from soframe.blocks.registration import unwrap
 from soframe.capture.untraced import untraced
-from soframe.checks.arguments import check_model
-from soframe.checks.numbers import is_number, require_flag, require_integer
 from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice
-from soframe.damping.saved import check_damping, damping_at
 from soframe.setup.building import choose_backend
 from soframe.state.saving import agree
-from soframe.trust_region import agreeing, param_groups, settings
+from soframe.trust_region import param_groups
+from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.exact import Batch, exact_model
-from soframe.trust_region.forward import (
-    Closure,
-    Forward,
-    Outputs,
-    closures_of,
-    evaluated,
-    first_pass,
-    moved,
-    placed,
-)
+from soframe.trust_region.forward import Closure, Forward, closures_of, moved, placed
 from soframe.trust_region.initial import best_damping
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -70,11 +58,8 @@ MOMENTS = ("mean", "square")
 EARLIER = "earlier"
 """The key of the average that the next one is compared with."""
 
-OWN = {"steps", "since", "model", "trend", "damping", "counters"}
-"""The keys of the optimizer's own state."""
 
-
-class StochasticTrustRegion(torch.optim.Optimizer):
+class StochasticTrustRegion(ClosureOptimizer):
     """Adam without a learning rate: lengths from the exact quadratic model, averaged over batches.
 
     The parameters are iterates, and noisy ones; evaluate and save the model within `averaged`.
@@ -132,50 +117,21 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         on_step: OnStep | None = None,
         backend: str | type[Backend] | Backend | None = None,
     ) -> None:
-        if on_step is not None and not callable(on_step):
-            raise TypeError(f"on_step must be callable with a Readout, not {on_step!r}")
-        check_model(model)
-        require_integer("model_every", model_every, 1)
-        require_flag("reject", reject)
-        require_flag("shorten", shorten)
-        numbers: dict[str, tuple[Any, float, float]] = {
-            "betas[0]": (betas[0], 0.0, 1.0),
-            "betas[1]": (betas[1], 0.0, 1.0),
-            "eps": (eps, 0.0, math.inf),
-            "averaging": (averaging, 0.0, math.inf),
-        }
-        for name, (value, least, limit) in numbers.items():
-            if not is_number(value) or not least <= value < limit:
-                raise ValueError(f"{name} must be in [{least:g}, {limit:g}), not {value!r}")
-        self._model = unwrap(model)
-        super().__init__(
-            self._model.parameters() if params is None else params,
-            {"lr": lr, "weight_decay": weight_decay},
-        )
-        param_groups.check_all(self._model, self.param_groups)
-        _require_precise(self._model, float(eps))
-        self.damping = settings.policy_of(damping)
+        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ValueError(f"betas must be in [0, 1), not {betas!r}")
+        if not averaging >= 0:
+            raise ValueError(f"averaging must not be negative, not {averaging!r}")
+        super().__init__(model, damping, params, lr=lr, weight_decay=weight_decay, on_step=on_step)
+        _require_precise(self._model, eps)
         self._backend = choose_backend(backend)
-        self._betas, self._eps_of_root = (float(betas[0]), float(betas[1])), float(eps)
-        self._every, self._eta, self._on_step = model_every, float(averaging), on_step
+        self._betas, self._eps_of_root = betas, eps
+        self._every, self._eta = model_every, averaging
         self._settings = (self.damping, betas, eps, model_every, averaging, reject, shorten)
-        self._outputs = Outputs(self._model)
         self._mean = AveragedModel()
         self._trend = Trend() if shorten else None
         self._reduction = Reduction(self.damping, reject, every=True)
-        self._steps = self._since = 0
+        self._since = 0
         self._swapped = False
-        self.counters = dict.fromkeys(settings.COUNTERS, 0)
-        self.readout: Readout | None = None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model: ``params``, and ``lr`` and ``weight_decay`` if they differ.
-
-        Raises:
-            ValueError: If a setting is unknown or out of range, or a parameter not the model's.
-        """
-        super().add_param_group(param_group)
-        param_groups.check_last(self._model, self.param_groups)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -193,7 +149,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             The loss before the update, averaged over ranks, in float64.
 
         Raises:
-            TypeError: If the closure is missing, or does not return a scalar tensor.
+            TypeError: If the closure does not return a scalar tensor.
             ValueError: If param groups and model no longer agree.
             RuntimeError: If it is called within `averaged`; if a closure does not run the model, or
                 its loss has terms that do not go through the model's output, or the model has no
@@ -215,7 +171,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         if not math.isfinite(loss) or not finite:
             self._go_back(parameters)
             undone = "the loss or its gradient is not finite"
-            self._tell(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
+            self._publish(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
             return torch.tensor(loss, dtype=torch.float64, device="cpu")
         for parameter in parameters:
             if parameter not in self.state:
@@ -238,7 +194,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         with torch.no_grad():
             share = (self._eta + 1) / (self._steps + self._eta)
             torch._foreach_lerp_(averages, [p.detach() for p in parameters], share)
-        self._tell(Readout(**seen, **made, notes=said, directions=("AdamW",)))
+        self._publish(Readout(**seen, **made, notes=said, directions=("AdamW",)))
         return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def _passes(
@@ -250,7 +206,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         for closure in closures:
             with torch.enable_grad():
                 if due:
-                    forward, loss = first_pass(self._model, self._outputs, closure, parameters)
+                    forward, loss = self._first_pass(closure, parameters)
                     forward.backward()
                     forwards.append(forward)
                 else:
@@ -260,7 +216,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             eps = torch.finfo(loss.dtype).eps
         # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
         gradients = [p.grad for p in parameters if p.grad is not None] if due else []
-        return forwards, self._agree(total, None, gradients), eps
+        return forwards, self._agree(total, None, gradients=gradients)[0], eps
 
     def _compare(self, batch: Batch, eps: float) -> tuple[str, ...]:
         """Compare the average with an earlier one, on an unseen batch."""
@@ -272,7 +228,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             at_average = []
             for name in ("average", EARLIER):
                 with placed(batch.parameters, [state[name] for state in states]):
-                    at_average.append(self._evaluate(batch))
+                    at_average.append(self._objective(batch))
             now, earlier = at_average
             said = (SAID,) if self._trend.learn(now, earlier, eps) else ()
         for state in states:
@@ -308,7 +264,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
             def after(damping: float) -> float:
                 length = self._length(damping) * largest
                 with moved(parameters, [length * d for d in direction]):
-                    objective = self._evaluate(batch)
+                    objective = self._objective(batch)
                 return objective if math.isfinite(objective) else math.inf
 
             self.damping.begin(best_damping(self.damping.at(0), start, after))
@@ -327,7 +283,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         made["predicted"] = model.damped(damping).change(coefficient)
         states = [self.state[p] for p in parameters]
         self._reduction.wait(states, update, before, batch.decays, start, made["predicted"])
-        if not self._reduction.judge(self.state, self._evaluate(batch), eps):
+        if not self._reduction.judge(self.state, self._objective(batch), eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
             made["undone"] = "the objective rose"
@@ -408,42 +364,17 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         self._since = self._every
         self.damping.observe(-math.inf)
 
-    def _tell(self, readout: Readout) -> None:
-        self.readout = readout
-        if self._on_step is not None:
-            self._on_step(readout)
-
-    def _evaluate(self, batch: Batch) -> float:
+    def _objective(self, batch: Batch) -> float:
         """Return the objective of a batch at the present parameters."""
-        on_this_rank, error = math.nan, None
-        try:
-            passes = ((one.closure, one.replay) for one in batch.forwards)
-            on_this_rank = evaluated(passes, differentiates=self._outputs.differentiates)
-        except Exception as raised:  # all ranks fail together, in `_agree`
-            error = raised
-        return self._agree(on_this_rank, error) + batch.penalty
+        return self._evaluate(batch.passes) + batch.penalty
 
-    def _agree(
-        self, loss: float, error: Exception | None, gradients: Sequence[Tensor] = ()
-    ) -> float:
-        """Return the mean loss over ranks; see `agreeing.agree`."""
-        backend = self._backend
-        if backend.world_size == 1 and error is None:
-            damping_at(self.damping, self._steps)
-            return loss
-
-        def common() -> dict[str, object]:
-            return {
-                "settings": self._settings,
-                "step": self._steps,
-                "steps since the last model": self._since,
-                "lr and weight_decay of the param groups": param_groups.numbers(self.param_groups),
-                "damping": damping_at(self.damping, self._steps),
-                "share of the length": self._share,
-                **agreeing.gradients_in_common(backend, gradients),
-            }
-
-        return agreeing.agree(backend, loss, error, common=common)[0]
+    def _common(self) -> dict[str, object]:
+        return {
+            **super()._common(),
+            "settings": self._settings,
+            "steps since the last model": self._since,
+            "share of the length": self._share,
+        }
 
     # -- state --------------------------------------------------------------------------------
 
@@ -455,23 +386,17 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
         if self._swapped:
             raise RuntimeError("save the state outside of averaged(), beside the iterates")
-        of_torch = super().state_dict()
-        # In copies: Adam's averages change in place.
-        of_torch["state"] = {
-            number: {name: tensor.clone() for name, tensor in kept.items()}
-            for number, kept in of_torch["state"].items()
-        }
+        state = super().state_dict()
+        for kept in state["state"].values():  # Adam's averages change in place
+            kept.update({name: tensor.clone() for name, tensor in kept.items()})
+        return state
+
+    def _own_state(self) -> dict[str, Any]:
         return {
-            **of_torch,
-            "trust_region": {
-                "version": settings.VERSIONS[-1],
-                "steps": self._steps,
-                "since": self._since,
-                "model": self._mean.state(),
-                "trend": (self._trend or Trend()).state(),
-                "damping": self.damping.state(),
-                "counters": dict(self.counters),
-            },
+            **super()._own_state(),
+            "since": self._since,
+            "model": self._mean.state(),
+            "trend": (self._trend or Trend()).state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -486,8 +411,7 @@ class StochasticTrustRegion(torch.optim.Optimizer):
         """
 
         def check() -> None:
-            settings.require_state(state_dict, set(), OWN, "a StochasticTrustRegion")
-            param_groups.check_saved(state_dict["param_groups"], self.param_groups)
+            self._check_state(state_dict)
             parameters = [p for group in self.param_groups for p in group["params"]]
             for number, kept in state_dict["state"].items():
                 shape = parameters[number].shape
@@ -495,12 +419,9 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                     raise ValueError(
                         f"the state is of another model: parameter {number} has shape {list(shape)}"
                     )
-            own = state_dict["trust_region"]
-            check_damping(own["damping"], self.damping, own["steps"])
 
         agree(self._backend, check, lambda: repr(state_dict["trust_region"]))
-        own = state_dict["trust_region"]
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self._load(state_dict)
         for parameter, state in self.state.items():
             # In copies, since another optimizer may load the same state; the count is on the device
             # that the fused kernel requires.
@@ -510,16 +431,11 @@ class StochasticTrustRegion(torch.optim.Optimizer):
                 state.pop(EARLIER, None)
             else:  # without it, a fresh trend begins
                 state.setdefault(EARLIER, state["average"].clone())
-        self._steps, self._since = own["steps"], own["since"]
+        own = state_dict["trust_region"]
+        self._since = own["since"]
         self._mean.load(own["model"])
         if self._trend is not None:
             self._trend.load(own["trend"])
-        self.damping.load(own["damping"])
-        self.counters = dict(own["counters"])
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._outputs.close()
 
 
 def _require_precise(model: nn.Module, eps: float) -> None:

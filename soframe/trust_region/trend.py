@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from soframe.trust_region.quadratic import Quadratic
 
@@ -46,59 +46,63 @@ STALLED = 0.7
 SAID = "the average got no better on fresh batches: lengths are shorter"
 
 
+@dataclass
 class AveragedModel:
     """The exponential mean of models along one direction each.
 
     The sums stand for means: their common weight cancels in the quotient.
     """
 
-    def __init__(self) -> None:
-        self._slope = self._curvature = self._length = 0.0
+    slope: float = 0.0
+    curvature: float = 0.0
+    length: float = 0.0
 
     def learn(self, model: Quadratic) -> None:
         """Add the undamped model of a batch along one direction."""
         assert model.lengths is not None
-        self._slope = KEEP * self._slope + model.slope.item()
-        self._curvature = KEEP * self._curvature + model.curvature.item()
-        self._length = KEEP * self._length + model.lengths.item()
+        self.slope = KEEP * self.slope + model.slope.item()
+        self.curvature = KEEP * self.curvature + model.curvature.item()
+        self.length = KEEP * self.length + model.lengths.item()
 
     def minimum(self, damping: float) -> float:
         """Return the step to the minimum of the damped mean; negative curvature counts as zero."""
-        bend = max(0.0, self._curvature) + damping * self._length
-        return -self._slope / bend if bend > 0 else 0.0
+        bend = max(0.0, self.curvature) + damping * self.length
+        return -self.slope / bend if bend > 0 else 0.0
 
     def state(self) -> dict[str, float]:
         """Return the state for `load`."""
-        return {"slope": self._slope, "curvature": self._curvature, "length": self._length}
+        return asdict(self)
 
     def load(self, state: Mapping[str, float]) -> None:
         """Continue from a state."""
-        self._slope = state["slope"]
-        self._curvature, self._length = state["curvature"], state["length"]
+        vars(self).update(state)
 
 
+@dataclass
 class Trend:
     """Collects changes of the average's loss on unseen batches.
 
     Attributes:
         share: The factor of the model's length.
+        count: The number of differences since the last verdict.
+        mean: Their mean.
+        squares: The sum of their squared deviations.
+        at: The step of the last average; -1 before the first.
     """
 
-    def __init__(self) -> None:
-        self.share, self._at = 1.0, -1.0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._count = 0
-        self._mean = self._squares = 0.0
+    share: float = 1.0
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    at: float = -1.0
 
     def due(self, step: int) -> bool:
         """Whether the next average is due after this number of completed steps."""
-        return self._at < 0 or step - self._at >= APART
+        return self.at < 0 or step - self.at >= APART
 
     def begin(self, step: int) -> bool:
         """Begin the next difference; return whether an earlier average exists for comparison."""
-        first, self._at = self._at < 0, float(step)
+        first, self.at = self.at < 0, float(step)
         return not first
 
     def learn(self, now: float, earlier: float, eps: float) -> bool:
@@ -108,33 +112,26 @@ class Trend:
             return self._judge(SHORTER)
         if not abs(change) > eps * abs(earlier):  # below rounding, or not finite
             return False
-        self._count += 1
-        off = change - self._mean
-        self._mean += off / self._count
-        self._squares += off * (change - self._mean)  # Welford's
-        if self._count < LEAST:
+        self.count += 1
+        off = change - self.mean
+        self.mean += off / self.count
+        self.squares += off * (change - self.mean)  # Welford's
+        if self.count < LEAST:
             return False
-        error = ERRORS * math.sqrt(self._squares / (self._count * (self._count - 1)))
-        if abs(self._mean) > error:
-            return self._judge(SHORTER if self._mean > 0 else LONGER)
-        return self._judge(STALLED) if self._count == MOST else False
+        error = ERRORS * math.sqrt(self.squares / (self.count * (self.count - 1)))
+        if abs(self.mean) > error:
+            return self._judge(SHORTER if self.mean > 0 else LONGER)
+        return self._judge(STALLED) if self.count == MOST else False
 
     def _judge(self, factor: float) -> bool:
         self.share = min(1.0, self.share * factor)
-        self._forget()
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
         return factor < 1
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """Return the state for `load`."""
-        return {
-            "share": self.share,
-            "count": float(self._count),
-            "mean": self._mean,
-            "squares": self._squares,
-            "at": self._at,
-        }
+        return asdict(self)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         """Continue from a state."""
-        self.share, self._count, self._at = state["share"], int(state["count"]), state["at"]
-        self._mean, self._squares = state["mean"], state["squares"]
+        vars(self).update(state)

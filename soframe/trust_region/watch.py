@@ -7,10 +7,6 @@ does not detect that; the next loss does, at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from soframe.checks.numbers import is_number
-
 WINDOW = 10
 """The number of remembered losses."""
 
@@ -22,14 +18,10 @@ class LossWatch:
     """Compares each loss with the last ones; ``limit`` times their largest is too much."""
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None and not (is_number(limit) and limit > 1):
+        if limit is not None and not limit > 1:
             raise ValueError(f"max_increase must be above 1, or None, not {limit!r}")
         self._limit = limit
         self.losses: list[float] = []
-
-    def load(self, losses: Sequence[float]) -> None:
-        """Remember these losses instead."""
-        self.losses = list(losses)
 
     def rises(self, loss: float, *, undoable: bool) -> bool:
         """Return whether to undo the last update, if any; if not, remember the loss."""

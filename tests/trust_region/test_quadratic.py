@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
-from soframe.trust_region.forward import Forward, Outputs, first_pass
+from soframe.trust_region.forward import Forward, first_pass, run
 from soframe.trust_region.quadratic import curvature_along
 from soframe.trust_region.twice import PlainKernels
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
@@ -20,8 +20,8 @@ from tests.examples import examples
 from tests.trust_region.kit import Criterion, classes_of, closures, deep, fisher, flat, labels
 
 
-def forward_of(model: nn.Module, outputs: Outputs, closure: Callable[[], Tensor]) -> Forward:
-    return first_pass(model, outputs, closure, list(model.parameters()))[0]
+def forward_of(model: nn.Module, closure: Callable[[], Tensor]) -> Forward:
+    return first_pass(model, closure, list(model.parameters()))[0]
 
 
 def directions_of(model: nn.Module, count: int) -> list[list[Tensor]]:
@@ -34,12 +34,8 @@ def directions_of(model: nn.Module, count: int) -> list[list[Tensor]]:
 def curvature(
     model: nn.Module, each: list[Callable[[], Tensor]], directions: list[list[Tensor]]
 ) -> Tensor:
-    outputs = Outputs(model)
-    try:
-        forwards = [forward_of(model, outputs, closure) for closure in each]
-        return curvature_along(forwards, list(model.parameters()), directions)
-    finally:
-        outputs.close()
+    forwards = [forward_of(model, closure) for closure in each]
+    return curvature_along(forwards, list(model.parameters()), directions)
 
 
 def convolutional() -> nn.Module:
@@ -214,24 +210,18 @@ def test_several_outputs_against_the_dense_matrix(coupled: bool) -> None:
 
 def test_what_runs_outside_a_closure_is_not_held() -> None:
     model = deep()
-    outputs = Outputs(model)
-    model(randn(2, 3))
-    assert outputs._seen is None
     with pytest.raises(ZeroDivisionError):
-        outputs.of(lambda: model(randn(2, 3)).sum() * (1 // 0), PlainKernels())
-    assert outputs._seen is None
-    model(randn(2, 3))
-    (output,), calls, loss = outputs.of(lambda: model(randn(2, 3)).sum(), PlainKernels())
-    assert calls == 1
+        run(model, lambda: model(randn(2, 3)).sum() * (1 // 0), PlainKernels())
+    assert not model._forward_hooks
+    ((output,),), loss = run(model, lambda: model(randn(2, 3)).sum(), PlainKernels())
     assert torch.equal(output.sum(), loss)
-    outputs.close()
     assert not model._forward_hooks
 
 
 @pytest.mark.parametrize(
     ("closure", "error", "message"),
     [
-        (lambda model, x: x.sum(), RuntimeError, "must run the model, and did not"),
+        (lambda model, x: x.sum(), RuntimeError, "must run the model"),
         (lambda model, x: model(x), TypeError, "a scalar tensor"),
         (lambda model, x: model(x).sum().item(), TypeError, "a scalar tensor"),
         (lambda model, x: print(model(x)), TypeError, "a scalar tensor"),
@@ -243,7 +233,7 @@ def test_closures_that_are_none(
 ) -> None:
     model, x = deep(), randn(2, 3)
     with pytest.raises(error, match=message):
-        Outputs(model).of(lambda: closure(model, x), PlainKernels())
+        run(model, lambda: closure(model, x), PlainKernels())
 
 
 # -- the minimum -----------------------------------------------------------------------------
@@ -319,14 +309,13 @@ def test_sums_over_half_outputs_are_of_single_precision(dtype: torch.dtype) -> N
     """A sum beyond the largest of half precision is no infinity, and small ones are not rounded."""
     layer = nn.Linear(2, 64)
     parameters = list(layer.parameters())
-    outputs = Outputs(layer)
     x = randn(64, 2).float()
 
     def closure() -> Tensor:
         with torch.autocast("cpu", dtype):
             return layer(x).float().square().sum() / 2
 
-    forward, _ = first_pass(layer, outputs, closure, parameters)
+    forward, _ = first_pass(layer, closure, parameters)
     directions = [[3 * randn(*p.shape, seed=k).float() for p in parameters] for k in range(2)]
     found = curvature_along([forward], parameters, directions)
     rows = [one[0].double().flatten() for one in forward.jacobian_products(parameters, directions)]

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.distributed
 
 CONSTRUCTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "momentum": ({"momentum": False}, "settings of rank(s) [1]", "settings of rank(s) [1]"),
-    "wrong": ({"momentum": "no"}, "momentum must be", "[1] could not start"),
-    "no such": ({"moment": 1}, "no setting 'moment'", "[1] could not start"),
+    "wrong": ({"max_increase": 0.5}, "max_increase must be", "[1] could not start"),
     "policy": ({"damping": 0.5}, "of rank(s) [1]", "of rank(s) [1]"),
 }
 
@@ -90,7 +89,7 @@ def differ(rank: int, ranks: int, whats: list[str]) -> list[str]:
 STEPS = {
     "lr": ("ValueError: these must be", "ValueError: these must be"),
     "policy": ("ValueError: these must be", "ValueError: these must be"),
-    "broken": ("ValueError: TrustRegion: the lr", "RuntimeError: another rank cannot"),
+    "broken": ("ValueError: could not convert", "RuntimeError: another rank cannot"),
     "verdict": ("ZeroDivisionError: no second run", "RuntimeError: another rank cannot"),
     "derivative": (
         "RuntimeError: TrustRegion differentiates the forward pass twice",

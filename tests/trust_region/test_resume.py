@@ -146,7 +146,7 @@ def test_foreign_states_are_refused() -> None:
     model = deep()
     own = trust_region(model, "cross-entropy", LevenbergMarquardt())
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="not the state of a TrustRegion: it lacks"):
+    with pytest.raises(ValueError, match="not the state of a TrustRegion"):
         own.load_state_dict(sgd.state_dict())
     other = trust_region(deep(), "cross-entropy", ConstantDamping(1.0))
     with pytest.raises(ValueError, match="another damping policy than LevenbergMarquardt"):

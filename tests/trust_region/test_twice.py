@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from soframe.settings import grouped
 from soframe.testing import compare
-from soframe.trust_region.forward import Outputs, first_pass, moved
+from soframe.trust_region.forward import first_pass, moved
 from soframe.trust_region.twice import jacobian_products
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import trust_region, vector
@@ -196,14 +196,12 @@ class Derivatives:
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model, self.x, self.parameters = model, x, list(model.parameters())
-        outputs = Outputs(model)
 
         def closure() -> Tensor:
             output: Tensor = model(x)
             return half_square(output, torch.ones_like(output))
 
-        self.forward, _ = first_pass(model, outputs, closure, self.parameters)
-        outputs.close()
+        self.forward, _ = first_pass(model, closure, self.parameters)
         self.directions = [
             [randn(*p.shape, seed=9 * k + i).to(p) for i, p in enumerate(self.parameters)]
             for k in range(2)
