@@ -26,7 +26,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.settings import Curvature, Distribution
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
-from soframe.specs import FactorSpec
+from soframe.specs import FactorKind, FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
@@ -60,9 +60,7 @@ def check_layer_helper(
         AssertionError: If the helper is wrong.
         ValueError: If the module's type has no registered helper.
     """
-    chosen = helper
-    if chosen is None:
-        chosen = KINDS["layer"].lookup(type(module), optional=True)
+    chosen = helper or KINDS["layer"].lookup(type(module), optional=True)
     if chosen is None:
         raise ValueError(f"no layer helper is registered for {type(module).__name__}")
     name = f"{chosen.__name__} on {type(module).__name__}"
@@ -398,43 +396,30 @@ def check_solver(
     for out, into in sizes:
         for condition in conditions:
             for damping in dampings:
-                left, right = (_psd(2, n, condition) for n in (out, into))
+                factors = {"left": _psd(2, out, condition), "right": _psd(2, into, condition)}
                 name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
-                _check_solution(solver, left, right, damping=damping, name=name, rtol=rtol)
+                _check_solution(solver, factors, damping, name, rtol)
                 for scale, may_keep in ((0.8, True), (0.1, False)):
-                    _check_again(
-                        solver,
-                        {"left": scale * left, "right": scale * right},
-                        {"left": left, "right": right},
-                        damping=damping,
-                        name=f"{name}, solved again after {scale:g} of the factors",
-                        rtol=rtol,
-                        may_keep=may_keep,
-                    )
+                    before = {side: scale * factor for side, factor in factors.items()}
+                    again = f"{name}, solved again after {scale:g} of the factors"
+                    _check_again(solver, before, factors, damping, again, rtol, may_keep=may_keep)
     for damping in dampings:
-        _check_again(
-            solver,
-            {"left": 0.1 * _psd(2, 5, 10.0), "right": 0.1 * _psd(2, 7, 10.0)},
-            {"left": _psd(2, 5, 10.0, seed=1), "right": _psd(2, 7, 10.0, seed=1)},
-            damping=damping,
-            name=f"{solver!r}, damping {damping:g}, solved again in another basis",
-            rtol=rtol,
-            may_keep=False,
-        )
+        before = {"left": 0.1 * _psd(2, 5, 10.0), "right": 0.1 * _psd(2, 7, 10.0)}
+        factors = {"left": _psd(2, 5, 10.0, seed=1), "right": _psd(2, 7, 10.0, seed=1)}
+        name = f"{solver!r}, damping {damping:g}, solved again in another basis"
+        _check_again(solver, before, factors, damping, name, rtol, may_keep=False)
+        for which in (("left",), ("right",), ("left", "right")) if solver.diagonals else ():
+            factors = {side: _psd(2, n, 100.0) for side, n in (("left", 3), ("right", 5))}
+            for side in which:
+                factors[side] = factors[side].diagonal(dim1=1, dim2=2).clone()
+                factors[side][:, 0] = 0  # an index that never occurs
+            name = f"{solver!r}, diagonal {' and '.join(which)}, damping {damping:g}"
+            _check_solution(solver, factors, damping, name, 1e-6)
     if solver.damps_factors:
         _check_shares(solver)
-    if solver.diagonals:
-        for damping in dampings:
-            _check_diagonals(solver, damping, f"{solver!r}, diagonal, damping {damping:g}")
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
-    _check_solution(
-        solver,
-        zero,
-        _psd(2, 4, 10.0),
-        damping=0.1,
-        name=f"{solver!r}, zero factor",
-        rtol=rtol,
-    )
+    factors = {"left": zero, "right": _psd(2, 4, 10.0)}
+    _check_solution(solver, factors, 0.1, f"{solver!r}, zero factor", rtol)
     bad = torch.full((1, 3, 3), float("nan"))
     try:
         data = solver.solve(bad, torch.ones(1))
@@ -445,28 +430,29 @@ def check_solver(
 
 
 def _check_solution(
-    solver: Solver, left: Tensor, right: Tensor, damping: float, name: str, rtol: float
+    solver: Solver, factors: Mapping[str, Tensor], damping: float, name: str, rtol: float
 ) -> None:
-    factors = {"left": left, "right": right}
+    """Compare the solver with a dense solve; factors are matrices, or diagonals of them."""
     shares = _shares(solver, factors, damping)
     data = {}
-    for side, matrix in factors.items():
-        before = matrix.clone()
-        data[side] = solver.solve(matrix, shares[side])
-        assert torch.equal(matrix, before), f"{name}: solve changes the factor"
-        _check_announced(solver, side, matrix, data[side], name)
-        data[side] = _followed(solver, side, matrix, data[side], name)
-    gradient, expected = _problem(solver, factors, damping, shares)
+    for side, factor in factors.items():
+        before = factor.clone()
+        data[side] = solver.solve(factor, shares[side])
+        assert torch.equal(factor, before), f"{name}: solve changes the factor"
+        _check_announced(solver, side, factor, data[side], name)
+        if factor.dim() == 3:
+            data[side] = _followed(solver, side, factor, data[side], name)
+    gradient, expected = _problem(solver, factors, damping)
     given = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
     compare(result, expected, name, rtol=rtol)
     # A single factor, of inputs, takes the whole damping; the other one is the identity.
+    right = factors["right"]
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
     result = solver.apply_right(gradient, right=alone, damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply_right changes the gradient"
-    damped = right + damping * torch.eye(right.shape[1], dtype=right.dtype)
-    expected = torch.linalg.solve(damped, gradient, left=False)
+    expected = torch.linalg.solve(_damped(right, damping), gradient, left=False)
     compare(result, expected, f"{name}, without a left factor", rtol=rtol)
     single = {s: {k: t.float() for k, t in tensors.items()} for s, tensors in data.items()}
     low = solver.apply(
@@ -475,15 +461,18 @@ def _check_solution(
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
 
 
-_Data = dict[str, dict[str, Tensor]]
-
-
 def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
     """Return each side's share of the damping."""
     # The inputs' factor comes first, as in K-FAC's (A, G).
     sides = ("right", "left")
     traces = [mean_trace(factors[side]) for side in sides]
     return dict(zip(sides, solver.shares(traces, damping), strict=True))
+
+
+def _damped(factor: Tensor, damping: float | Tensor) -> Tensor:
+    """Return dense matrices of a factor, with a damping, or with one for each group."""
+    matrix = factor if factor.dim() == 3 else factor.diag_embed()
+    return matrix + torch.as_tensor(damping).view(-1, 1, 1) * torch.eye(len(matrix[0])).to(matrix)
 
 
 def _check_shares(solver: Solver) -> None:
@@ -505,7 +494,8 @@ def _check_announced(
     solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
 ) -> None:
     """Compare the tensors of a factor with the announced ones."""
-    spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2]))  # type: ignore[arg-type]
+    kind: FactorKind = "psd" if matrix.dim() == 3 else "diagonal"
+    spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2], kind=kind))  # type: ignore[arg-type]
     assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
     for key, tensor in data.items():
         shape = tuple(tensor.shape)
@@ -537,28 +527,22 @@ def _followed(
 
 
 def _problem(
-    solver: Solver,
-    factors: Mapping[str, Tensor],
-    damping: float,
-    shares: dict[str, Tensor],
+    solver: Solver, factors: Mapping[str, Tensor], damping: float
 ) -> tuple[Tensor, Tensor]:
     """Return a gradient and its dense solution."""
-    left, right = factors["left"], factors["right"]
-    shape = (left.shape[0], left.shape[1], right.shape[1])
-    gradient = torch.randn(shape, dtype=torch.float64, generator=_generator())
-    expected = [
-        _dense_solution(
-            solver,
-            left=left[g],
-            right=right[g],
-            gradient=gradient[g],
-            damping=damping,
-            shares=shares,
-            group=g,
-        )
-        for g in range(shape[0])
-    ]
-    return gradient, torch.stack(expected)
+    sizes = [factors[side].shape[1] for side in ("left", "right")]
+    gradient = torch.randn(
+        len(factors["left"]), *sizes, dtype=torch.float64, generator=_generator()
+    )
+    if solver.damps_factors:
+        shares = _shares(solver, factors, damping)
+        left, right = (_damped(factors[side], shares[side]) for side in ("left", "right"))
+        # Solve one factor at a time: the product's condition is the product of conditions.
+        half = torch.linalg.solve(left, gradient)
+        return gradient, torch.linalg.solve(right, half.mT).mT
+    dense = zip(_damped(factors["left"], 0.0), _damped(factors["right"], 0.0), strict=True)
+    curvature = _damped(torch.stack([kron(left, right) for left, right in dense]), damping)
+    return gradient, torch.linalg.solve(curvature, gradient.flatten(1)).view_as(gradient)
 
 
 _SETTLES = 50  # solves of one matrix within which a warm-started iteration has converged
@@ -579,9 +563,9 @@ def _check_again(
     # bit, if factors have changed little; here they change by several times their norm, so it may
     # not. The last solve had another damping.
     shares = _shares(solver, before, 2 * damping)
-    data: _Data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}
+    data = {side: solver.solve(matrix, shares[side]) for side, matrix in before.items()}
     shares = _shares(solver, now, damping)
-    gradient, expected = _problem(solver, now, damping, shares)
+    gradient, expected = _problem(solver, now, damping)
     for count in range(1, _SETTLES + 1):
         last, data, kept = data, {}, False
         for side, matrix in now.items():
@@ -602,72 +586,6 @@ def _check_again(
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(tensor, other[key]) for key, tensor in one.items())
-
-
-def _check_diagonals(solver: Solver, damping: float, name: str) -> None:
-    """Compare diagonal factors, on either side or both, with matrices, solved densely."""
-    sizes = {"left": 3, "right": 5}
-    gradient = torch.randn(2, 3, 5, dtype=torch.float64, generator=_generator())
-    for which in (("left",), ("right",), ("left", "right")):
-        factors = {side: _psd(2, size, 100.0) for side, size in sizes.items()}
-        for side in which:
-            values = torch.rand(2, sizes[side], dtype=torch.float64, generator=_generator())
-            values[:, 0] = 0  # an index that never occurs
-            factors[side] = values
-        dense = {s: f if f.dim() == 3 else f.diag_embed() for s, f in factors.items()}
-        traces = [mean_trace(factors["right"]), mean_trace(factors["left"])]
-        shares = dict(zip(("right", "left"), solver.shares(traces, damping), strict=True))
-        data = {side: solver.solve(factor, shares[side]) for side, factor in factors.items()}
-        for side in which:
-            spec = FactorSpec(side, side, 2, sizes[side], kind="diagonal")  # type: ignore[arg-type]
-            made = {key: tuple(tensor.shape) for key, tensor in data[side].items()}
-            announced = {key: one.shape for key, one in solver.tensors(spec).items()}
-            assert made == announced, f"{name}: {side}: tensors() announces {announced}"
-        given = gradient.clone()
-        result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
-        assert torch.equal(gradient, given), f"{name}: {which}: apply changes the gradient"
-        expected = []
-        for g in range(2):
-            left, right = dense["left"][g], dense["right"][g]
-            expected.append(
-                _dense_solution(
-                    solver,
-                    left=left,
-                    right=right,
-                    gradient=gradient[g],
-                    damping=damping,
-                    shares=shares,
-                    group=g,
-                )
-            )
-        compare(result, torch.stack(expected), f"{name}: {which}", rtol=1e-6)
-    diagonal = torch.rand(2, 5, dtype=torch.float64, generator=_generator())
-    alone = solver.solve(diagonal, solver.shares([mean_trace(diagonal)], damping)[0])
-    result = solver.apply_right(gradient, right=alone, damping=damping)
-    expected_alone = gradient / (diagonal.unsqueeze(1) + damping)
-    compare(result, expected_alone, f"{name}, without a left factor", rtol=1e-6)
-
-
-def _dense_solution(
-    solver: Solver,
-    left: Tensor,
-    right: Tensor,
-    gradient: Tensor,
-    damping: float,
-    shares: dict[str, Tensor],
-    group: int,
-) -> Tensor:
-    if solver.damps_factors:
-        left = left + shares["left"][group] * torch.eye(len(left), dtype=left.dtype)
-        right = right + shares["right"][group] * torch.eye(len(right), dtype=right.dtype)
-        # Solve one factor at a time: the product's condition is the product of conditions.
-        half: Tensor = torch.linalg.solve(left, gradient)
-        result: Tensor = torch.linalg.solve(right, half.mT).mT
-        return result
-    curvature = kron(left, right)
-    curvature = curvature + damping * torch.eye(len(curvature), dtype=curvature.dtype)
-    solution: Tensor = torch.linalg.solve(curvature, gradient.flatten())
-    return solution.view_as(gradient)
 
 
 def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:

@@ -43,8 +43,7 @@ def check_damping(policy: DampingChoice) -> None:
 
 
 def _check_positive(given: DampingPolicy, name: str) -> None:
-    own = adopted(given)
-    _begin(own)
+    own = _begun(given)
     for count in range(len(RATIOS) + 1):
         for step, damping in enumerate(_dampings(own)):
             number = type(damping) in (int, float) and 0 < damping < math.inf
@@ -57,66 +56,67 @@ def _check_positive(given: DampingPolicy, name: str) -> None:
 def _check_apart(given: DampingPolicy, name: str) -> None:
     """Check that a policy and its copy share no state."""
     given = copy.deepcopy(given)
-    one, other = adopted(given), adopted(given)
-    policies = {"the policy": given, "a copy": one, "another copy": other}
-    for listening, policy in policies.items():
+    policies = {"the policy": given, "a copy": adopted(given), "another copy": adopted(given)}
+    for which, policy in policies.items():
         before = {key: _seen(each) for key, each in policies.items()}
         _begin(policy)
-        _hear(policy, RATIOS)
+        _observe(policy, RATIOS)
         for key, each in policies.items():
-            apart = key == listening or _seen(each) == before[key]
-            assert apart, f"{name}: what {listening} hears changes {key}: they share something"
+            apart = key == which or _seen(each) == before[key]
+            assert apart, f"{name}: a ratio for {which} changes {key}: they share something"
 
 
 def _check_state(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
-    own = adopted(given)
-    _begin(own)
-    _hear(own, ratios)
+    own = _begun(given, ratios)
     state = own.state()
     for key, value in state.items():
         plain = type(key) is str and type(value) in (bool, int, float)
         assert plain, f"{name}: state() has {key!r}: {value!r}, which is no plain number by name"
     saved = dict(state)
-    used = adopted(given)
-    _begin(used)
-    _hear(used, OTHER_RATIOS)
+    used = _begun(given, OTHER_RATIOS)
     for which, resumed in (("a fresh policy", adopted(given)), ("one in use", used)):
         resumed.load(dict(saved))
-        goes_on = copy.deepcopy(own)
-        for heard, ratio in enumerate((None, *OTHER_RATIOS, *RATIOS)):
-            for each in (resumed, goes_on):
-                if ratio is not None:
-                    each.observe(ratio)
-            same = _seen(resumed) == _seen(goes_on)
-            assert same, (
-                f"{name}: {which} that loads the state goes on otherwise, after {heard} ratios: "
-                f"{_text(resumed)}, and not {_text(goes_on)}"
-            )
-    _hear(own, OTHER_RATIOS)
-    kept = _numbers(state) == _numbers(saved)
-    assert kept, f"{name}: a state that was saved changes with what the policy hears: {state}"
+        problem = _difference(resumed, copy.deepcopy(own))
+        assert not problem, f"{name}: {which} that loads the state goes on otherwise, {problem}"
+    _observe(own, OTHER_RATIOS)
+    assert _numbers(state) == _numbers(saved), (
+        f"{name}: a saved state changes with later ratios: {state}"
+    )
 
 
 def _check_restart(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
-    fresh, own = adopted(given), adopted(given)
-    _begin(own)
-    _hear(own, ratios)
+    own = _begun(given, ratios)
     own.restart()
-    for ratio in (None, *OTHER_RATIOS):
-        for each in (own, fresh):
+    problem = _difference(own, adopted(given))
+    assert not problem, f"{name}: restart() does not begin anew: {problem}"
+
+
+def _difference(one: DampingPolicy, other: DampingPolicy) -> str:
+    """Return the first difference of two policies that receive the same ratios, or nothing."""
+    for count, ratio in enumerate((None, *OTHER_RATIOS, *RATIOS)):
+        for each in (one, other):
             if ratio is not None:
                 each.observe(ratio)
-        same = _seen(own) == _seen(fresh)
-        assert same, f"{name}: restart() does not begin anew: {_text(own)}, and not {_text(fresh)}"
+        if _seen(one) != _seen(other):
+            texts = [f"at(0) {each.at(0)!r} and the state {each.state()}" for each in (one, other)]
+            return f"after {count} ratios: {texts[0]}, and not {texts[1]}"
+    return ""
+
+
+def _begun(given: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:
+    """Return a copy of a policy that has begun, and received ratios."""
+    own = adopted(given)
+    _begin(own)
+    _observe(own, ratios)
+    return own
 
 
 def _begin(policy: DampingPolicy) -> None:
-    """Begin with a measured damping, if the policy requests one."""
     if policy.to_be_measured():
         policy.begin(policy.at(0) / 10)
 
 
-def _hear(policy: DampingPolicy, ratios: Sequence[float]) -> None:
+def _observe(policy: DampingPolicy, ratios: Sequence[float]) -> None:
     for ratio in ratios:
         policy.observe(ratio)
 
@@ -132,7 +132,3 @@ def _seen(policy: DampingPolicy) -> tuple[list[float], dict[str, str]]:
 
 def _numbers(state: Mapping[str, float]) -> dict[str, str]:
     return {key: repr(value) for key, value in state.items()}
-
-
-def _text(policy: DampingPolicy) -> str:
-    return f"at(0) is {policy.at(0)!r} and the state {policy.state()}"

@@ -69,41 +69,23 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Training:
-    """A short training run.
-
-    Attributes:
-        method: The method.
-        strategy: The distribution strategy.
-        fisher: The Fisher; observed ones use squared errors as the loss.
-        passes: The number of micro-batches of each rank's batch.
-        copies: The number of copies of each sample in the batch, with the same mean loss.
-        begin: The first step.
-        end: The step after the last.
-        state: The initial state; None for a fresh start, a path for a sharded checkpoint.
-        folder: The folder of a final sharded checkpoint; None for no checkpoint.
-        options: Further settings of `soframe.Optimizer`.
-    """
+    """A short training run."""
 
     method: Method | Mapping[str, Method]
     strategy: Strategy | str = "comm-opt"
-    fisher: str = "empirical"
-    passes: int = 1
-    copies: int = 1
-    begin: int = 0
-    end: int = STEPS
-    state: dict[str, Any] | Path | None = None
-    folder: Path | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    fisher: str = "empirical"  # observed ones use squared errors as the loss
+    passes: int = 1  # micro-batches of each rank's batch
+    copies: int = 1  # of each sample in the batch, with the same mean loss
+    begin: int = 0  # the first step
+    end: int = STEPS  # the step after the last
+    state: dict[str, Any] | Path | None = None  # the initial one; a path for a sharded checkpoint
+    folder: Path | None = None  # of a final sharded checkpoint
+    options: dict[str, Any] = field(default_factory=dict)  # further settings of the optimizer
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a run.
-
-    Attributes:
-        weights: All parameters and their names.
-        state: The states of the model and of the optimizer, if the run ends early.
-    """
+    """The result of a run: its parameters, and if it ends early the states to go on from."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
@@ -114,6 +96,8 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     torch.manual_seed(0)
     model = Net().double()
     observes = training.fisher in ("type-2", "monte-carlo")
+    method = training.method
+    methods = method.values() if isinstance(method, Mapping) else (method,)
     settings: dict[str, Any] = {
         "lr": 0.05,
         "weight_decay": 0.01,
@@ -122,11 +106,11 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         "solve_every": 2,
         "fisher": training.fisher,
         **({"loss": "squared-error"} if observes else {}),
-        **({"damping": 0.1} if _damped(training.method) else {}),
+        **({"damping": 0.1} if any(method.damped for method in methods) else {}),
         **training.options,
     }
     optimizer = Optimizer(
-        model, copy.deepcopy(training.method), strategy=training.strategy, **grouped(settings)
+        model, copy.deepcopy(method), strategy=training.strategy, **grouped(settings)
     )
     if isinstance(training.state, Path):
         saved = {"model": model.state_dict()}
@@ -217,7 +201,7 @@ def check_method(
         twice = train(0, 1, replace(one, copies=2))
         _same(twice, whole, f"{name}, every sample twice", rtol)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
-        patterns = {name: _unequal(chosen) for name, _ in Net().named_children()}
+        patterns = {name: _variant(chosen) for name, _ in Net().named_children()}
         apart = train(0, 1, replace(one, method=patterns))
         _same(apart, whole, f"{name}, an instance for each layer, with groups of its own", rtol)
         first = train(0, 1, replace(one, end=MIDDLE))
@@ -275,17 +259,11 @@ def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], args:
     dist.destroy_process_group()
 
 
-def _damped(method: Method | Mapping[str, Method]) -> bool:
-    """Whether a damping makes a difference."""
-    methods = method.values() if isinstance(method, Mapping) else (method,)
-    return any(one.damped for one in methods)
-
-
-def _unequal(method: Method) -> Method:
-    """Return a copy that equals no other, so that each block is a stack of its own."""
-    kind = type(method)
-    copied = copy.deepcopy(method)
-    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__slots__": ()}))
+def _variant(method: Method, **members: Any) -> Method:
+    """Return a copy of another class, which equals no other, with some methods overridden."""
+    kind, copied = type(method), copy.deepcopy(method)
+    derived = type(kind.__name__, (kind,), {"__slots__": (), **members})
+    object.__setattr__(copied, "__class__", derived)
     return copied
 
 
@@ -314,10 +292,7 @@ def _checked(method: Method) -> Method:
         check_state(method, "rebase()", rebased, state)
         return rebased
 
-    copied = copy.deepcopy(method)
-    members = {"__slots__": (), "direct": direct, "rebase": rebase}
-    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), members))
-    return copied
+    return _variant(method, direct=direct, rebase=rebase)
 
 
 def _average(gradients: Sequence[Tensor | None], ranks: int) -> None:
