@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,24 +21,14 @@ from soframe.trust_region.forward import FORWARD, Forward
 
 @dataclass(frozen=True)
 class Fit:
-    """The curvature of a closure's loss, relative to the declared loss's.
+    """The curvature of a closure's loss, relative to the declared loss's."""
 
-    Attributes:
-        samples: The samples of the closure's batch.
-        times: The ratio of the two curvatures, for the declared loss as a mean over the samples.
-        plain: Whether it is 1 / k for k closures.
-        mute: Whether both are below rounding, as for saturated outputs, so that the ratio is
-            unknown.
-        problem: The reason why the closure's loss is not a multiple of the declared one.
-        tolerance: The relative precision of ``times``.
-    """
-
-    samples: int
-    times: float
-    plain: bool = True
-    mute: bool = False
-    problem: str | None = None
-    tolerance: float = 1e-3
+    samples: int  # of the closure's batch
+    times: float  # the ratio of curvatures, with the declared loss as a mean over the samples
+    plain: bool = True  # whether that is 1 / k for k closures
+    mute: bool = False  # whether both are below rounding, as for saturated outputs
+    problem: str | None = None  # why the closure's loss is no multiple of the declared one
+    tolerance: float = 1e-3  # the relative precision of `times`
 
     def weight(self, closures: int, *, alike: bool) -> float:
         """Return the weight of the batch in the statistics, relative to its share of the samples.
@@ -60,15 +50,11 @@ def fit(declared: Loss, forward: Forward, closures: int) -> Fit:
         return Fit(samples, 1 / closures, problem=problem)
     if samples == 0:
         return Fit(samples, 1 / closures, mute=True)
-    if len(outputs) > 1 and declared.expected:
-        raise TypeError(
-            f"the model returns {len(outputs)} tensors, and loss={declared!r} is of one: let "
-            f"the model's forward return them in one, by torch.stack([...], 1)"
-        )
     if len(outputs) > 1 and not isinstance(declared, SumLoss):
         raise TypeError(
-            f"the model returns {len(outputs)} tensors: declare a soframe.losses.SumLoss with "
-            f"a Term for each (output=0, 1, ...) rather than {declared!r}"
+            f"the model returns {len(outputs)} tensors, and loss={declared!r} is of one: declare "
+            f"a soframe.losses.SumLoss with a Term for each (output=0, 1, ...), or let the "
+            f"model's forward return them in one, by torch.stack([...], 1)"
         )
     by = _fit_of_gradients if declared.expected else _fit_of_curvature
     try:
@@ -110,19 +96,13 @@ def _fit_of_curvature(
     for a, b in zip(measured, theirs, strict=True):
         off = (a - times * b).abs() > times * (4 * tolerance * b.abs() + sure)
         if 0 < times < math.inf and bool(off.any()):
-            ratios = a / b
-            return Fit(
-                samples,
-                times,
-                plain,
-                problem=(
-                    f"the closure's loss is not the mean of loss={declared!r} over its samples: "
-                    f"samples have from {float(ratios.min()):.3g} to {float(ratios.max()):.3g} "
-                    f"times its curvature. Weights of classes, samples and ignored targets are not "
-                    f"supported; declare the loss that the closure returns"
-                ),
-                tolerance=tolerance,
+            problem = (
+                f"the closure's loss is not the mean of loss={declared!r} over its samples: "
+                f"samples have from {float((a / b).min()):.3g} to {float((a / b).max()):.3g} "
+                f"times its curvature. Weights of classes, samples and ignored targets are not "
+                f"supported; declare the loss that the closure returns"
             )
+            return replace(found, problem=problem)
     return found
 
 

@@ -19,21 +19,13 @@ from soframe.trust_region.twice import Direction
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch at the present parameters, after its backward passes.
+    """A batch at the present parameters, after its backward passes."""
 
-    Attributes:
-        parameters: The trained parameters.
-        gradients: The gradients of the objective (loss and weight decay), the mean over ranks.
-        decays: The weight decay of each parameter.
-        forwards: This rank's forward passes, one for each closure.
-        loss: The loss, the mean over ranks.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    gradients: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter]  # the trained ones
+    gradients: Sequence[Tensor]  # of the objective (loss and weight decay), the mean over ranks
     decays: Sequence[float]
-    forwards: Sequence[Forward]
-    loss: float
+    forwards: Sequence[Forward]  # this rank's, one for each closure
+    loss: float  # the mean over ranks
 
     @property
     def passes(self) -> list[tuple[Closure, Replay]]:

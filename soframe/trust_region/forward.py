@@ -29,25 +29,15 @@ _Edge = tuple[Any, int]
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass of one closure.
-
-    Attributes:
-        closure: The closure.
-        replay: The random state and buffers for another run.
-        outputs: The model's outputs, of all calls in order.
-        gradients: The gradients of the loss in them, themselves differentiable.
-        kernels: The kernels that the pass ran in.
-        calls: The number of the closure's calls of the model.
-        expected: The declared loss, if its expected Hessian replaces the closure's own.
-    """
+    """A forward pass of one closure."""
 
     closure: Closure
     replay: Replay
-    outputs: tuple[Tensor, ...]
-    gradients: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # of all calls of the model, in order
+    gradients: tuple[Tensor, ...]  # of the loss in them, themselves differentiable
     kernels: PlainKernels
     calls: int = 1
-    expected: Loss | None = None
+    expected: Loss | None = None  # the declared loss, if its expected Hessian replaces the own
 
     def backward(self) -> None:
         """Accumulate the gradients of the loss in the parameters'; the graph stays."""

@@ -37,11 +37,7 @@ def group_of_each(
 
 
 class LayerGroups:
-    """The layer group of each trained parameter.
-
-    Attributes:
-        numbers: Parameter -> number of its group.
-    """
+    """The layer group of each trained parameter, by its number."""
 
     def __init__(self, model: nn.Module, count: int, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._count = model, count

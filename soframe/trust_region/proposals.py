@@ -24,27 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A preconditioned gradient.
+    """A preconditioned gradient."""
 
-    Attributes:
-        parts: Its negative, one direction for each layer group that has blocks.
-        solved: The data of each block's update: see `soframe.Preconditioner.snapshot`.
-        failed: The layer groups with a factor that could not be solved for it.
-    """
-
-    parts: list[Direction]
-    solved: Mapping[str, Any]
-    failed: list[bool]
+    parts: list[Direction]  # its negative, one direction for each layer group that has blocks
+    solved: Mapping[str, Any]  # the data of each block: see `soframe.Preconditioner.snapshot`
+    failed: list[bool]  # the layer groups with a factor that could not be solved for it
 
 
 class Proposer:
-    """Damps the preconditioner: by a multiple of the policy's damping, or by trials.
-
-    Args:
-        preconditioner: The preconditioner.
-        damping: The trial dampings of layer groups, or the multiple.
-        groups: The layer groups.
-    """
+    """Damps the preconditioner: by a multiple of the policy's damping, or by trials."""
 
     def __init__(
         self, preconditioner: Preconditioner, damping: AdaptiveDamping | float, groups: LayerGroups

@@ -42,18 +42,14 @@ class Reduction:
     A kept ``"update"`` is in the optimizer's state of each parameter; a pending one is ``"moved"``
     there, beside the values ``"before"`` and the ``"decay"``. With an ``lr`` above 2, or of 0, the
     model predicts no reduction: the step has no ratio, unless the objective rose.
-
-    Attributes:
-        last: The change and the ratio of the last measured step, until `take_last`.
-        silent: Whether that change was below the objective's rounding.
     """
 
     def __init__(self, damping: DampingPolicy, reject: bool, every: bool = False) -> None:
         self._damping, self._reject, self._every = damping, reject, every
         self._waiting: tuple[float, float] | None = None
         self._told = True
-        self.last: dict[str, float] = {}
-        self.silent = False
+        self.last: dict[str, float] = {}  # change and ratio of the last one, until `take_last`
+        self.silent = False  # whether that change was below the objective's rounding
 
     @property
     def waits(self) -> bool:

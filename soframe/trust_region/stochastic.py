@@ -36,7 +36,6 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from soframe.capture.untraced import untraced
-from soframe.comm import Backend
 from soframe.damping.policies import DampingChoice
 from soframe.setup.building import choose_backend
 from soframe.state.saving import agree
@@ -51,6 +50,12 @@ from soframe.trust_region.trend import SAID, AveragedModel, Trend
 
 FIRST = 5
 """Steps that always have a model: averages only begin in them."""
+
+BETAS = (0.9, 0.99)
+"""The decays of Adam's averages of gradients and of their squares."""
+
+EPS = 1e-8
+"""Added to the root of the latter, which may be zero."""
 
 MOMENTS = ("mean", "square")
 """Adam's averages of each parameter; its count is ``"step"``, which torch does not cast."""
@@ -76,8 +81,6 @@ class StochasticTrustRegion(ClosureOptimizer):
         lr: Multiplies the update; 1 is the minimum of the averaged model. 0.7 keeps nine tenths of
             the predicted reduction, and half of the noise that the step adds. Groups move in
             proportion to theirs.
-        betas: The decays of Adam's averages of gradients and of their squares.
-        eps: Added to the root of the latter, which may be zero: positive in the parameters' dtypes.
         model_every: Steps from one quadratic model to the next.
         averaging: The average has about the last ``1 / averaging`` of all iterates; eta in
             `soframe.trust_region.stochastic`.
@@ -86,7 +89,6 @@ class StochasticTrustRegion(ClosureOptimizer):
             batches, on which it is evaluated twice in thirty steps; costs one more copy of the
             average: see `soframe.trust_region.trend`.
         on_step: Called with a `soframe.trust_region.Readout` after each step.
-        backend: The communication backend: see `soframe.Preconditioner`.
 
     Attributes:
         damping: A copy of the policy.
@@ -108,25 +110,25 @@ class StochasticTrustRegion(ClosureOptimizer):
         params: ParamsT | None = None,
         weight_decay: float = 0.0,
         lr: float = 0.7,
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-8,
         model_every: int = 30,
         averaging: float = 20.0,
         reject: bool = True,
         shorten: bool = True,
         on_step: OnStep | None = None,
-        backend: str | type[Backend] | Backend | None = None,
     ) -> None:
-        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
-            raise ValueError(f"betas must be in [0, 1), not {betas!r}")
         if not averaging >= 0:
             raise ValueError(f"averaging must not be negative, not {averaging!r}")
         super().__init__(model, damping, params, lr=lr, weight_decay=weight_decay, on_step=on_step)
-        _require_precise(self._model, eps)
-        self._backend = choose_backend(backend)
-        self._betas, self._eps_of_root = betas, eps
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"StochasticTrustRegion keeps averages in the dtypes of the parameters, and "
+                    f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep "
+                    f"the parameters in float32, and let the closure compute under torch.autocast"
+                )
+        self._backend = choose_backend(None)
         self._every, self._eta = model_every, averaging
-        self._settings = (self.damping, betas, eps, model_every, averaging, reject, shorten)
+        self._settings = (self.damping, model_every, averaging, reject, shorten)
         self._mean = AveragedModel()
         self._trend = Trend() if shorten else None
         self._reduction = Reduction(self.damping, reject, every=True)
@@ -293,7 +295,6 @@ class StochasticTrustRegion(ClosureOptimizer):
 
     def _adam(self, length: float) -> None:
         """Update Adam's averages, and move along its direction by a length."""
-        first, second = self._betas
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.requires_grad]
             if not parameters:
@@ -309,20 +310,20 @@ class StochasticTrustRegion(ClosureOptimizer):
                     [state["step"] for state in states],
                     fused=True,
                     amsgrad=False,
-                    beta1=first,
-                    beta2=second,
+                    beta1=BETAS[0],
+                    beta2=BETAS[1],
                     lr=length * float(group["lr"]),
                     weight_decay=0.0,
-                    eps=self._eps_of_root,
+                    eps=EPS,
                     maximize=False,
                 )
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
         """Return the direction of `_adam`, from its present averages."""
-        state, (first, second) = self.state[parameter], self._betas
+        state = self.state[parameter]
         count = float(state["step"])
-        root = (state["square"].sqrt() / math.sqrt(1 - second**count)).add_(self._eps_of_root)
-        direction: Tensor = (state["mean"] / (first**count - 1)).div_(root)
+        root = (state["square"].sqrt() / math.sqrt(1 - BETAS[1] ** count)).add_(EPS)
+        direction: Tensor = (state["mean"] / (BETAS[0] ** count - 1)).div_(root)
         return direction
 
     @contextmanager
@@ -436,24 +437,6 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._mean.load(own["model"])
         if self._trend is not None:
             self._trend.load(own["trend"])
-
-
-def _require_precise(model: nn.Module, eps: float) -> None:
-    """Check that the parameters' dtypes can hold averages, and ``eps`` as a divisor."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"StochasticTrustRegion keeps averages in the dtypes of the parameters, and "
-                f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep the "
-                f"parameters in float32, and let the closure compute under torch.autocast"
-            )
-        if not eps >= torch.finfo(parameter.dtype).tiny:
-            raise ValueError(
-                f"eps must be positive in {parameter.dtype}, not {eps!r}: an entry whose gradient "
-                f"is zero is divided by it"
-            )
 
 
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:

@@ -80,21 +80,13 @@ class AveragedModel:
 
 @dataclass
 class Trend:
-    """Collects changes of the average's loss on unseen batches.
+    """Collects changes of the average's loss on unseen batches."""
 
-    Attributes:
-        share: The factor of the model's length.
-        count: The number of differences since the last verdict.
-        mean: Their mean.
-        squares: The sum of their squared deviations.
-        at: The step of the last average; -1 before the first.
-    """
-
-    share: float = 1.0
-    count: int = 0
+    share: float = 1.0  # the factor of the model's length
+    count: int = 0  # differences since the last verdict
     mean: float = 0.0
-    squares: float = 0.0
-    at: float = -1.0
+    squares: float = 0.0  # the sum of their squared deviations
+    at: float = -1.0  # the step of the last average
 
     def due(self, step: int) -> bool:
         """Whether the next average is due after this number of completed steps."""

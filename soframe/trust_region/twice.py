@@ -57,15 +57,11 @@ _PLAIN: dict[Any, _Kernels] = {
 
 
 class PlainKernels(TorchFunctionMode):
-    """A context that replaces fused kernels without a second derivative by plain ones.
-
-    Attributes:
-        differentiates: Whether `torch.autograd.grad` was called within it.
-    """
+    """A context that replaces fused kernels without a second derivative by plain ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.differentiates = False
+        self.differentiates = False  # whether `torch.autograd.grad` was called within it
         self._used: set[_Kernels] = set()
 
     def __torch_function__(

@@ -128,7 +128,7 @@ def test_a_pair_of_outputs_is_named() -> None:
     model = Pair()
     own = trust_region(model, "gaussian")
     x, y = batch(0)
-    with pytest.raises(TypeError, match=r"returns 2 tensors, .* is of one: let .* torch.stack"):
+    with pytest.raises(TypeError, match=r"returns 2 tensors, .* is of one: .* torch.stack"):
         own.step(lambda: F.gaussian_nll_loss((out := model(x))[0], y, out[1].exp()))
 
 
