@@ -46,9 +46,8 @@ from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
 from soframe.state.durable import latest, read, save
-from soframe.state.entries import entries_now, entries_saved, held
+from soframe.state.entries import entries_saved
 from soframe.state.plain_metadata import PlainPlanner, PlainReader, reader_of
-from soframe.step.averages import settled
 
 __all__ = [
     "PlainPlanner",
@@ -100,15 +99,11 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     for block, place in preconditioner._placed:
         header["blocks"][block.name]["solved"] = block.solved
-        stack, masses = block.stack, block.record.masses
-        placed = preconditioner._placed
-        factors = settled(placed, stack, (block.member,), "state") if masses else {}
-        found = held(block, {name: t for name, t in factors.items() if name in masses})
-        for entry in entries_now(block, place, block.tensors if block.solved else ()):
+        wanted, found = state.present(preconditioner._placed, block, place)
+        for entry in wanted:
             if backend.rank == entry.source:
-                tensor = found[entry.path]
-                changes = entry.path[0] != "second_order"
-                tensors["/".join((block.name, *entry.path))] = tensor.clone() if changes else tensor
+                tensor = state.lasting(entry.path, found[entry.path])
+                tensors["/".join((block.name, *entry.path))] = tensor
     # DCP keeps one header, so it has the checksums of all ranks.
     mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}

@@ -62,9 +62,10 @@ def entries(
             yield Entry(("state", name), spec, workers[0], frozenset(workers))
 
 
-def entries_now(block: Block, place: BlockPlacement, solved: Collection[str]) -> list[Entry]:
+def entries_now(block: Block, place: BlockPlacement) -> list[Entry]:
     """Return the tensors that a block has now."""
-    record = block.record
+    # It is saved as solved only if all its factors are; otherwise the next step solves it.
+    record, solved = block.record, block.tensors if block.solved else ()
     return list(entries(block, place, factors=record.masses, solved=solved, updates=record.updates))
 
 

@@ -60,11 +60,6 @@ class NotPlainError(ValueError):
     """A checkpoint's description is damaged, or would have run code."""
 
 
-# Opcodes that descriptions never use, or that allocate a size given by a damaged file.
-_REFUSED = (
-    *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
-    *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
-)
 _Unpickler: Any = pickle._Unpickler
 
 
@@ -74,11 +69,7 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
     It derives from Python's unpickler; the C one allocates memory for any index in a damaged file.
     """
 
-    dispatch: ClassVar = {
-        opcode: method
-        for opcode, method in _Unpickler.dispatch.items()
-        if bytes([opcode]) not in _REFUSED
-    }
+    dispatch: ClassVar = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -107,11 +98,7 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
 
 
 def parse(data: bytes) -> Metadata:
-    """Return the description in the bytes of a ``.metadata``, without running any code.
-
-    Raises:
-        NotPlainError: If it is damaged, or contains anything but a description.
-    """
+    """Return the description in the bytes of a ``.metadata``, without running any code."""
     try:
         metadata = _Plain(io.BytesIO(data)).load()
     except NotPlainError as error:
@@ -138,7 +125,6 @@ class _PlainMetadata(FileSystemReader):
     """Reads ``.metadata`` by `parse`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = parse(stream.read())
         if not isinstance(metadata.storage_meta, StorageMeta):
@@ -168,11 +154,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def reader_of(checkpoint_id: Any) -> StorageReader:
-    """Return a reader for a folder, or through fsspec for an address with ``://``.
-
-    Raises:
-        ValueError: If fsspec has no reader for the address.
-    """
+    """Return a reader for a folder, or through fsspec for an address with ``://``."""
     if checkpoint_id is None:
         raise ValueError("pass the folder of the checkpoint, or a storage_reader")
     if "://" not in str(checkpoint_id):

@@ -21,6 +21,8 @@ from soframe.comm.stages import ALONE, Stages
 from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state.entries import (
+    Entry,
+    Path,
     entries_now,
     entries_saved,
     gather,
@@ -31,6 +33,7 @@ from soframe.state.entries import (
 )
 from soframe.step.averages import settled
 from soframe.step.rates import LearningRates
+from soframe.strategies.work import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
 VERSION = 4
@@ -57,26 +60,37 @@ def save(
     ):
         backend.meet("Preconditioner.state_dict()")
     for block, place in placed:
-        # Save a block as solved only if all its factors are; otherwise the next step solves it.
-        solved = block.tensors if block.solved else {}
-        wanted = entries_now(block, place, solved)
-        stack, masses = block.stack, block.record.masses
-        factors = settled(placed, stack, (block.member,), "state") if masses else {}
-        found = held(block, {name: t for name, t in factors.items() if name in masses})
+        wanted, found = present(placed, block, place)
         spread = [entry for entry in wanted if entry.holders != everyone]
         found.update(gather(backend, block, spread, found, "state"))
         saved = state["blocks"][block.name]
+        solved = block.tensors if block.solved else ()
         saved.update(factors={}, second_order={factor: {} for factor in solved}, state={})
         for entry in wanted:
             *parents, name = entry.path
             target = saved
             for parent in parents:
                 target = target[parent]
-            # Clone running factors and method states, which change in place; second-order data do
-            # not.
-            changes = entry.path[0] != "second_order"
-            target[name] = found[entry.path].clone() if changes else found[entry.path]
+            target[name] = lasting(entry.path, found[entry.path])
     return state
+
+
+def present(
+    placed: PlacedBlocks, block: Block, place: BlockPlacement
+) -> tuple[list[Entry], dict[Path, Tensor]]:
+    """Return the tensors that a block has now, and the ones on this rank.
+
+    A collective if statistics are deferred: they are reduced.
+    """
+    masses = block.record.masses
+    factors = settled(placed, block.stack, (block.member,), "state") if masses else {}
+    found = held(block, {name: t for name, t in factors.items() if name in masses})
+    return entries_now(block, place), found
+
+
+def lasting(path: Path, tensor: Tensor) -> Tensor:
+    """Return a tensor that later steps do not change, as they change all but second-order data."""
+    return tensor if path[0] == "second_order" else tensor.clone()
 
 
 def header(
@@ -203,7 +217,11 @@ def load(
 
 
 def _load_block(
-    block: Block, place: Any, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int
+    block: Block,
+    place: BlockPlacement,
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    rank: int,
 ) -> None:
     wanted = entries_saved(block, place, saved)
     mine = {
