@@ -38,17 +38,7 @@ COLUMNS = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read metrics from a JSON file of the result of ``metrics()``.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The metrics.
-
-    Raises:
-        ValueError: If the file has other content, or a newer soframe wrote it.
-    """
+    """Read metrics from a JSON file of the result of ``metrics()``."""
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -66,14 +56,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def tables(metrics: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of metrics: of blocks and their factors, and of phases.
-
-    Args:
-        metrics: The result of ``metrics()``.
-
-    Returns:
-        Two rich tables.
-    """
+    """Return the tables of metrics: of blocks and their factors, and of phases."""
     where = f"rank {metrics['rank']} of {metrics['world_size']}"
     blocks = _table(
         f"step {metrics['step']}, {where}: clip factor {_show(metrics['clip_factor'])}",

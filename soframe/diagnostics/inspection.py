@@ -19,19 +19,7 @@ class InspectionError(ValueError):
 
 
 def build_model(path: str) -> nn.Module:
-    """Import a model, or call the function that builds it.
-
-    Args:
-        path: `MODULE:CALLABLE`, as in `package.models:make_model`. The callable takes no arguments:
-            a function, or the class of the model. A model itself is accepted, too.
-
-    Returns:
-        The model.
-
-    Raises:
-        InspectionError: If the path is malformed, if the module lacks the name, if the call fails,
-            or if its result is not a model.
-    """
+    """Import a model, or call the function that builds it: ``package.models:make_model``."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
@@ -83,22 +71,7 @@ def inspect(
     solver: str,
     all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
-    """Register a model as a preconditioner would, with simulated ranks.
-
-    Args:
-        model: The model.
-        world_size: The number of ranks.
-        strategy: The strategy's name.
-        method: The method's name.
-        solver: The solver's name.
-        all_layers: Whether layers of every kind with a helper have blocks.
-
-    Returns:
-        The report of all parameters, and the placement.
-
-    Raises:
-        InspectionError: If a name does not exist, or if no layer can be preconditioned.
-    """
+    """Register a model as a preconditioner would, with simulated ranks."""
     if world_size < 1:
         raise InspectionError(f"the world size must be at least 1, not {world_size}")
     try:
@@ -119,18 +92,7 @@ def inspect(
 
 
 def as_dict(report: soframe.Report, placement: soframe.Placement) -> dict[str, Any]:
-    """Return the results of `inspect` as plain values.
-
-    Args:
-        report: The report of all parameters.
-        placement: The placement.
-
-    Returns:
-        `"parameters"`, a mapping for each row of the report; `"blocks"`, for each block the
-        `"owners"` of its factors by name, its `"gradient_workers"`, and the `"sources"`, the rank
-        that sends each rank its update; `"ranks"`, for each rank the bytes that it holds; the
-        `"strategy"`, and its `"notes"`.
-    """
+    """Return the results of `inspect` as plain values."""
     placed = zip(placement.work, placement.blocks, strict=True)
     return {
         "strategy": placement.strategy,

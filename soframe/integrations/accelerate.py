@@ -124,29 +124,12 @@ def unscale(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
 
 
 def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
-    """Save a preconditioner into the folder of a trainer's checkpoint; call on every rank.
-
-    Args:
-        preconditioner: The preconditioner.
-        folder: The folder of the trainer's checkpoint.
-
-    Raises:
-        RuntimeError: See `soframe.checkpoint.save`.
-    """
+    """Save a preconditioner into the folder of a trainer's checkpoint; call on every rank."""
     checkpoint.save(Path(folder) / FOLDER, {KEY: preconditioner.state_dict()}, keep=1)
 
 
 def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
-    """Load a state that `save` wrote; call on every rank.
-
-    Args:
-        preconditioner: The preconditioner.
-        folder: The folder of the trainer's checkpoint.
-
-    Raises:
-        FileNotFoundError: If it has no state of a preconditioner.
-        ValueError: If the state is damaged, or belongs to another model.
-    """
+    """Load a state that `save` wrote; call on every rank."""
     last = checkpoint.latest(Path(folder) / FOLDER)
     if last is None:
         raise FileNotFoundError(

@@ -37,6 +37,12 @@ class SoframeCallback(Callback):
 
     Attributes:
         preconditioner: The preconditioner; None until training starts.
+
+    Raises:
+        TypeError: When training starts, if the optimizer is a `soframe.Optimizer`, which needs no
+            callback.
+        ValueError: When training starts, if the module has not one optimizer, a setting is out of
+            range, or the checkpoint has no state or another model's.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -46,17 +52,7 @@ class SoframeCallback(Callback):
         self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Build the preconditioner, and load its state if a run resumes.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module.
-
-        Raises:
-            TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
-            ValueError: If the module has not one optimizer, a setting is out of range, or the
-                checkpoint has no state or another model's.
-        """
+        """Build the preconditioner, and load its state if a run resumes."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"SoframeCallback is for modules with one optimizer, and this has "
@@ -87,32 +83,14 @@ class SoframeCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Precondition the gradients.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-            optimizer: Not used; the module has one only.
-
-        Raises:
-            RuntimeError: If training did not start with this callback.
-        """
-        if self.preconditioner is None:
-            raise RuntimeError("this callback was added after training had started")
+        """Precondition the gradients."""
+        assert self.preconditioner is not None
         self.preconditioner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the preconditioner's state; Lightning calls it on every rank.
-
-        Returns:
-            See `soframe.Preconditioner.state_dict`; empty before training has started.
-        """
+        """Return the preconditioner's state; Lightning calls it on every rank."""
         return {} if self.preconditioner is None else self.preconditioner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state until training starts.
-
-        Args:
-            state_dict: The result of `state_dict`.
-        """
+        """Keep a state until training starts."""
         self._saved = state_dict

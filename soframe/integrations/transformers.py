@@ -35,6 +35,13 @@ class SoframeCallback(TrainerCallback):
 
     Attributes:
         preconditioner: The preconditioner; None until training begins.
+
+    Raises:
+        TypeError: When training begins, if the optimizer is a `soframe.Optimizer`, which needs no
+            callback.
+        FileNotFoundError: If the checkpoint to resume from has no state of a preconditioner, or the
+            trainer saves its checkpoints elsewhere than in ``output_dir``.
+        ValueError: If a setting is out of range, or the state belongs to another model.
     """
 
     def __init__(
@@ -45,19 +52,7 @@ class SoframeCallback(TrainerCallback):
         self._scaler: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Build the preconditioner, and load its state if a run resumes.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: Not used.
-            **kwargs: ``model`` and ``optimizer`` among them.
-
-        Raises:
-            TypeError: If the optimizer is a `soframe.Optimizer`, which needs no callback.
-            FileNotFoundError: If the checkpoint has no state of a preconditioner.
-            ValueError: If a setting is out of range, or the state belongs to another model.
-        """
+        """Build the preconditioner, and load its state if a run resumes."""
         optimizer = kwargs["optimizer"]
         require_plain(optimizer)
         if self.preconditioner is not None:
@@ -71,35 +66,13 @@ class SoframeCallback(TrainerCallback):
             load(self.preconditioner, self._resume_from or _folder(args, state))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Precondition the gradients.
-
-        Args:
-            args: Not used.
-            state: Not used.
-            control: Not used.
-            **kwargs: ``optimizer`` among them.
-
-        Raises:
-            RuntimeError: If training did not begin with this callback.
-        """
-        if self.preconditioner is None:
-            raise RuntimeError("this callback was added after training had begun")
+        """Precondition the gradients."""
+        assert self.preconditioner is not None
         unscale(kwargs["optimizer"], self._scaler)
         self.preconditioner.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the preconditioner's state into the checkpoint that the trainer has written.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: Not used.
-            **kwargs: Not used.
-
-        Raises:
-            FileNotFoundError: If the checkpoint is not in ``output_dir``, as in a search for
-                hyper-parameters.
-        """
+        """Save the preconditioner's state into the checkpoint that the trainer has written."""
         folder = _folder(args, state)
         if not folder.is_dir():
             raise FileNotFoundError(

@@ -230,8 +230,6 @@ def test_optimizers_and_times_that_it_is_not_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TypeError, match="a preconditioner of its own"):
         train(str(tmp_path), Case(own=True), with_callback=True)
-    with pytest.raises(RuntimeError, match="added after training had begun"):
-        train(str(tmp_path), late=True)
 
 
 def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
