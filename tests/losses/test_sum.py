@@ -313,7 +313,7 @@ def test_the_trust_region_takes_several_outputs_as_one_joined(kind: Callable[...
 def test_the_trust_region_names_the_remedy_for_several_outputs() -> None:
     model = fill(Net(False, nn.Tanh()))
     own = kit.trust_region(model, "mse")
-    with pytest.raises(TypeError, match="the model returns 2 tensors, .* declare a"):
+    with pytest.raises(TypeError, match=r"the model returns 2 tensors, .* declare a"):
         own.step(lambda: sum(part.square().mean() for part in model(randn(2, 3))))
     own.close()
     own = kit.trust_region(model, "mse", fisher="forward-only")  # which asks no loss for samples

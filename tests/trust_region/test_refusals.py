@@ -42,7 +42,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "no counters": ((OWN, "counters"), None, "truncated: trust_region lacks .'counters'"),
     "no own": ((OWN,), None, "not the state of a TrustRegion of version 3: it has None"),
     "newer": ((OWN, "version"), 9, "not the state of a TrustRegion of version 3: it has 9"),
-    "damping": ((OWN, "damping", "now"), math.nan, "now of the damping is nan"),
+    "damping": ((OWN, "damping", "now"), math.nan, "its damping is nan"),
     "few params": (("param_groups", 0, "params"), [0], r"groups of \[1\] parameters"),
     "curvature": (("curvature", "step"), "x", "another checksum"),
     "curvature type": (("curvature",), 5, "not the state of a soframe.Preconditioner"),
