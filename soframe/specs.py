@@ -150,13 +150,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which indices along a dimension ranks hold.
-
-    Attributes:
-        dim: The dimension.
-        ranges: For each rank the first index that it holds, and the one after the last; equal for a
-            rank that holds nothing.
-    """
+    """The indices along a dimension that each rank holds, from a first to before a last one."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -169,23 +163,14 @@ class Shards:
     Most often along one dimension; along others too where two plans cut it, such as ``fully_shard``
     the rows and a tensor-parallel plan the columns. Where several ranks hold the same part (hybrid
     sharding) there are several copies: the ranks of one number in ``copies`` hold the whole tensor.
-
-    Attributes:
-        shape: The shape in which the tensor is cut: the parameter's own, or a flat one.
-        dim: Along which dimension.
-        ranges: For each rank the first index along ``dim`` that it holds, and the one after the
-            last; equal for a rank that holds nothing.
-        copies: For each rank the number of the copy that it belongs to.
-        dtype: The dtype of the gradient, by its name.
-        also: Further cuts, along other dimensions: a rank holds what is in all of its ranges.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in which the tensor is cut: the parameter's own, or a flat one
     dim: int
-    ranges: tuple[tuple[int, int], ...]
-    copies: tuple[int, ...]
-    dtype: str
-    also: tuple[Cut, ...] = ()
+    ranges: tuple[tuple[int, int], ...]  # as of a `Cut`
+    copies: tuple[int, ...]  # for each rank the number of the copy that it belongs to
+    dtype: str  # of the gradient, by its name
+    also: tuple[Cut, ...] = ()  # along other dimensions: a rank holds the intersection
 
     @property
     def whole(self) -> int:
@@ -217,16 +202,9 @@ class Shards:
         ]
 
     def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that a rank sends to: workers, or all ranks on the way back.
+        """Return the ranks, sorted, that a rank sends its part to, or on the way back theirs.
 
-        Args:
-            rank: The rank.
-            workers: The workers.
-            back: For each rank the worker that it has its part from; empty for the way there.
-
-        Returns:
-            The ranks, sorted. On the way there each is sent the rank's part, on the way back its
-            own.
+        ``back`` has for each rank the worker that sends it its part; it is empty on the way there.
         """
         if back:
             return [r for r, source in enumerate(back) if source == rank != r and self.numel(r)]
@@ -270,15 +248,7 @@ class Shards:
         return tuple(sizes)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of a whole tensor that a rank holds.
-
-        Args:
-            whole: A tensor of as many elements as ``shape``.
-            rank: The rank.
-
-        Returns:
-            A view of it, or of a copy where it is no view of ``shape``.
-        """
+        """Return the part of a whole tensor, of as many elements as ``shape``, of a rank."""
         if not self.shape:
             return whole.reshape(())
         part = whole.reshape(self.shape)

@@ -35,7 +35,6 @@ def build(**options: Any) -> soframe.Preconditioner:
         ({"model": nn.Linear}, TypeError, "model must be a torch.nn.Module, not <class"),
         ({"optimizer": 5}, TypeError, "optimizer must be a torch.optim.Optimizer, .* not 5"),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be"),
-        ({"dtype": "float32"}, TypeError, "dtype must be torch.float32 or torch.float64, or None"),
         ({"dtype": torch.int64}, ValueError, "dtype .* must be torch.float32 or .* torch.int64"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype .* must be .* not torch.bfloat16"),
         ({"dtype": torch.float16}, ValueError, "dtype .* must be .* not torch.float16"),
@@ -43,15 +42,10 @@ def build(**options: Any) -> soframe.Preconditioner:
         ({"grad_scaler": 5}, TypeError, "grad_scaler must be .* not 5"),
         ({"grad_scaler": torch.amp.GradScaler}, TypeError, "grad_scaler must be"),
         ({"skip": ["("]}, ValueError, r"skip: the pattern '\(' is no regular expression"),
-        ({"skip": [5]}, TypeError, "skip: a pattern is a string, not 5"),
-        ({"skip": 5}, TypeError, "skip is a sequence of patterns"),
-        ({"skip": None}, TypeError, "skip is a sequence of patterns"),
         ({"skip": "0"}, TypeError, r"pass \['0'\]"),
-        ({"layers": {"(": LinearHelper}}, ValueError, "layers, .* no regular expression"),
-        ({"layers": 5}, TypeError, "layers is a mapping from patterns"),
-        ({"method": {"[": "kfac"}}, ValueError, "method, .* no regular expression"),
-        ({"solver": {"*": "eigen"}}, ValueError, "solver, .* no regular expression"),
-        ({"solver": {5: "eigen"}}, TypeError, "solver, .* a pattern is a string, not 5"),
+        ({"layers": {"(": LinearHelper}}, ValueError, "layers: .* no regular expression"),
+        ({"method": {"[": "kfac"}}, ValueError, "method: .* no regular expression"),
+        ({"solver": {"*": "eigen"}}, ValueError, "solver: .* no regular expression"),
         ({"kl_clip": "x"}, ValueError, "kl_clip must be a number"),
         ({"damping": 10**400}, ValueError, "damping must be a number"),
         ({"decay": 1j}, ValueError, "decay must be a number"),
@@ -71,7 +65,7 @@ def test_an_optimizer_without_rates() -> None:
     class Odd:
         param_groups = ({"params": []},)
 
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has no 'lr'; pass lr="):
+    with pytest.raises(ValueError, match=r"\[0\]\['lr'\] is missing or None"):
         build(optimizer=Odd())
 
 
@@ -80,7 +74,7 @@ def test_an_optimizer_that_keeps_its_rates_to_itself() -> None:
     model = fill(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(ValueError, match=r"\[0\]\['lr'\] is None, so SGD makes rates itself"):
+    with pytest.raises(ValueError, match=r"\[0\]\['lr'\] is missing or None, as where SGD"):
         build(model=model, optimizer=optimizer)
     build(model=model, lr=0.1)
 
