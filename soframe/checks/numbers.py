@@ -7,12 +7,6 @@ from numbers import Integral, Real
 from torch import Tensor
 
 
-def require_flag(name: str, value: object) -> None:
-    """Raise a TypeError unless a setting is a bool: a text or a number is a mistake."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-
-
 def require_integer(name: str, value: object, least: int) -> None:
     """Raise a ValueError unless a setting is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):

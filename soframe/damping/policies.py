@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from soframe.checks.numbers import require_integer, require_numbers
+from soframe.checks.numbers import require_integer
 from soframe.registry import KINDS, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
@@ -151,8 +151,6 @@ class LevenbergMarquardt(DampingPolicy):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        given = {} if self.initial is None else {"initial": self.initial}
-        require_numbers(name, **given, omega=self.omega, low=self.low, high=self.high)
         require_integer(f"{name}: interval", self.interval, 1)
         initial = min(max(START, self.low), self.high) if self.initial is None else self.initial
         if not 0 < self.low <= initial <= self.high < math.inf:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from soframe.checks.numbers import require_integer
 from soframe.diagnostics.metrics import scalars
 
 
@@ -46,14 +45,12 @@ class ScalarLogger:
         prefix: The prefix of names.
 
     Raises:
-        TypeError: If ``source`` has no metrics, or ``writer`` is neither callable nor has
-            ``add_scalar``.
-        ValueError: If ``every`` is not positive, or ``rank`` does not exist.
+        ValueError: If ``rank`` does not exist.
     """
 
     def __init__(
         self,
-        source: object,
+        source: Any,
         writer: Writer | Callable[[Mapping[str, float], int], object],
         *,
         every: int = 50,
@@ -62,23 +59,9 @@ class ScalarLogger:
         rank: int = 0,
         prefix: str = "soframe/",
     ) -> None:
-        measured: Any = (
-            source if hasattr(source, "measure") else getattr(source, "preconditioner", None)
-        )
-        if not hasattr(measured, "measure") or not hasattr(measured, "metrics"):
-            raise TypeError(
-                f"ScalarLogger takes a soframe.Preconditioner, or an optimizer that has one, not "
-                f"{type(source).__name__}"
-            )
-        if not isinstance(writer, Writer) and not callable(writer):
-            raise TypeError(
-                f"writer must have add_scalar(name, number, step), or be called with scalars by "
-                f"name and the step, not {writer!r}"
-            )
-        require_integer("ScalarLogger: every", every, 1)
-        require_integer("ScalarLogger: rank", rank, 0)
+        measured: Any = source if hasattr(source, "measure") else source.preconditioner
         self._measured = measured
-        self._source: Any = source if hasattr(source, "metrics") else measured
+        self._source = source if hasattr(source, "metrics") else measured
         self._writer, self._every, self._prefix = writer, every, prefix
         self._spectra, self._all_ranks = spectra, all_ranks
         backend = self._measured.backend

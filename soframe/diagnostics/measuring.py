@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from soframe.blocks.placed import PlacedBlocks
-from soframe.checks.numbers import require_flag
 from soframe.diagnostics import metrics
 from soframe.diagnostics.metrics import Spectra, Taken, Timing
 from soframe.tracing.phases import Phases
@@ -26,10 +25,8 @@ class Measuring:
     ) -> None:
         """Choose the measurements from the next step on; None leaves a choice as it is."""
         if norms is not None:
-            require_flag("norms", norms)
             self.norms = norms
         if times is not None:
-            require_flag("times", times)
             self._timed_from = steps
             if times:
                 devices = {block.device.type for block, _ in placed}

@@ -79,21 +79,18 @@ def dense_fisher(
         The block ``[P, P]``, float64, on the model's device.
 
     Raises:
-        ValueError: If a name is unknown, repeated or frozen; if sample axes differ; if the loss of
-            the batch is not the declared reduction of the losses of its samples (batch norm in
-            training mode, dropout, a weighted or masked mean, a wrong ``reduction``), because the
-            formula above is then not the loss's curvature.
+        ValueError: If a parameter is named twice; if sample axes differ; if the loss of the batch
+            is not the declared reduction of the losses of its samples (batch norm in training mode,
+            dropout, a weighted or masked mean, a wrong ``reduction``), because the formula above is
+            then not the loss's curvature.
         TypeError: If the output is not one tensor and ``kind`` is ``"type-2"``.
     """
-    if kind not in ("empirical", "type-2"):
-        raise ValueError(f'kind must be "empirical" or "type-2", not {kind!r}')
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum", not {reduction!r}')
     names = _resolve(model, parameters)
     loss = _double_loss(loss)
     samples = _count(inputs, targets)
-    size = sum(_shape(model, name).numel() for name in names)
-    block = torch.zeros(size, size, dtype=torch.float64, device=_device(model))
+    size = sum(model.get_parameter(name).numel() for name in names)
+    device = next(model.parameters()).device
+    block = torch.zeros(size, size, dtype=torch.float64, device=device)
     total, scale = 0.0, 0.0
     for n in range(samples):
         output, leaves = _forward(model, names, _sample(inputs, n))
@@ -163,31 +160,12 @@ def sample_gradients(
 def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
     # A tied parameter has its first name, also if another one is given.
     first = {id(p): name for name, p in model.named_parameters()}
-    every = dict(model.named_parameters(remove_duplicate=False))
     if names is None:
         names = [name for name, p in model.named_parameters() if p.requires_grad]
-    elif isinstance(names, str):
-        raise ValueError("parameters must be a sequence of names, not one string")
-    unknown = [name for name in names if name not in every]
-    if unknown:
-        raise ValueError(f"no such parameters: {unknown}; there are {list(every)}")
-    frozen = [name for name in names if not every[name].requires_grad]
-    if frozen:
-        raise ValueError(f"frozen parameters have no block: {frozen}")
-    resolved = [first[id(every[name])] for name in names]
-    if not resolved:
-        raise ValueError("no trainable parameters to form a block of")
+    resolved = [first[id(model.get_parameter(name))] for name in names]
     if len(set(resolved)) < len(resolved):
         raise ValueError(f"a parameter is named twice (tied?): {list(names)}")
     return resolved
-
-
-def _shape(model: nn.Module, name: str) -> torch.Size:
-    return model.get_parameter(name).shape
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 # -- samples -----------------------------------------------------------------------------------
@@ -252,15 +230,11 @@ def _forward(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[Any, 
     state |= dict(zip(names, leaves, strict=True))
     # Cloned: a buffer that the forward pass updates must not change in the model.
     state |= {name: _double(b).clone() for name, b in model.named_buffers()}
-    args = inputs if isinstance(inputs, tuple | list) else () if _keyword(inputs) else (inputs,)
-    kwargs = dict(inputs) if _keyword(inputs) else {}
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = inputs if isinstance(inputs, tuple | list) else () if kwargs else (inputs,)
     with _without_hooks(model), torch.enable_grad():
         output = torch.func.functional_call(model, state, tuple(args), kwargs)
     return output, leaves
-
-
-def _keyword(inputs: Any) -> bool:
-    return isinstance(inputs, Mapping)
 
 
 def _double_loss(loss: Loss) -> Loss:

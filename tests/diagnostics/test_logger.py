@@ -87,13 +87,7 @@ def test_a_trust_region_is_logged_too() -> None:
 def test_what_cannot_be_logged_is_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(TypeError, match=r"takes a soframe\.Preconditioner, or an optimizer that"):
-        ScalarLogger(optimizer, Board())
     own = soframe.Preconditioner(model, optimizer=optimizer)
-    with pytest.raises(TypeError, match="writer must have add_scalar"):
-        ScalarLogger(own, "runs/one")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        ScalarLogger(own, Board(), every=0)
     with pytest.raises(ValueError, match=r"rank=1, of 1 rank\(s\)"):
         ScalarLogger(own, Board(), rank=1)
 
