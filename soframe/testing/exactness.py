@@ -281,11 +281,7 @@ def _gradient(block: Block, parameter: nn.Parameter) -> Tensor:
     gradient = block.home.read(parameter)
     if gradient is None:
         return torch.zeros_like(parameter).flatten().detach()
-    return (
-        gradient.detach().to_dense().flatten()
-        if gradient.is_sparse
-        else gradient.detach().flatten()
-    )
+    return gradient.detach().to_dense().flatten()
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

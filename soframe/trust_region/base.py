@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class ClosureOptimizer(torch.optim.Optimizer):
         self.damping = settings.policy_of(damping)
         self._on_step = on_step
         self._steps = 0
+        self._eps = 0.0  # the relative rounding of the loss
         self._differentiates = True  # whether closures compute gradients themselves
         self.counters = {"rejected_steps": 0, "skipped_steps": 0}
         self.readout: Readout | None = None
@@ -83,12 +84,26 @@ class ClosureOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove every hook."""
 
-    def _first_pass(
-        self, closure: Closure, parameters: Sequence[nn.Parameter], loss: Loss | None = None
-    ) -> tuple[Forward, Tensor]:
-        forward, value = first_pass(self._model, closure, parameters, loss)
-        self._differentiates = forward.kernels.differentiates
-        return forward, value
+    def _passes(
+        self,
+        closures: Sequence[Closure],
+        loss: Loss | None = None,
+        each: Callable[[Forward], object] = lambda forward: None,
+    ) -> tuple[list[Forward], float]:
+        """Run closures and their backward passes, with ``each`` in between; return the loss too."""
+        parameters = param_groups.trainable(self.param_groups)
+        forwards: list[Forward] = []
+        total = 0.0
+        for closure in closures:
+            with torch.enable_grad():
+                forward, value = first_pass(self._model, closure, parameters, loss)
+                each(forward)
+                forward.backward()
+            forwards.append(forward)
+            total += float(value.detach())
+            self._eps = torch.finfo(value.dtype).eps
+            self._differentiates = forward.kernels.differentiates
+        return forwards, total
 
     def _evaluate(self, passes: Iterable[tuple[Closure, Replay]]) -> float:
         """Return the loss at the present parameters, over all ranks."""

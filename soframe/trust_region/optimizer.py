@@ -152,7 +152,6 @@ class TrustRegion(ClosureOptimizer):
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._alike = group_of("curvature", preconditioner).loss_average == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
-        self._eps = 0.0
         self._checked = self._warned = False
         self._below_rounding = 0
         self._undone: str | None = None
@@ -243,19 +242,14 @@ class TrustRegion(ClosureOptimizer):
         self.preconditioner.reset_batch()  # a step whose closure raised has left its statistics
         parameters = param_groups.trainable(self.param_groups)
         compared = not self._checked or self.preconditioner.takes_statistics
-        forwards: list[Forward] = []
         fits: list[Fit] = []
-        total = 0.0
-        for closure in closures:
-            with torch.enable_grad():
-                forward, loss = self._first_pass(closure, parameters, self._loss)
-                if compared:
-                    fits.append(fit(self._loss, forward, len(closures)))
-                    self._observe(forward, fits[-1], len(closures))
-                forward.backward()
-            forwards.append(forward)
-            total += float(loss.detach())
-            self._eps = torch.finfo(loss.dtype).eps
+
+        def compare(forward: Forward) -> None:
+            if compared:
+                fits.append(fit(self._loss, forward, len(closures)))
+                self._observe(forward, fits[-1], len(closures))
+
+        forwards, total = self._passes(closures, self._loss, compare)
         problems = [one.problem for one in fits if one.problem is not None]
         error = ValueError(problems[0]) if problems and math.isfinite(total) else None
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
@@ -14,7 +15,7 @@ from soframe.losses.sum import SumLoss
 from soframe.methods.base import Method
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
-from soframe.settings import flat, grouped
+from soframe.settings import Curvature, flat, group_of
 from soframe.trust_region.adaptive import AdaptiveDamping
 
 PRECONDITIONER: dict[str, Any] = {
@@ -135,14 +136,15 @@ def unscaled() -> float:
 
 def of_preconditioner(given: Mapping[str, Any], loss: Loss, burn_in: int) -> dict[str, Any]:
     """Return the preconditioner's arguments: the given ones, and the trust region's defaults."""
-    settings = {**PRECONDITIONER, **flat(given)}
-    settings.update(grad_scaler=unscaled, kl_clip=None, loss=loss)
+    settings = {**PRECONDITIONER, "grad_scaler": unscaled, **given, "kl_clip": None}
     if "method" not in given:
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
-    if settings["fisher"] is None:
+    curvature: Curvature = group_of("curvature", given)
+    if (fisher := curvature.fisher) is None:
         reads = [f.reads for m in _methods(settings["method"]) for f in m.factors(_SHAPE)]
-        settings["fisher"] = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
+        fisher = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
+    settings["curvature"] = replace(curvature, fisher=fisher, loss=loss)
     for name in ("statistics_every", "solve_every"):
         if burn_in > 0 and isinstance(settings[name], int):
             settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)
-    return grouped(settings)
+    return settings

@@ -42,7 +42,7 @@ from soframe.state.saving import agree
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.exact import Batch, exact_model
-from soframe.trust_region.forward import Closure, Forward, closures_of, moved, placed
+from soframe.trust_region.forward import Closure, closures_of, moved, placed
 from soframe.trust_region.initial import best_damping
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -165,7 +165,10 @@ class StochasticTrustRegion(ClosureOptimizer):
             param_groups.check_all(self._model, self.param_groups)
         self.zero_grad()
         parameters = param_groups.trainable(self.param_groups)
-        forwards, loss, eps = self._passes(closures, parameters, due=due)
+        forwards, total = self._passes(closures) if due else ([], self._backward(closures))
+        # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
+        compared = [p.grad for p in parameters if p.grad is not None] if due else []
+        loss = self._agree(total, None, gradients=compared)[0]
         decays = param_groups.setting(self.param_groups, "weight_decay")
         gradients = param_groups.with_decay(parameters, decays)
         seen: dict[str, Any] = {"step": self._steps, "loss": loss}
@@ -181,8 +184,8 @@ class StochasticTrustRegion(ClosureOptimizer):
         said: tuple[str, ...] = ()
         if due:
             batch = Batch(parameters, gradients, decays, forwards, loss)
-            said = self._compare(batch, eps)
-            made = self._with_model(batch, eps)
+            said = self._compare(batch)
+            made = self._with_model(batch)
         else:
             damping = self.damping.at(self._steps)
             length = self._length(damping)
@@ -199,28 +202,17 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._publish(Readout(**seen, **made, notes=said, directions=("AdamW",)))
         return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
-    def _passes(
-        self, closures: Sequence[Closure], parameters: Sequence[nn.Parameter], *, due: bool
-    ) -> tuple[list[Forward], float, float]:
-        """Run closures and their backward passes; return passes, loss, and the loss's rounding."""
-        forwards: list[Forward] = []
-        total = eps = 0.0
+    def _backward(self, closures: Sequence[Closure]) -> float:
+        """Run closures and their backward passes; return the loss."""
+        total = 0.0
         for closure in closures:
             with torch.enable_grad():
-                if due:
-                    forward, loss = self._first_pass(closure, parameters)
-                    forward.backward()
-                    forwards.append(forward)
-                else:
-                    loss = closure()
-                    loss.backward()
+                loss = closure()
+                loss.backward()
             total += float(loss.detach())
-            eps = torch.finfo(loss.dtype).eps
-        # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
-        gradients = [p.grad for p in parameters if p.grad is not None] if due else []
-        return forwards, self._agree(total, None, gradients=gradients)[0], eps
+        return total
 
-    def _compare(self, batch: Batch, eps: float) -> tuple[str, ...]:
+    def _compare(self, batch: Batch) -> tuple[str, ...]:
         """Compare the average with an earlier one, on an unseen batch."""
         if self._trend is None or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
@@ -232,7 +224,7 @@ class StochasticTrustRegion(ClosureOptimizer):
                 with placed(batch.parameters, [state[name] for state in states]):
                     at_average.append(self._objective(batch))
             now, earlier = at_average
-            said = (SAID,) if self._trend.learn(now, earlier, eps) else ()
+            said = (SAID,) if self._trend.learn(now, earlier, self._eps) else ()
         for state in states:
             state[EARLIER].copy_(state["average"])
         return said
@@ -245,7 +237,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         """Return the step along the direction, before the param groups' ``lr``."""
         return self._mean.minimum(damping) * self._share
 
-    def _with_model(self, batch: Batch, eps: float) -> dict[str, Any]:
+    def _with_model(self, batch: Batch) -> dict[str, Any]:
         """Add the batch's model to the mean, move to its minimum, and judge the step."""
         parameters = batch.parameters
         self._adam(0.0)  # its averages include this gradient
@@ -285,7 +277,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         made["predicted"] = model.damped(damping).change(coefficient)
         states = [self.state[p] for p in parameters]
         self._reduction.wait(states, update, before, batch.decays, start, made["predicted"])
-        if not self._reduction.judge(self.state, self._objective(batch), eps):
+        if not self._reduction.judge(self.state, self._objective(batch), self._eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
             made["undone"] = "the objective rose"
