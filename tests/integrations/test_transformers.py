@@ -78,7 +78,6 @@ def train(
     resume: bool | str = False,
     with_callback: bool | None = None,
     ranks: int = 1,
-    late: bool = False,
     resume_from: str | None = None,
     placed: str = "comm-opt",
 ) -> dict[str, Tensor]:
@@ -100,7 +99,7 @@ def train(
         model,
         optimizer,
         Data(case=case),
-        callbacks=[] if late else callbacks,
+        callbacks=callbacks,
         per_device_train_batch_size=BATCH // ranks,
         max_grad_norm=case.clip or 0.0,
         bf16=case.bf16,
@@ -109,8 +108,6 @@ def train(
     trainers.append(trainer)
     if case.fp16:
         let_scale(trainer.accelerator)
-    if late:
-        trainer.callback_handler.on_train_begin = _adding(trainer, callbacks)
     trainer.train(resume_from_checkpoint=resume or None)
     every = [callback.preconditioner for callback in callbacks]
     if isinstance(optimizer, soframe.Optimizer):
@@ -118,18 +115,6 @@ def train(
     for preconditioner in every:
         finish(model, preconditioner, case, begun=SAVED if resume else 0)
     return weights(model)
-
-
-def _adding(trainer: Any, callbacks: list[Any]) -> Any:
-    began = trainer.callback_handler.on_train_begin
-
-    def begin(*args: Any) -> Any:
-        control = began(*args)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return control
-
-    return begin
 
 
 @pytest.mark.parametrize("name", ["clip", *CASES])
@@ -226,7 +211,7 @@ def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
         train(str(tmp_path), resume=True)
 
 
-def test_optimizers_and_times_that_it_is_not_for(tmp_path: Path) -> None:
+def test_optimizers_that_it_is_not_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TypeError, match="a preconditioner of its own"):
         train(str(tmp_path), Case(own=True), with_callback=True)
