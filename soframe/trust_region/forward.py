@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -148,11 +148,11 @@ def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: boo
     return total
 
 
-@contextmanager
-def moved(parameters: Sequence[nn.Parameter], update: Sequence[Tensor]) -> Iterator[None]:
+def moved(
+    parameters: Sequence[nn.Parameter], update: Sequence[Tensor]
+) -> AbstractContextManager[None]:
     """A context with updated parameters in new storage: the graphs of earlier passes stay valid."""
-    with placed(parameters, [p.data + more for p, more in zip(parameters, update, strict=True)]):
-        yield
+    return placed(parameters, [p.data + more for p, more in zip(parameters, update, strict=True)])
 
 
 @contextmanager

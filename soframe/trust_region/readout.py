@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,27 +70,12 @@ OnStep = Callable[[Readout], object]
 """Called with the readout of each step, on every rank."""
 
 
-class History(Sequence[Readout]):
-    """Keeps the readouts of all steps; pass it as ``on_step``."""
-
-    def __init__(self) -> None:
-        self._readouts: list[Readout] = []
+class History(list[Readout]):
+    """Keeps the readouts of all steps, in a list; pass it as ``on_step``."""
 
     def __call__(self, readout: Readout) -> None:
         """Append a readout."""
-        self._readouts.append(readout)
-
-    def __len__(self) -> int:
-        """Return the number of readouts."""
-        return len(self._readouts)
-
-    def __iter__(self) -> Iterator[Readout]:
-        """Iterate over readouts in order."""
-        return iter(self._readouts)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return one readout, or a list for a slice."""
-        return self._readouts[index]
+        self.append(readout)
 
     def plot(self, path: str | Path) -> None:
         """Write a figure: losses, dampings, ratios and undone updates over the steps.

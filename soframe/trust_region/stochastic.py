@@ -130,7 +130,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._every, self._eta = model_every, averaging
         self._settings = (self.damping, model_every, averaging, reject, shorten)
         self._mean = AveragedModel()
-        self._trend = Trend() if shorten else None
+        self._shorten, self._trend = shorten, Trend()
         self._reduction = Reduction(self.damping, reject, every=True)
         self._since = 0
         self._swapped = False
@@ -180,7 +180,7 @@ class StochasticTrustRegion(ClosureOptimizer):
             return torch.tensor(loss, dtype=torch.float64, device="cpu")
         for parameter in parameters:
             if parameter not in self.state:
-                self.state[parameter].update(_begun(parameter, earlier=self._trend is not None))
+                self.state[parameter].update(_begun(parameter, earlier=self._shorten))
         said: tuple[str, ...] = ()
         if due:
             batch = Batch(parameters, gradients, decays, forwards, loss)
@@ -214,7 +214,7 @@ class StochasticTrustRegion(ClosureOptimizer):
 
     def _compare(self, batch: Batch) -> tuple[str, ...]:
         """Compare the average with an earlier one, on an unseen batch."""
-        if self._trend is None or self._steps < FIRST or not self._trend.due(self._steps):
+        if not self._shorten or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
         states = [self.state[p] for p in batch.parameters]
         said: tuple[str, ...] = ()
@@ -229,13 +229,9 @@ class StochasticTrustRegion(ClosureOptimizer):
             state[EARLIER].copy_(state["average"])
         return said
 
-    @property
-    def _share(self) -> float:
-        return 1.0 if self._trend is None else self._trend.share
-
     def _length(self, damping: float) -> float:
         """Return the step along the direction, before the param groups' ``lr``."""
-        return self._mean.minimum(damping) * self._share
+        return self._mean.minimum(damping) * self._trend.share
 
     def _with_model(self, batch: Batch) -> dict[str, Any]:
         """Add the batch's model to the mean, move to its minimum, and judge the step."""
@@ -366,7 +362,7 @@ class StochasticTrustRegion(ClosureOptimizer):
             **super()._common(),
             "settings": self._settings,
             "steps since the last model": self._since,
-            "share of the length": self._share,
+            "share of the length": self._trend.share,
         }
 
     # -- state --------------------------------------------------------------------------------
@@ -389,7 +385,7 @@ class StochasticTrustRegion(ClosureOptimizer):
             **super()._own_state(),
             "since": self._since,
             "model": self._mean.state(),
-            "trend": (self._trend or Trend()).state(),
+            "trend": self._trend.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -420,14 +416,14 @@ class StochasticTrustRegion(ClosureOptimizer):
             # that the fused kernel requires.
             state.update({name: tensor.clone() for name, tensor in state.items()})
             state["step"] = state["step"].to(parameter.device)
-            if self._trend is None:
-                state.pop(EARLIER, None)
-            else:  # without it, a fresh trend begins
+            if self._shorten:  # without the earlier average, a fresh trend begins
                 state.setdefault(EARLIER, state["average"].clone())
+            else:
+                state.pop(EARLIER, None)
         own = state_dict["trust_region"]
         self._since = own["since"]
         self._mean.load(own["model"])
-        if self._trend is not None:
+        if self._shorten:
             self._trend.load(own["trend"])
 
 
