@@ -8,7 +8,7 @@ from typing import Any
 
 from soframe.blocks.placed import PlacedBlocks
 from soframe.diagnostics import metrics
-from soframe.diagnostics.metrics import Spectra, Taken, Timing
+from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.tracing.phases import Phases
 
 
@@ -59,7 +59,8 @@ class Measuring:
             steps=steps,
             taken=self.last,
             counters=counters,
-            timing=Timing(timed, self._phases.seconds()),
+            timed_steps=timed,
+            seconds=self._phases.seconds(),
             spectra=spectra,
             all_ranks=all_ranks,
         )

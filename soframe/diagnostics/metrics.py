@@ -50,25 +50,18 @@ class Taken:
     norms: Norms | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The seconds of each phase in a number of timed steps."""
-
-    steps: int | None  # None without a clock
-    seconds: Mapping[str, Seconds]
-
-
 def collect(
     placed: PlacedBlocks,
     *,
     steps: int,
     taken: Taken | None,
     counters: Mapping[str, int],
-    timing: Timing,
+    timed_steps: int | None,
+    seconds: Mapping[str, Seconds],
     spectra: Spectra,
     all_ranks: bool,
 ) -> dict[str, Any]:
-    """Return the metrics; see `soframe.Preconditioner.metrics`."""
+    """Return the metrics; without a clock ``timed_steps`` is None."""
     if not isinstance(spectra, bool) and spectra != "full":
         raise ValueError(f"spectra must be True, False or 'full', not {spectra!r}")
     backend = placed.backend
@@ -89,8 +82,8 @@ def collect(
         "step": steps,
         **_of_step(taken),
         "counters": dict(counters),
-        "phases": _phases(backend.traffic(), timing),
-        "timed_steps": timing.steps,
+        "phases": _phases(backend.traffic(), seconds),
+        "timed_steps": timed_steps,
     }
     sums = _sums(placed, all_ranks) if spectra else {}
     blocks: dict[str, dict[str, Any]] = {}
@@ -231,20 +224,21 @@ def _spectra(
     }
 
 
-def _phases(traffic: Mapping[str, Mapping[str, int]], timing: Timing) -> dict[str, dict[str, Any]]:
+def _phases(
+    traffic: Mapping[str, Mapping[str, int]], times: Mapping[str, Seconds]
+) -> dict[str, dict[str, Any]]:
     """Return bytes, calls and seconds of each phase, and its share of all seconds."""
     sent = {_PHASE_OF.get(name, name): count for name, count in traffic.items() if name != "total"}
-    total = sum(seconds.host for seconds in timing.seconds.values())
+    total = sum(seconds.host for seconds in times.values())
     phases: dict[str, dict[str, Any]] = {}
-    for name in only({*sent, *timing.seconds}):
-        seconds, count = timing.seconds.get(name), sent.get(name, {"bytes": 0, "calls": 0})
-        timed = timing.steps is not None and seconds is not None
+    for name in only({*sent, *times}):
+        seconds, count = times.get(name), sent.get(name, {"bytes": 0, "calls": 0})
         phases[name] = {
             "bytes": count["bytes"],
             "calls": count["calls"],
-            "seconds": seconds.host if timed and seconds is not None else None,
-            "device_seconds": seconds.device if timed and seconds is not None else None,
-            "share": seconds.host / total if timed and seconds is not None and total > 0 else None,
+            "seconds": None if seconds is None else seconds.host,
+            "device_seconds": None if seconds is None else seconds.device,
+            "share": None if seconds is None or total == 0 else seconds.host / total,
         }
     return phases
 

@@ -36,7 +36,12 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
     for block, place in after:
         old, was = by_name.get(block.name, (None, place))
         columns = None
-        if old is not None and _is_continued(old, block) and _is_cut(old, block):
+        if (
+            old is not None
+            and old.layout.module is block.layout.module
+            and describe(old.method) == describe(block.method)
+            and _is_cut(old, block)
+        ):
             columns = _remaining_columns(old.layout, block.layout)
         if old is None or columns is None:
             lacking = True
@@ -92,12 +97,6 @@ def _move(
     block.record.failures = old.record.failures
     block.record.statistics_at = old.record.statistics_at
     block.record.solved_at = old.record.solved_at if solved else {}
-
-
-def _is_continued(before: Block, after: Block) -> bool:
-    """Return whether a block keeps its module and method."""
-    same_module = before.layout.module is after.layout.module
-    return same_module and describe(before.method) == describe(after.method)
 
 
 def _is_cut(before: Block, after: Block) -> bool:

@@ -315,7 +315,7 @@ def _plain_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return A and G of K-FAC from rows, with a loss that is a mean over samples."""
     diagonal = _spec(helper, "right").kind == "diagonal"
-    a, g, reached = [], [], []
+    a, g, reached, every = [], [], [], 0
     for inputs, gradient in calls:
         rows = helper.output_rows(gradient)
         mask = helper.mask(inputs, rows)
@@ -324,15 +324,12 @@ def _plain_factors(
         a.append(_moment(helper.block_rows(inputs, rows), diagonal))
         g.append(moment(rows * mask.unsqueeze(3)))
         reached.append(mask.sum((1, 2)))
+        every += mask[0].numel()
     count = torch.stack(reached).sum(0)
     if _spec(helper, "left").mean_over != "group rows":
-        count = torch.full_like(count, sum(len(r.flatten()) for r in _masks(helper, calls)))
+        count = torch.full_like(count, every)
     count = count.clamp(min=1).view(-1, 1, 1)
     return torch.stack(a).sum(0) / samples, torch.stack(g).sum(0) / count
-
-
-def _masks(helper: LayerHelper, calls: Sequence[_Seen]) -> list[Tensor]:
-    return [helper.output_rows(gradient)[0, :, :, 0] for _, gradient in calls]
 
 
 def _spec(helper: LayerHelper, side: Literal["left", "right"]) -> FactorSpec:
