@@ -42,6 +42,7 @@ class ClosureOptimizer(torch.optim.Optimizer):
     """An optimizer whose step runs closures, at several points and on all ranks together."""
 
     _backend: Backend
+    _settings: Mapping[str, object]  # the same on every rank
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class ClosureOptimizer(torch.optim.Optimizer):
     def _common(self) -> dict[str, object]:
         """Return by name the values that must be equal on every rank."""
         return {
+            "settings": self._settings,
             "step": self._steps,
             "lr and weight_decay of the param groups": param_groups.numbers(self.param_groups),
             "damping": damping_at(self.damping, self._steps),

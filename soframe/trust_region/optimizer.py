@@ -134,22 +134,20 @@ class TrustRegion(ClosureOptimizer):
             super().__init__(
                 model, damping, params, lr=lr, weight_decay=weight_decay, on_step=on_step
             )
-            own = {
-                "damping": self.damping,
-                "momentum": momentum,
-                "layer_groups": layer_groups,
-                "preconditioner_damping": self._damping_within,
-                "reject": reject,
-                "full_batch": full_batch,
-                "max_increase": max_increase,
-                "burn_in": burn_in,
-                "param_groups": param_groups.numbers(self.param_groups),
-            }
             trained = param_groups.trainable(self.param_groups)
             self._layer_groups = LayerGroups(self._model, layer_groups, trained)
             self._watch = LossWatch(max_increase)
             self._mean_damping()  # raises here if a callable damping raises
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
+        self._settings = {
+            "damping": self.damping,
+            "momentum": momentum,
+            "layer_groups": layer_groups,
+            "preconditioner_damping": self._damping_within,
+            "reject": reject,
+            "full_batch": full_batch,
+            "max_increase": max_increase,
+        }
         self._alike = group_of("curvature", preconditioner).loss_average == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
         self._checked = self._warned = False
@@ -159,7 +157,7 @@ class TrustRegion(ClosureOptimizer):
         self.last: dict[str, float] = {}
         self.preconditioner = Preconditioner(
             self._model,
-            damping=settings.PreconditionersDamping(self._preconditioner_damping, own),
+            damping=self._preconditioner_damping,
             **settings.of_preconditioner(preconditioner, self._loss, burn_in),
         )
         self._backend = self.preconditioner.backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,20 +63,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 the text behind the name TrustRegion."""
 
 _SHAPE = BlockShape(1, 2, 2)
-
-
-class PreconditionersDamping:
-    """The preconditioner's damping, a callable of the step; ranks compare its text."""
-
-    def __init__(self, damping: Callable[[int], float], settings: Mapping[str, object]) -> None:
-        self._damping, self._settings = damping, settings
-
-    def __call__(self, step: int) -> float:
-        """Return the damping of a step."""
-        return self._damping(step)
-
-    def __repr__(self) -> str:
-        return f"TrustRegion{self._settings!r}"
 
 
 def check(loss: object, settings: Mapping[str, Any]) -> Loss:

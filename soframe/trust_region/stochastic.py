@@ -128,7 +128,13 @@ class StochasticTrustRegion(ClosureOptimizer):
                 )
         self._backend = choose_backend(None)
         self._every, self._eta = model_every, averaging
-        self._settings = (self.damping, model_every, averaging, reject, shorten)
+        self._settings = {
+            "damping": self.damping,
+            "model_every": model_every,
+            "averaging": averaging,
+            "reject": reject,
+            "shorten": shorten,
+        }
         self._mean = AveragedModel()
         self._shorten, self._trend = shorten, Trend()
         self._reduction = Reduction(self.damping, reject, every=True)
@@ -360,7 +366,6 @@ class StochasticTrustRegion(ClosureOptimizer):
     def _common(self) -> dict[str, object]:
         return {
             **super()._common(),
-            "settings": self._settings,
             "steps since the last model": self._since,
             "share of the length": self._trend.share,
         }
