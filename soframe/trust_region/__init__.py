@@ -12,7 +12,8 @@ An extension: frozen, and not imported by the core. From the core it uses, besid
 - `soframe.blocks.registration.unwrap`, `soframe.blocks.sharding.require_whole`,
   `soframe.capture.untraced.untraced`, `soframe.setup.building` (``choose_backend``, ``starting``),
   `soframe.state.saving.agree`, `soframe.registry.KINDS`, `soframe.settings`,
-  `soframe.schedules.WarmInterval`, and of a method ``factors`` and ``state``.
+  `soframe.schedules.WarmInterval`, `soframe.diagnostics.Writer`, and of a method ``factors`` and
+  ``state``.
 """
 
 from soframe.damping.policies import (

@@ -34,9 +34,8 @@ from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.declared import Fit, fit, numbers, require_agreement
-from soframe.trust_region.exact import Batch, exact_model
+from soframe.trust_region.exact import Batch, best_damping, exact_model
 from soframe.trust_region.forward import Closure, Forward, closures_of, moved
-from soframe.trust_region.initial import best_damping
 from soframe.trust_region.layer_groups import LayerGroups
 from soframe.trust_region.proposals import Proposal, Proposer
 from soframe.trust_region.quadratic import Quadratic, combine

@@ -15,7 +15,9 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from soframe.diagnostics.logger import Writer
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,6 @@ class History(list[Readout]):
         figure.savefig(path)
 
 
-class ScalarWriter(Protocol):
-    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write a number."""
-
-
 class Scalars:
     """Writes readouts as scalars of TensorBoard; pass it as ``on_step``, on one rank only.
 
@@ -127,7 +122,7 @@ class Scalars:
         prefix: The prefix of every tag.
     """
 
-    def __init__(self, writer: ScalarWriter, prefix: str = "trust_region/") -> None:
+    def __init__(self, writer: Writer, prefix: str = "trust_region/") -> None:
         self._writer, self._prefix = writer, prefix
 
     def __call__(self, readout: Readout) -> None:

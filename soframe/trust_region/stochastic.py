@@ -41,9 +41,8 @@ from soframe.setup.building import choose_backend
 from soframe.state.saving import agree
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer
-from soframe.trust_region.exact import Batch, exact_model
+from soframe.trust_region.exact import Batch, best_damping, exact_model
 from soframe.trust_region.forward import Closure, closures_of, moved, placed
-from soframe.trust_region.initial import best_damping
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.trend import SAID, AveragedModel, Trend
