@@ -66,6 +66,7 @@ nitpick_ignore_regex = [
     # Aliases, spelt out in the text beside them.
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
     (r"py:class", r"soframe\.step\.engine\.Engine"),  # the base of Preconditioner, internal
+    (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),
 ]
