@@ -11,9 +11,7 @@ Two lines add it to a training script::
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,26 +33,24 @@ from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Sampler
 from soframe.capture.untraced import untraced
 from soframe.checks import arguments
-from soframe.comm.stages import PHASE, STAGES
+from soframe.comm.stages import PHASE
 from soframe.damping.policies import DampingChoice
-from soframe.damping.saved import check_damping
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.methods.scaling import Scale
-from soframe.registry import KINDS, describe
+from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Clips, Curvature, Distribution, defaults, flat, group_of
 from soframe.setup import building, describing
-from soframe.state import checksums
 from soframe.state import saving as state
+from soframe.state.stateful import COUNTERS, Stateful
 from soframe.state.transfer import hand_over
 from soframe.step import gradients as averaging
 from soframe.step.clip import Bounds, Clipped
 from soframe.step.effect import Effect
-from soframe.step.engine import Engine
 from soframe.step.gradients import Gradients
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
@@ -65,10 +61,8 @@ from soframe.step.updates import Update, exchange, precondition, write
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
-COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
-
-class Preconditioner(Engine):
+class Preconditioner(Stateful):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -225,8 +219,9 @@ class Preconditioner(Engine):
             self._meet_stages()
         with self.home.shaped(self._model.parameters()), self._stages.together():
             self._build()
+        usual = {**defaults(Preconditioner), "fisher": "empirical"}
         try:
-            self._require_read()
+            combinations.require_read(self._settings, usual, self._blocks, self._stages.totals)
         except ValueError:
             self.close()
             raise
@@ -377,14 +372,6 @@ class Preconditioner(Engine):
             if block.name in snapshot:
                 block.restore(snapshot[block.name])
 
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks of the curvature, in the order of their first modules in the model.
-
-        :meta private:
-        """
-        return tuple(self._blocks)
-
     def _rebuild(self, *, changed: bool) -> None:
         """Register the model anew if it has changed, before any stage goes on."""
         with self._stages.together():
@@ -506,52 +493,7 @@ class Preconditioner(Engine):
         self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
         statistics.listen()
 
-    def _require_read(self) -> None:
-        """Check that some block reads each setting that was chosen."""
-        usual = {**defaults(Preconditioner), "fisher": "empirical"}
-        combinations.require_read(self._settings, usual, self._blocks, self._stages.totals)
-
     # -- what users ask -----------------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        """How many steps were taken."""
-        return self._steps
-
-    @property
-    def damping(self) -> float:
-        """The damping of the coming step, of blocks without one of their own."""
-        return self._damping.at(self._steps)
-
-    @property
-    def decay(self) -> float:
-        """What running factors keep of their past at the coming step."""
-        return self._decay.at(self._steps)
-
-    @property
-    def kl_clip(self) -> float | None:
-        """The bound of the KL clip at the coming step; None where it is off."""
-        return self._bounds.at(self._steps).kl
-
-    @property
-    def norm_clip(self) -> float | None:
-        """The bound of the norm clip at the coming step; None where it is off."""
-        return self._bounds.at(self._steps).norm
-
-    @property
-    def lr(self) -> list[float]:
-        """The learning rates that clips read, of each param group or of ``lr=`` alone."""
-        return self._lrs.live(self._steps)
-
-    @property
-    def statistics_every(self) -> int:
-        """The interval of statistics at the coming step, in steps."""
-        return self._refresh.statistics_every.at(self._steps)
-
-    @property
-    def solve_every(self) -> int:
-        """The interval of solves at the coming step, in steps."""
-        return self._refresh.solve_every.at(self._steps)
 
     @property
     def world_size(self) -> int:
@@ -672,128 +614,6 @@ class Preconditioner(Engine):
     def loss(self) -> Loss | None:
         """The loss that the Fisher is of; None for the empirical one."""
         return self._fisher.loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, independent of world size and strategy.
-
-        Where the strategy leaves factors or second-order data on some ranks only (all but
-        ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
-        With ``background=``, what is under way is put to use first: then every rank must call it,
-        whatever the strategy.
-
-        Returns:
-            Tensors, numbers and strings in dicts, for ``torch.save``.
-        """
-        self._land("Preconditioner.state_dict()")
-        saved = state.save(
-            self._placed,
-            counters=self.counters,
-            step=self._steps,
-            owed_statistics=self._refresh.owed,
-            scaling=self._scaling,
-        )
-        return checksums.seal({**saved, **self.beside_blocks()})
-
-    def beside_blocks(self) -> dict[str, Any]:
-        """Return what a state has beside the blocks, and beside what `state.save` has of them.
-
-        :meta private:
-        """
-        stages = {STAGES: self.stage} if self.stage else {}
-        policy = self._damping.state()
-        damping = {"damping": policy} if policy else {}  # most policies have nothing to keep
-        history = state.history(self._blocks)
-        return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
-
-    def check_header(self, saved: Any) -> None:
-        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
-
-        :meta private:
-        """
-        state.check_header(saved, self._blocks, self._scaling, self._lrs)
-        if self._damping.state() and "damping" in saved:
-            check_damping(saved["damping"], self._damping, saved["step"])
-
-    @property
-    def stage(self) -> str:
-        """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
-        return self._stages.name
-
-    def _land(self, what: str) -> None:
-        """Put all to use that is solved in the background; every rank must call."""
-        self._solves.land(self._placed, self.counters, what)
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue, on every rank, from a state, perhaps of another world size or strategy.
-
-        Args:
-            saved: What `state_dict` returned; on stages of a pipeline on this rank, or what
-                `soframe.checkpoint.merge` made of the states of all.
-
-        Raises:
-            ValueError: If the state is foreign, truncated, damaged or of another model, or another
-                rank's is, or the ranks' states differ; nothing has changed then, on any rank.
-        """
-
-        def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-            part = self._stages.own_part(saved)
-            if part is not saved:
-                checksums.verify(saved)
-                part = checksums.seal(part)
-            return self._check(part)
-
-        self._load(check)
-
-    def _check(self, saved: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Return a state and its tensors by name; ValueError if it cannot be loaded."""
-        self.check_header(saved)
-        tensors = state.tensors_of(saved)
-        state.check(saved, tensors, self._placed, everywhere=True)
-        return saved, tensors
-
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context: what all copies of a stage raise in it, all stages of a model raise.
-
-        :meta private:
-        """
-        return self._stages.together()
-
-    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
-        """Let what one rank cannot load be loaded by none, of all copies of all stages.
-
-        Args:
-            check: Raises if this rank cannot.
-            common: Returns what the copies of a stage must have in common.
-
-        :meta private:
-        """
-        state.agree(self.backend, check, common, self._stages)
-
-    def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
-        saved = state.load(check, self._placed, self._stages)
-        self._solves.drop()
-        self._steps = saved["step"]
-        self._refresh.owe(saved["owed_statistics"])
-        self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
-        self._lrs.load(saved["initial_lrs"])
-        if "damping" in saved and self._damping.state():
-            self._damping.load(saved["damping"])
-        elif self._damping.state():
-            warnings.warn(
-                f"soframe: the state has nothing of {describe(self._damping)}: it begins anew",
-                stacklevel=3,
-            )
-        state.load_history(saved["history"], self._blocks)
-        self._measuring.note(None)
-        self._begin()
-
-    def gradients_were_zeroed(self) -> None:
-        """Forget the batch that a ``GradScaler`` found an overflow in, and so had no step.
-
-        :meta private:
-        """
-        if self._loss_scale.changed():
-            self.reset_batch()
 
     def __getstate__(self) -> dict[str, object]:
         """Return nothing: a copy (with a module that holds this) belongs to no model."""

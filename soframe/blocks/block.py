@@ -1,8 +1,4 @@
-"""A block: its parameters, their layout, method and solver. It never changes.
-
-What changes are its numbers (`soframe.blocks.stack.Record`) and the tensors of the stack that it is
-a part of.
-"""
+"""A block: its numbers (`soframe.blocks.stack.Record`), its slices of a stack, its gradients."""
 
 from __future__ import annotations
 
@@ -13,163 +9,22 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.home import GradientHome
+from soframe.blocks.spec import BlockSpec
 from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Solved, Stack, State
-from soframe.layers.base import BlockShape, LayerHelper
-from soframe.layers.layout import Layout
-from soframe.methods.base import Method
-from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, Shards, TensorSpec
-from soframe.strategies.work import BlockWork
 
 
 @dataclass(eq=False)
-class Block:
-    """The curvature of some parameters, most often of one layer's.
+class Block(BlockSpec):
+    """A block with what changes from step to step.
 
     Attributes:
-        name: The qualified name of the (first) module, or of the parameter.
-        helpers: One per module whose calls are observed; several where modules share the
-            parameters, none where the method reads gradients alone.
-        method: The curvature method.
-        solver: The solver of factors for which the method chooses none.
-        dtype: The dtype of factors and second-order data.
-        layout: How the parameters become the gradient matrix: the first helper, where there is one.
-        home: Where the parameters' gradients live.
-        ranks: The global ranks of the group in which the block is placed.
-        auxiliary: Whether its method is the auxiliary one.
         record: Its numbers.
         member: Its index in its stack.
     """
 
-    name: str
-    helpers: tuple[LayerHelper, ...]
-    method: Method
-    solver: Solver
-    dtype: torch.dtype
-    layout: Layout
-    home: GradientHome
-    ranks: tuple[int, ...] = ()
-    auxiliary: bool = False
     record: Record = field(default_factory=Record, repr=False)
     member: int = 0
     _stack: Stack | None = field(default=None, repr=False)
-
-    # -- what is asked of it at every step: computed once -----------------------------------------
-
-    @cached_property
-    def shape(self) -> BlockShape:
-        """The shape of the gradient matrix."""
-        return self.layout.shape
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.parameters.values())).device
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of the block, by their name in the module."""
-        return self.layout.parameters
-
-    @cached_property
-    def factors(self) -> tuple[FactorSpec, ...]:
-        """The factors, in the method's order."""
-        factors = self.method.factors(self.shape)
-        if isinstance(self.layout, LayerHelper):
-            factors = tuple(map(self.layout.factor, factors))
-        return factors
-
-    @cached_property
-    def captured(self) -> tuple[FactorSpec, ...]:
-        """The factors that are made of calls."""
-        return tuple(factor for factor in self.factors if factor.captured)
-
-    @cached_property
-    def psd(self) -> frozenset[str]:
-        """The names of the factors that are matrices."""
-        return frozenset(factor.name for factor in self.factors if factor.kind == "psd")
-
-    @cached_property
-    def unequal(self) -> bool:
-        """Whether groups see rows of their own."""
-        return any(factor.mean_over == "group rows" for factor in self.factors)
-
-    @cached_property
-    def solved_here(self) -> tuple[tuple[int, FactorSpec, Solver], ...]:
-        """The factors that are solved: the index of each, what it is, and who solves it."""
-        found = [(i, f, self.method.solver(f, self.solver)) for i, f in enumerate(self.factors)]
-        return tuple((i, f, solver) for i, f, solver in found if solver is not None)
-
-    @cached_property
-    def solvers(self) -> list[tuple[Solver, list[int]]]:
-        """The solvers, and which of the solved factors each has: equal ones are one.
-
-        A method may make a solver for each factor, which is none the less the same.
-        """
-        solvers: list[tuple[Solver, list[int]]] = []
-        for number, (_, _, solver) in enumerate(self.solved_here):
-            numbers = next((numbers for one, numbers in solvers if one == solver), None)
-            if numbers is None:
-                solvers.append((solver, [number]))
-            else:
-                numbers.append(number)
-        return solvers
-
-    @cached_property
-    def unsolved(self) -> tuple[FactorSpec, ...]:
-        """The factors that are their own data."""
-        solved = {factor.name for _, factor, _ in self.solved_here}
-        return tuple(factor for factor in self.factors if factor.name not in solved)
-
-    @cached_property
-    def tensors(self) -> dict[str, dict[str, TensorSpec]]:
-        """What second-order data there are, by the factors that are solved."""
-        return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_here}
-
-    @property
-    def relatively_damped(self) -> bool:
-        """Whether its damping is a multiple of its own curvature, however little that is."""
-        return any("mean_trace" in specs for specs in self.tensors.values())
-
-    @cached_property
-    def states(self) -> Mapping[str, TensorSpec]:
-        """What the method keeps, by name."""
-        return self.method.state(self.shape)
-
-    @cached_property
-    def remembers(self) -> bool:
-        """Whether its directions depend on earlier gradients: by a state, or by their factors."""
-        return bool(self.states) or len(self.captured) < len(self.factors)
-
-    @cached_property
-    def takes_samples(self) -> bool:
-        """Whether samples are drawn for ``Curvature(rows=...)`` rather than rows."""
-        return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
-
-    @cached_property
-    def shards(self) -> dict[str, Shards]:
-        """How each parameter is shared out over ranks, by its name.
-
-        Returns:
-            Nothing, where every rank has all of them whole.
-
-        Raises:
-            ValueError: If one is shared out in a way that is not known.
-        """
-        found: dict[str, Shards | None] = {}
-        for name, parameter in self.parameters.items():
-            try:
-                found[name] = self.home.shards(parameter, self.ranks)
-            except ValueError as error:
-                raise ValueError(f"{self.name}.{name}: {error}") from error
-        if not any(found.values()):
-            return {}
-        ranks = len(self.ranks)
-        return {
-            name: shards or Shards.none(tuple(p.shape), ranks, str(p.dtype).removeprefix("torch."))
-            for (name, shards), p in zip(found.items(), self.parameters.values(), strict=True)
-        }
 
     # -- what is known of it ----------------------------------------------------------------------
 
@@ -258,53 +113,9 @@ class Block:
         return any(f.name in self.record.masses for f in self.factors if not f.captured)
 
     @property
-    def follows(self) -> bool:
-        """Whether second-order data follow the factors between solves."""
-        return any(solver.follows for _, _, solver in self.solved_here)
-
-    @property
     def active(self) -> bool:
         """Whether the method makes a direction of the block's gradient yet."""
         return self.solved or self.method.starts_at_once
-
-    def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
-        """Return the share of the damping of each factor that is solved.
-
-        Args:
-            traces: The mean trace of each, ``[groups]``.
-            damping: The damping of the blocks.
-
-        Returns:
-            ``[groups]`` for each: those of one solver are split by it together.
-        """
-        shares: dict[int, Tensor] = {}
-        for solver, numbers in self.solvers:
-            split = solver.shares([traces[number] for number in numbers], damping)
-            shares.update(zip(numbers, split, strict=True))
-        return [shares[number] for number in range(len(traces))]
-
-    @property
-    def work(self) -> BlockWork:
-        """What has to be placed."""
-        continued = {factor.name for _, factor, solver in self.solved_here if solver.continues}
-        resident = tuple(not f.captured or f.name in continued for f in self.factors)
-        return BlockWork(
-            name=self.name,
-            shape=self.shape,
-            factors=self.factors,
-            second_order=tuple(
-                tuple(self.tensors.get(factor.name, {}).values()) for factor in self.factors
-            ),
-            dtype=str(self.dtype).removeprefix("torch."),
-            device=str(self.device),
-            parameters=len(self.parameters),
-            resident=resident if any(resident) else (),
-            unsolved=tuple(factor.name for factor in self.unsolved),
-            state=tuple(self.states.values()),
-            shards=tuple(self.shards.values()),
-            effort=self.method.effort(self.shape),
-            after=self.method.refreshes_after,
-        )
 
     @property
     def has_gradient(self) -> bool:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 
 from soframe.kernels.gram import add_bias, add_moment, empty
 from soframe.kernels.samples import sample_moments, squared_gradients
-from soframe.layers.layout import BlockShape
+from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
 
 __all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment", "widened"]
@@ -60,7 +59,7 @@ FEW = 2**15
 """Up to so many numbers, rows are concatenated with ones for the bias rather than summed apart."""
 
 
-class LayerHelper(ABC):
+class LayerHelper(WeightAndBias, ABC):
     """The base class of layer helpers: how one module's tensors become rows and matrices.
 
     Args:
@@ -74,25 +73,16 @@ class LayerHelper(ABC):
         bias: The bias, if it is part of the block, else None.
         unit: The parts of a call that ``take_inputs`` and ``take_rows`` can select: ``"row"``,
             ``"sample"``, or None, the default, if a call cannot be split.
-        transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
-            outputs first in any case.
         widens: Whether its moments accept rows in half precision, for one group
             (`soframe.kernels.halves.widens`). It is read from the class itself and not inherited,
             since a subclass may override the moments.
     """
 
     unit: ClassVar[Unit | None] = None
-    transposed: ClassVar[bool] = False
     widens: ClassVar[bool] = False
-    _keys: tuple[str, str] = ("weight", "bias")  # names of weight and bias in the module
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
-        self.module = module
-        own_weight = module._parameters.get("weight")
-        own_bias = module._parameters.get("bias")
-        self.weight = own_weight if weight else None
-        self.bias = own_bias if bias else None
-        self._full_weight = own_weight
+        super().__init__(module, weight=weight, bias=bias)
         self._signature = inspect.signature(module.forward)
 
     # -- required ---------------------------------------------------------------------------
@@ -174,11 +164,6 @@ class LayerHelper(ABC):
         return tuple(name for name in ("weight", "bias") if registered.get(name) is not None)
 
     @property
-    def multiplies(self) -> bool:
-        """Whether a parameter of the block multiplies the inputs; False for a bias only."""
-        return self.weight is not None or any(name != "bias" for name in self.parameters)
-
-    @property
     def part(self) -> str:
         """The suffix that distinguishes this block from others of its module; empty by default."""
         return ""
@@ -241,25 +226,6 @@ class LayerHelper(ABC):
         del args, kwargs, output
         return None
 
-    @property
-    def groups(self) -> int:
-        """The number of independent sub-layers."""
-        return 1
-
-    @property
-    def shape(self) -> BlockShape:
-        """The shape of the block's gradient matrix."""
-        assert self._full_weight is not None
-        rows = self._full_weight.shape[0]
-        columns = self._full_weight.numel() // rows if self.weight is not None else 0
-        return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of the block, by their name in the module."""
-        named = zip(self._keys, (self.weight, self.bias), strict=True)
-        return {name: p for name, p in named if p is not None}
-
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return the input tensors of a call, positional or by keyword.
 
@@ -273,67 +239,6 @@ class LayerHelper(ABC):
         if kwargs:
             args = tuple(self._signature.bind(*args, **kwargs).arguments.values())
         return tuple(value for value in args if isinstance(value, Tensor))
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Pack tensors of the parameters' shapes into the block's matrix.
-
-        Args:
-            tensors: The tensors, by the names of `parameters`.
-
-        Returns:
-            ``[groups, out, in]``; by default the result of `to_matrix` for weight and bias.
-        """
-        weight, bias = map(tensors.get, self._keys)
-        return self.to_matrix(weight, bias)
-
-    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """Undo ``pack``.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-
-        Returns:
-            Views of the matrix in the shapes of the parameters, by name.
-        """
-        named = zip(self._keys, self.from_matrix(matrix), strict=True)
-        return {name: tensor for name, tensor in named if tensor is not None}
-
-    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Pack tensors of the parameters' shapes into the block's matrix.
-
-        Args:
-            weight: A tensor of the weight's shape; None if it is not part of the block.
-            bias: A tensor of the bias's shape; None if it is not part of the block.
-
-        Returns:
-            ``[groups, out, in]``; a view of ``weight`` if the block has no bias.
-        """
-        columns = []
-        if weight is not None:
-            columns.append(weight.reshape(self.groups, weight.shape[0] // self.groups, -1))
-        if bias is not None:
-            columns.append(bias.reshape(self.groups, -1, 1))
-        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
-
-    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Undo ``to_matrix``.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-
-        Returns:
-            Views of the matrix in the shapes of the weight and the bias; None for a parameter that
-            is not part of the block.
-        """
-        bias = None
-        if self.bias is not None:
-            bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
-        return (None if self.weight is None else self._weight_of(matrix)), bias
-
-    def _weight_of(self, matrix: Tensor) -> Tensor:
-        """Return a matrix without bias column, ``[groups, out, in]``, in the weight's shape."""
-        assert self.weight is not None
-        return matrix.reshape(self.weight.shape)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the input rows of the block: rows of the weight, with ones appended for the bias.
@@ -368,11 +273,6 @@ class LayerHelper(ABC):
                 f"the weight has {self._row_entries} entries"
             )
         return rows
-
-    @cached_property
-    def _row_entries(self) -> int:
-        """The entries of a row of the weight."""
-        return self.shape.in_features - (self.bias is not None)
 
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit

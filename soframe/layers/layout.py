@@ -7,9 +7,11 @@ layout, and `PlainLayout` fits any parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -41,6 +43,124 @@ class Layout(Protocol):
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
         """Undo `pack`."""
+
+
+class WeightAndBias:
+    """The layout ``[groups, out, in]`` of a module's weight and bias, which is the last column.
+
+    Args:
+        module: The module.
+        weight: Whether the weight is part of the block (False if it is frozen).
+        bias: Whether the bias is part of the block.
+
+    Attributes:
+        module: The module.
+        weight: The weight, if it is part of the block, else None.
+        bias: The bias, if it is part of the block, else None.
+        transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
+            outputs first in any case.
+    """
+
+    transposed: ClassVar[bool] = False
+    _keys: tuple[str, str] = ("weight", "bias")  # names of weight and bias in the module
+
+    def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
+        self.module = module
+        own_weight = module._parameters.get("weight")
+        own_bias = module._parameters.get("bias")
+        self.weight = own_weight if weight else None
+        self.bias = own_bias if bias else None
+        self._full_weight = own_weight
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether a parameter of the block multiplies the inputs; False for a bias only."""
+        return self.weight is not None or any(name != "bias" for name in self.parameters)
+
+    @property
+    def groups(self) -> int:
+        """The number of independent sub-layers."""
+        return 1
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the block's gradient matrix."""
+        assert self._full_weight is not None
+        rows = self._full_weight.shape[0]
+        columns = self._full_weight.numel() // rows if self.weight is not None else 0
+        return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of the block, by their name in the module."""
+        named = zip(self._keys, (self.weight, self.bias), strict=True)
+        return {name: p for name, p in named if p is not None}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Pack tensors of the parameters' shapes into the block's matrix.
+
+        Args:
+            tensors: The tensors, by the names of `parameters`.
+
+        Returns:
+            ``[groups, out, in]``; by default the result of `to_matrix` for weight and bias.
+        """
+        weight, bias = map(tensors.get, self._keys)
+        return self.to_matrix(weight, bias)
+
+    def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """Undo ``pack``.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+
+        Returns:
+            Views of the matrix in the shapes of the parameters, by name.
+        """
+        named = zip(self._keys, self.from_matrix(matrix), strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Pack tensors of the parameters' shapes into the block's matrix.
+
+        Args:
+            weight: A tensor of the weight's shape; None if it is not part of the block.
+            bias: A tensor of the bias's shape; None if it is not part of the block.
+
+        Returns:
+            ``[groups, out, in]``; a view of ``weight`` if the block has no bias.
+        """
+        columns = []
+        if weight is not None:
+            columns.append(weight.reshape(self.groups, weight.shape[0] // self.groups, -1))
+        if bias is not None:
+            columns.append(bias.reshape(self.groups, -1, 1))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Undo ``to_matrix``.
+
+        Args:
+            matrix: ``[groups, out, in]``.
+
+        Returns:
+            Views of the matrix in the shapes of the weight and the bias; None for a parameter that
+            is not part of the block.
+        """
+        bias = None
+        if self.bias is not None:
+            bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
+        return (None if self.weight is None else self._weight_of(matrix)), bias
+
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        """Return a matrix without bias column, ``[groups, out, in]``, in the weight's shape."""
+        assert self.weight is not None
+        return matrix.reshape(self.weight.shape)
+
+    @cached_property
+    def _row_entries(self) -> int:
+        """The entries of a row of the weight."""
+        return self.shape.in_features - (self.bias is not None)
 
 
 class PlainLayout:

@@ -272,6 +272,56 @@ class Engine:
     def _rebuild(self, *, changed: bool) -> None:
         """Register the model anew if it has changed, before any stage goes on."""
 
+    # -- the coming step ----------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the curvature, in the order of their first modules in the model.
+
+        :meta private:
+        """
+        return tuple(self._blocks)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._steps
+
+    @property
+    def damping(self) -> float:
+        """The damping of the coming step, of blocks without one of their own."""
+        return self._damping.at(self._steps)
+
+    @property
+    def decay(self) -> float:
+        """What running factors keep of their past at the coming step."""
+        return self._decay.at(self._steps)
+
+    @property
+    def kl_clip(self) -> float | None:
+        """The bound of the KL clip at the coming step; None where it is off."""
+        return self._bounds.at(self._steps).kl
+
+    @property
+    def norm_clip(self) -> float | None:
+        """The bound of the norm clip at the coming step; None where it is off."""
+        return self._bounds.at(self._steps).norm
+
+    @property
+    def lr(self) -> list[float]:
+        """The learning rates that clips read, of each param group or of ``lr=`` alone."""
+        return self._lrs.live(self._steps)
+
+    @property
+    def statistics_every(self) -> int:
+        """The interval of statistics at the coming step, in steps."""
+        return self._refresh.statistics_every.at(self._steps)
+
+    @property
+    def solve_every(self) -> int:
+        """The interval of solves at the coming step, in steps."""
+        return self._refresh.solve_every.at(self._steps)
+
     # -- windows ------------------------------------------------------------------------------
 
     def _begin(self) -> None:

@@ -1,0 +1,148 @@
+"""Saving and loading a preconditioner; `soframe.state.saving` has the state of its blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from soframe.comm.stages import STAGES
+from soframe.damping.saved import check_damping
+from soframe.diagnostics.measuring import Measuring
+from soframe.registry import describe
+from soframe.state import checksums
+from soframe.state import saving as state
+from soframe.step.engine import Engine
+
+COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
+
+
+class Stateful(Engine):
+    """An engine with ``state_dict`` and ``load_state_dict``, on one rank or many."""
+
+    _measuring: Measuring
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, independent of world size and strategy.
+
+        Where the strategy leaves factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
+        With ``background=``, what is under way is put to use first: then every rank must call it,
+        whatever the strategy.
+
+        Returns:
+            Tensors, numbers and strings in dicts, for ``torch.save``.
+        """
+        self._land("Preconditioner.state_dict()")
+        saved = state.save(
+            self._placed,
+            counters=self.counters,
+            step=self._steps,
+            owed_statistics=self._refresh.owed,
+            scaling=self._scaling,
+        )
+        return checksums.seal({**saved, **self.beside_blocks()})
+
+    def beside_blocks(self) -> dict[str, Any]:
+        """Return what a state has beside the blocks, and beside what `state.save` has of them.
+
+        :meta private:
+        """
+        stages = {STAGES: self.stage} if self.stage else {}
+        policy = self._damping.state()
+        damping = {"damping": policy} if policy else {}  # most policies have nothing to keep
+        history = state.history(self._blocks)
+        return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
+
+    def check_header(self, saved: Any) -> None:
+        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
+
+        :meta private:
+        """
+        state.check_header(saved, self._blocks, self._scaling, self._lrs)
+        if self._damping.state() and "damping" in saved:
+            check_damping(saved["damping"], self._damping, saved["step"])
+
+    @property
+    def stage(self) -> str:
+        """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
+        return self._stages.name
+
+    def _land(self, what: str) -> None:
+        """Put all to use that is solved in the background; every rank must call."""
+        self._solves.land(self._placed, self.counters, what)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue, on every rank, from a state, perhaps of another world size or strategy.
+
+        Args:
+            saved: What `state_dict` returned; on stages of a pipeline on this rank, or what
+                `soframe.checkpoint.merge` made of the states of all.
+
+        Raises:
+            ValueError: If the state is foreign, truncated, damaged or of another model, or another
+                rank's is, or the ranks' states differ; nothing has changed then, on any rank.
+        """
+
+        def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+            part = self._stages.own_part(saved)
+            if part is not saved:
+                checksums.verify(saved)
+                part = checksums.seal(part)
+            return self._check(part)
+
+        self._load(check)
+
+    def _check(self, saved: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Return a state and its tensors by name; ValueError if it cannot be loaded."""
+        self.check_header(saved)
+        tensors = state.tensors_of(saved)
+        state.check(saved, tensors, self._placed, everywhere=True)
+        return saved, tensors
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context: what all copies of a stage raise in it, all stages of a model raise.
+
+        :meta private:
+        """
+        return self._stages.together()
+
+    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
+        """Let what one rank cannot load be loaded by none, of all copies of all stages.
+
+        Args:
+            check: Raises if this rank cannot.
+            common: Returns what the copies of a stage must have in common.
+
+        :meta private:
+        """
+        state.agree(self.backend, check, common, self._stages)
+
+    def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
+        saved = state.load(check, self._placed, self._stages)
+        self._solves.drop()
+        self._steps = saved["step"]
+        self._refresh.owe(saved["owed_statistics"])
+        self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self._lrs.load(saved["initial_lrs"])
+        if "damping" in saved and self._damping.state():
+            self._damping.load(saved["damping"])
+        elif self._damping.state():
+            warnings.warn(
+                f"soframe: the state has nothing of {describe(self._damping)}: it begins anew",
+                stacklevel=3,
+            )
+        state.load_history(saved["history"], self._blocks)
+        self._measuring.note(None)
+        self._begin()
+
+    def gradients_were_zeroed(self) -> None:
+        """Forget the batch that a ``GradScaler`` found an overflow in, and so had no step.
+
+        :meta private:
+        """
+        if self._loss_scale.changed():
+            self.reset_batch()
