@@ -125,11 +125,6 @@ class Optimizer(torch.optim.Optimizer):
             ),
         }
         require_numbers("soframe.Optimizer", **rates)
-        for name, value in rates.items():
-            if not 0 <= float(value) <= torch.finfo(torch.float32).max:
-                raise ValueError(
-                    f"{name} must be finite in float32 and not negative, not {value!r}"
-                )
         kind = auxiliary_weight_decay_kind
         self._moves = {
             "": Move(
@@ -365,6 +360,9 @@ class Optimizer(torch.optim.Optimizer):
         def check() -> None:
             if PRECONDITIONER not in state_dict:
                 raise ValueError("this is not the state of a soframe.Optimizer")
+            for group in state_dict.get("param_groups", ()):
+                if "method" in group:
+                    Move.of({**self.defaults, **group})
             saved = _sizes(state_dict.get("param_groups", ()))
             if saved != _sizes(self.param_groups):
                 raise ValueError(

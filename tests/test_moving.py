@@ -475,6 +475,9 @@ def test_a_weight_without_a_sphere_is_refused(value: float, problem: str) -> Non
     ("name", "value", "problem"),
     [
         ("weight_decay", 0.1, "param group 'SGD.*could not change it"),
+        ("weight_decay", math.inf, "param group 'SGD.*weight_decay must be finite"),
+        ("lr", math.nan, "param group 'SGD.*lr must be finite"),
+        ("lr", -0.1, "param group 'SGD.*lr must be finite .* not negative"),
         ("constraint", "box", "param group 'SGD.*constraint must be"),
         ("weight_decay_kind", "l2", "param group 'SGD.*weight_decay_kind must be"),
     ],
@@ -488,6 +491,18 @@ def test_settings_of_groups_are_checked_at_each_step(name: str, value: Any, prob
     with pytest.raises(ValueError, match=problem):
         train(optimizer, model, range(1, 2))
     assert all(torch.equal(before[key], now) for key, now in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lr", [math.nan, -0.1, math.inf])
+def test_a_state_with_a_rate_out_of_range_is_refused(lr: float) -> None:
+    model = net()
+    optimizer = soframe.Optimizer(model, "sgd", lr=0.1, **EVERY_STEP)
+    train(optimizer, model, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = lr
+    with pytest.raises(ValueError, match="lr must be finite"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 # -- on ranks -----------------------------------------------------------------------------------

@@ -367,7 +367,9 @@ class Capture:
             return
         self.called[helper] = trained[0][0]._version
         own = [now for _, now in trained]
-        keeps = helper not in self.counting and (helper.multiplies or helper in self.rereading)
+        # Of a bias alone the inputs of several groups say which of them a call reaches.
+        read = helper.multiplies or helper.groups > 1 or helper in self.rereading
+        keeps = read and helper not in self.counting
         if inner is not None:
             for call in inner:
                 self._watch_inner(helper, own, call, keeps=keeps, again=again)

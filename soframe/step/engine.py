@@ -8,6 +8,7 @@ raise. From there on they enter the same collectives, whatever they find.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,9 @@ from soframe.step.updates import Update, commit, exchange, precondition, write
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """The common settings of the copies of a stage that all stages of a pipeline share."""
 
+MANY = 10
+"""After so many skipped updates in a row a rank warns."""
+
 
 class Engine:
     """Takes the steps of one model; `soframe.Preconditioner` builds it and its parts.
@@ -69,6 +73,7 @@ class Engine:
     _placed: PlacedBlocks
     _blocks: list[Block]
     _steps: int
+    _skipped_in_a_row: int = 0
     _relatively_damped: bool
     _scaling: Literal["fisher", "kaisa"]
     _stages: Stages
@@ -190,6 +195,14 @@ class Engine:
             self._rebuild(changed=status.changed > 0)
             return self._agree()
         self.counters["skipped_updates"] += status.bad_gradient > 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if status.bad_gradient > 0 else 0
+        if self._skipped_in_a_row == MANY and seen.bad_gradient:
+            warnings.warn(
+                f"soframe: rank {self.backend.rank} had gradients that are not finite in {MANY} "
+                f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
+                f"the data of this rank; counters['skipped_updates'] counts them",
+                stacklevel=6,
+            )
         self.counters["skipped_statistics"] += status.bad_statistics > 0
         if status.bad_statistics and seen.curved == 0:
             self._refresh.owe(2)  # without the statistics of this step no block has curvature

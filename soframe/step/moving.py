@@ -89,8 +89,13 @@ def check(move: Move, *, name: str, prefix: str) -> None:
         prefix: What the names of the settings begin with.
 
     Raises:
-        ValueError: If one does not exist, or two contradict each other.
+        ValueError: If one is out of range, does not exist, or contradicts another.
     """
+    for setting, value in {"lr": move.lr, "weight_decay": move.weight_decay}.items():
+        if not 0 <= value <= torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"{name}{prefix}{setting} must be finite in float32 and not negative, not {value!r}"
+            )
     if move.kind not in WEIGHT_DECAY_KINDS:
         kinds = ", ".join(map(repr, WEIGHT_DECAY_KINDS))
         raise ValueError(

@@ -189,6 +189,18 @@ def test_separate_weights(fisher: str, bias: bool) -> None:
     hold(attention(kdim=3, vdim=5, batch_first=True, bias=bias), data, fisher)
 
 
+@pytest.mark.parametrize("settings", [{"method": "foof"}, {"fisher": "forward-only"}], ids=str)
+def test_a_common_bias_without_factors_of_outputs(settings: dict[str, Any]) -> None:
+    """Its factor counts the positions of queries, keys and values apart."""
+    model = attention(kdim=3, vdim=5, batch_first=True)
+    with closing(preconditioner(model, layers="all", **settings)) as own:
+        inputs = (randn(BATCH, n, size) for n, size in ((5, EMBED), (6, 3), (6, 5)))
+        model(*inputs, need_weights=False)[0].square().sum().div(BATCH).backward()
+        own.step()
+        (bias,) = (block for block in own.blocks if list(block.parameters) == ["in_proj_bias"])
+        compare(bias.running["A"], torch.tensor([5.0, 6.0, 6.0]).view(3, 1, 1), "A", rtol=1e-12)
+
+
 def test_a_mask_of_keys() -> None:
     padding = torch.zeros(BATCH, 5, dtype=torch.bool)
     padding[0, 3:] = padding[1, 4:] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -224,6 +225,25 @@ def test_gradients_outside_of_any_block_are_watched_too():
     run.step(0, bias)
     assert torch.equal(run.weights(), before)
     assert run.preconditioner.counters["skipped_updates"] == 1
+
+
+def test_gradients_that_are_never_finite_are_warned_of_once() -> None:
+    model = nn.Linear(3, 2)
+    preconditioner = soframe.Preconditioner(model, kl_clip=None)
+
+    def steps(number: int, scale: float) -> None:
+        for _ in range(number):
+            model.zero_grad()
+            (model(torch.ones(4, 3)).square().mean() * scale).backward()
+            preconditioner.step()
+
+    steps(9, math.nan)
+    steps(1, 1.0)
+    steps(9, math.nan)  # filters of warnings raise: there was none so far
+    with pytest.warns(UserWarning, match="rank 0 had gradients .* not finite in 10 steps in a row"):
+        steps(1, math.nan)
+    steps(20, math.nan)
+    assert preconditioner.counters["skipped_updates"] == 39
 
 
 def test_statistics_are_owed_while_there_are_none() -> None:
