@@ -123,7 +123,8 @@ class Diagonal(Method):
     Its factor ``[groups, out, in]`` is the mean over samples of the squared sample gradients, each
     summed over the positions at which the sample uses the weights (Amari et al., 2019; for the
     empirical Fisher, Dangel et al., 2020, call it the second moment). A Fisher with several
-    columns, such as type-2, adds up the squares of its columns.
+    columns, such as type-2, adds up the squares of its columns. A module that is called several
+    times in one backward pass has a gradient for each call; products between calls are left out.
     """
 
     scalings = ("fisher",)

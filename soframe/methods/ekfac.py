@@ -37,6 +37,9 @@ class EKFAC(KFAC):
     It needs a solver that computes eigenvectors, ``"eigen"`` or ``"orthogonal-iteration"``. In
     addition to K-FAC's statistics, each row is rotated into the eigenbasis, and samples with
     several positions need their whole gradient (`soframe.kernels.samples`).
+
+    A module that is called several times in one backward pass has a gradient for each call;
+    products between calls are left out, as K-FAC leaves out those between positions.
     """
 
     scalings = ("fisher",)

@@ -36,6 +36,9 @@ class TNT(Method):
     It needs a solver that computes eigenvectors, ``"eigen"`` or ``"orthogonal-iteration"``: the
     damping is added to the block, whose eigenvalues are products divided by a trace. For an
     embedding only the diagonal of R is kept, which is exact if no sample has two different indices.
+
+    A module that is called several times in one backward pass has a gradient for each call;
+    products between calls are left out, as if the calls were independent.
     """
 
     scalings = ("fisher",)
