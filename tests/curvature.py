@@ -7,15 +7,15 @@ type-2 Fisher; each pass is a micro-batch of its own.
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import soframe
 from soframe.blocks.block import Block
-from soframe.settings import grouped
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from tests import kit
 
 LossAverage = Literal["local", "global", "sum"]
 Kind = Literal["type-2", "empirical"]
@@ -118,13 +118,12 @@ def gather(
 
 
 def preconditioner(
-    model: nn.Module, *, damping: float | None = 0.1, **settings: object
+    model: nn.Module, *, damping: float | None = 0.1, **settings: Any
 ) -> soframe.Preconditioner:
-    """A preconditioner without a clip; of a damping that is None by default."""
-    settings = {"kl_clip": None, "solve_every": 1, "statistics_every": 1} | settings
+    """See `kit.precondition`; of a damping that is None by default."""
     if damping is not None:
         settings["damping"] = damping
-    return soframe.Preconditioner(model, **grouped(settings))
+    return kit.precondition(model, **settings)
 
 
 def blocks(own: soframe.Preconditioner) -> dict[str, Block]:
@@ -208,3 +207,25 @@ def closing(own: soframe.Preconditioner):  # type: ignore[no-untyped-def]
         yield own
     finally:
         own.close()
+
+
+def by_passes(
+    layer: nn.Module, method: object, kind: Kind, average: LossAverage
+) -> tuple[Block, Tensor, Tensor]:
+    """Step once on passes of one, two and three samples, for a model of one layer.
+
+    Returns:
+        The block, its gradient before the step, and the Fisher of each group ``[groups, P, P]``.
+    """
+    model = fill(nn.Sequential(layer))
+    batches = passes(model, layer)
+    with closing(preconditioner(model, method=method, loss_average=average)) as own:
+        gather(model, batches, log_cosh, kind, average)
+        put_gradients(model)
+        (block,) = own.blocks
+        raw = gradient_matrix(block)
+        own.step()
+    if average != "local":
+        batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
+    exact = [layer_fisher(model, "0", x, log_cosh, y, kind=kind) for x, y in batches]
+    return block, raw, torch.stack([torch.stack(each) for each in exact]).mean(0)

@@ -17,6 +17,7 @@ from soframe import Preconditioner, TrustRegion
 from soframe.comm import SingleProcess
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, Lazy, NewtonSchulz, Relative
+from tests import kit
 from tests.background import (
     EVERY,
     STEPS,
@@ -96,14 +97,14 @@ def train_wide(backend: SingleProcess) -> Tensor:
     options = {"statistics_every": 1, "solve_every": 3, "background": 2, "kl_clip": None}
     own = Preconditioner(model, **grouped({"backend": backend, **options}))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
+
+    def loss(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
-        sgd.zero_grad()
-        model(torch.randn(64, 256, generator=generator)).square().mean().backward()
-        own.step()
-        sgd.step()
+        return model(torch.randn(64, 256, generator=generator)).square().mean()
+
+    weights = kit.train(model, loss, range(6), own, sgd)
     own.close()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return weights
 
 
 @pytest.mark.slow

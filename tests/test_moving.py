@@ -18,6 +18,7 @@ from soframe import PlainGrad
 from soframe.checkpoint import seal
 from soframe.step.moving import Ball, Move, descend, is_matrix
 from soframe.testing import check_method
+from tests import kit
 from tests.distributed.harness import RankFailure, run_ranks
 
 RATES = st.floats(1e-6, 0.9)
@@ -208,14 +209,15 @@ def net() -> Net:
     return Net().double()
 
 
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(6, 4, 3, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    return (model(x) - y).square().sum(1).mean()
+
+
 def train(optimizer: soframe.Optimizer, model: nn.Module, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(6, 4, 3, 3, generator=generator, dtype=torch.float64)
-        y = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        (model(x) - y).square().sum(1).mean().backward()
-        optimizer.step()
+    kit.train(model, loss_of, steps, optimizer)
 
 
 EVERY_STEP: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}

@@ -15,6 +15,7 @@ import soframe
 from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
 from soframe.settings import grouped
+from tests import kit
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
 
@@ -40,19 +41,20 @@ def text() -> Text:
     return Text().double()
 
 
-def backward(model: nn.Module, step: int) -> Tensor:
+def loss_of(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 7, (6, 5), generator=generator)
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    loss = loss_of(model, step)
     loss.backward()
     return loss
 
 
 def train(optimizer: soframe.Optimizer, model: nn.Module, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    kit.train(model, loss_of, steps, optimizer)
 
 
 def test_every_parameter_is_of_one_of_two_methods() -> None:

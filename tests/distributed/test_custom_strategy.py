@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from soframe.testing import compare
+from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.docs.page import blocks
 
@@ -48,12 +49,11 @@ def train(
         solve_every=2,
         statistics_every=1,
     )
-    for _ in range(4):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[share]), y[share]).backward()
-        preconditioner.step()
-        optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return nn.functional.mse_loss(model(x[share]), y[share])
+
+    return kit.train(model, loss, range(4), preconditioner, optimizer)
 
 
 def make_model() -> nn.Module:

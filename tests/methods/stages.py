@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.methods import Method
 from soframe.registry import KINDS
-from soframe.settings import grouped
+from tests import kit
 from tests.curvature import closing, fill, randn
 
 BATCHES = 7
@@ -25,9 +25,8 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def preconditioner(model: nn.Module, method: object, **settings: Any) -> soframe.Preconditioner:
-    """A preconditioner without a clip, which solves at every step."""
-    chosen = {"kl_clip": None, "statistics_every": 1, "solve_every": 1, **damping_for(method)}
-    return soframe.Preconditioner(model, method=method, **grouped({**chosen, **settings}))
+    """See `kit.precondition`; damped if the method is."""
+    return kit.precondition(model, method, **{**damping_for(method), **settings})
 
 
 def damping_for(*choices: object, damping: float = 0.1) -> dict[str, Any]:
@@ -53,12 +52,7 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = loss_of,
 ) -> None:
     """Take steps of plain gradient descent with what the preconditioner writes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for number in steps:
-        optimizer.zero_grad()
-        loss(model, number).backward()
-        own.step()
-        optimizer.step()
+    kit.train(model, loss, steps, own, torch.optim.SGD(model.parameters(), lr=lr))
 
 
 def weights(model: nn.Module) -> list[Tensor]:

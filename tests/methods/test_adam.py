@@ -17,15 +17,12 @@ from tests.curvature import (
     Kind,
     LossAverage,
     blocks,
+    by_passes,
     closing,
     fill,
-    gather,
     gradient_matrix,
     half_square,
-    log_cosh,
-    passes,
     preconditioner,
-    put_gradients,
     randn,
 )
 from tests.methods import stages
@@ -116,21 +113,10 @@ def test_sgd_is_torchs(options: dict[str, Any]) -> None:
 )
 def test_diagonal_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
     """Micro-batches of one, two and three samples, of one and of several positions."""
-    model = fill(nn.Sequential(layer))
-    batches = passes(model, layer)
-    with closing(preconditioner(model, method="diagonal", loss_average=average)) as own:
-        gather(model, batches, log_cosh, kind, average)
-        put_gradients(model)
-        (block,) = own.blocks
-        raw = gradient_matrix(block)
-        own.step()
-        if average != "local":
-            batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
-        exact = [layer_fisher(model, "0", x, log_cosh, y, kind=kind) for x, y in batches]
-        fisher = torch.stack([torch.stack(each) for each in exact]).mean(0)
-        diagonal = fisher.diagonal(dim1=1, dim2=2).reshape(raw.shape)
-        compare(block.running["diagonal"], diagonal, "diagonal")
-        compare(gradient_matrix(block), raw / (diagonal + 0.1), "direction")
+    block, raw, fishers = by_passes(layer, "diagonal", kind, average)
+    diagonal = fishers.diagonal(dim1=1, dim2=2).reshape(raw.shape)
+    compare(block.running["diagonal"], diagonal, "diagonal")
+    compare(gradient_matrix(block), raw / (diagonal + 0.1), "direction")
 
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])

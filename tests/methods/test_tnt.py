@@ -19,13 +19,11 @@ from tests.curvature import (
     Kind,
     LossAverage,
     blocks,
+    by_passes,
     closing,
     fill,
-    gather,
     gradient_matrix,
     half_square,
-    log_cosh,
-    passes,
     preconditioner,
     put_gradients,
     randn,
@@ -74,18 +72,8 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
 )
 def test_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
     """Micro-batches of one, two and three samples, of one and of several positions."""
-    model = fill(nn.Sequential(layer))
-    batches = passes(model, layer)
-    with closing(preconditioner(model, method="tnt", loss_average=average)) as own:
-        gather(model, batches, log_cosh, kind, average)
-        put_gradients(model)
-        (block,) = own.blocks
-        raw = gradient_matrix(block)
-        own.step()
-        if average != "local":
-            batches = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
-        exact = [layer_fisher(model, "0", x, log_cosh, y, kind=kind) for x, y in batches]
-        check(block, list(torch.stack([torch.stack(each) for each in exact]).mean(0)), raw)
+    block, raw, fishers = by_passes(layer, "tnt", kind, average)
+    check(block, list(fishers), raw)
 
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])

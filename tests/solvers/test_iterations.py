@@ -23,6 +23,7 @@ from soframe.solvers import (
 from soframe.solvers.newton_schulz import exact_products, invert
 from soframe.testing import compare
 from soframe.trust_region import RelativeDamping
+from tests import kit
 from tests.curvature import blocks, closing, fill, preconditioner, randn
 from tests.examples import examples
 from tests.solvers.dense import spectrum
@@ -242,10 +243,8 @@ def test_following_a_factor_that_shrinks() -> None:
         assert 5 * errors[1] < errors[0]
 
 
-def train(own: Any, model: nn.Module, step: int) -> None:
-    model.zero_grad()
-    model(randn(6, 4, seed=step)).square().sum(1).mean().backward()
-    own.step()
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return model(randn(6, 4, seed=step)).square().sum(1).mean()
 
 
 @pytest.mark.parametrize("damping", [0.1, RelativeDamping(0.1)], ids=["absolute", "relative"])
@@ -255,7 +254,7 @@ def test_data_follow_after_statistics(damping: Any) -> None:
     with closing(preconditioner(model, solver=Eigen(follows=True), **every)) as own:
         for step in range(5):
             before = {b.name: dict(b.second_order["A"]) for b in own._blocks if b.solved}
-            train(own, model, step)
+            kit.train(model, loss_of, [step], own)
             for name, block in blocks(own).items():
                 data, factor = block.second_order["A"], block.running["A"]
                 scale = data.get("mean_trace", torch.ones(1).double())

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import soframe
 from soframe.checkpoint import seal
+from tests import kit
 
 FORMER = Path(__file__).parent / "former"
 AT, STEPS = 5, 10
@@ -26,13 +27,13 @@ def train(state: dict[str, Any]) -> tuple[nn.Module, soframe.Preconditioner]:
     settings: dict[str, Any] = {"damping": 0.02, "statistics_every": 2, "solve_every": 3}
     preconditioner = soframe.Preconditioner(model, method, optimizer=optimizer, **settings)
     preconditioner.load_state_dict(state["preconditioner"])
-    for step in range(AT, STEPS):
+
+    def loss(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(6, 1, 3, 3, generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        model(x).square().sum(1).mean().backward()
-        preconditioner.step()
-        optimizer.step()
+        return model(x).square().sum(1).mean()
+
+    kit.train(model, loss, range(AT, STEPS), preconditioner, optimizer)
     return model, preconditioner
 
 
