@@ -171,7 +171,7 @@ def whole_steps(who: str, compiled: str) -> Tensor:
     [
         ("preconditioner", "update"),
         pytest.param("preconditioner", "step", marks=pytest.mark.thorough),
-        ("kfac", "step"),
+        pytest.param("kfac", "step", marks=pytest.mark.thorough),
         pytest.param("soap", "update", marks=pytest.mark.thorough),
         ("trust region", "step"),
         pytest.param("stochastic", "step", marks=pytest.mark.thorough),

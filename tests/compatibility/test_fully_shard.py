@@ -108,7 +108,7 @@ UNLIKE = ("ekfac", "eva", "diagonal", "shampoo", "normuon", "newton-muon")
 """Methods that differ in what they read, keep and have solved; bases are unique."""
 FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
 """Cases that run on every number of ranks."""
-THOROUGH = ("kfac hybrid clips", "own muon")
+THOROUGH = ("kfac hybrid clips", "kfac norm", "own muon")
 """Cases that lead a group that `make test-all` alone runs."""
 TOGETHER = 7
 """Cases that run in one start of the processes."""

@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
 }
 
 
-OFTEN = ("sharded", "sequence", "after", "own", "own after", "hybrid", "replicate")
+OFTEN = ("sharded", "after", "own", "hybrid")
 """Cases that differ in what is cut up and when, and in whose step it is."""
 REST = tuple(name for name in CASES if name not in OFTEN)
 
@@ -122,7 +122,10 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
 
 @pytest.mark.parametrize(
     "frameworks",
-    [("hand", "hybrid"), pytest.param(("fully_shard", "replicate"), marks=pytest.mark.thorough)],
+    [
+        ("hybrid",),
+        pytest.param(("fully_shard", "hand", "replicate"), marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_a_run_goes_on(frameworks: tuple[str, ...]) -> None:

@@ -139,7 +139,9 @@ ALL = list(EAGER_AND_DEFERRED)
         pytest.param(
             {"dtype": torch.float32}, ALL, 1e-6, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
-        pytest.param({"scaling": "kaisa"}, ALL, 1e-12, marks=pytest.mark.slow),
+        pytest.param(
+            {"scaling": "kaisa"}, ALL, 1e-12, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
         pytest.param(
             {"solver": Inverse()}, ALL, 1e-12, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),

@@ -42,7 +42,15 @@ def run_here(rank: int, ranks: int, page: Path, where: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Four checks of strategies take ten seconds.
+        pytest.param(page, marks=[pytest.mark.thorough] * (page.name == "custom-strategy.md"))
+        for page in PAGES
+    ],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
 def test_page(page: Path, tmp_path: Path) -> None:
     """In a process of its own, so that what a page registers and starts ends with it."""
     if blocks(page.read_text(encoding="utf-8")):

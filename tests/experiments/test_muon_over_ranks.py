@@ -45,6 +45,7 @@ def test_the_table_is_of_the_slowest_rank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.optim.Muon", "pytorch_optimizer Muon", "soframe"])
+@pytest.mark.thorough
 def test_contenders_move_every_parameter(name: str) -> None:
     if "pytorch_optimizer" in name:
         pytest.importorskip("pytorch_optimizer")

@@ -282,6 +282,7 @@ def test_the_stochastic_trust_region_is_evaluated_at_its_average():
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_two_processes_share_a_trust_region():
     """Both ranks draw their own targets, so that the step is near that of one process, not it."""
     config = SGD.but(optimizer="trust-region", lr=1.0, steps=3, evaluate_every=1)

@@ -184,7 +184,14 @@ def leg(rank: int, ranks: int, steps: range, saved: bytes) -> tuple[bytes, Tenso
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("ranks", "then"), [(2, 2), (4, 2), pytest.param(3, 4, marks=pytest.mark.thorough)]
+    ("ranks", "then"),
+    [
+        (2, 2),
+        *(
+            pytest.param(ranks, then, marks=pytest.mark.thorough)
+            for ranks, then in ((4, 2), (3, 4))
+        ),
+    ],
 )
 def test_ranks_with_micro_batches_are_one_process_and_go_on(ranks: int, then: int) -> None:
     _, weights = leg(0, 1, range(5), b"")

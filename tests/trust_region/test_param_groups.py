@@ -231,6 +231,7 @@ def train_rank(rank: int, ranks: int, parts: int) -> Tensor:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("parts", [1, 2], ids=["one batch", "micro-batches"])
+@pytest.mark.thorough
 def test_ranks_with_groups_are_one_process(parts: int) -> None:
     one, two = run_ranks(train_rank, 2, parts)
     assert torch.equal(one, two)

@@ -240,6 +240,7 @@ def leg_on_rank(
 @pytest.mark.parametrize(
     ("case", "cut"), [("full batch", 4), pytest.param("mem-opt", 3, marks=pytest.mark.thorough)]
 )
+@pytest.mark.thorough
 def test_other_ranks_go_on(case: str, cut: int) -> None:
     """Also while a step waits for its verdict, which is that it did harm."""
     _, expected = leg_on_rank(0, 1, case, range(6), b"")
