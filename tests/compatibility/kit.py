@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,3 +96,25 @@ def assert_refused(function: Callable[..., Any], ranks: int, words: str) -> None
         assert failure.exception is not None, failure
         with pytest.raises(type(failure.exception), match=f"(?s){words}"):
             raise failure.exception
+
+
+def refused(rank: int, ranks: int, functions: list[Callable[[int, int], None]]) -> list[str]:
+    """What each raises, one after the other: no rank waits for another, nor has it gone."""
+    found = []
+    for function in functions:
+        try:
+            function(rank, ranks)
+        except Exception as error:  # which it is, is looked at
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("nothing")
+        gc.collect()
+    return found
+
+
+def require_refused(table: list[tuple[Callable[[int, int], None], str]], ranks: int) -> None:
+    """Every rank raises what the table says of each function, all in one start of the ranks."""
+    results = run_ranks(refused, ranks, [function for function, _ in table], timeout=150)
+    for index, (function, words) in enumerate(table):
+        for texts in results:
+            assert re.search(f"(?s){words}", texts[index]), (function.__name__, texts[index])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from soframe import checkpoint
 from soframe.comm import TorchDistributed
 from soframe.parallel import pipeline
 from soframe.settings import grouped
-from tests.compatibility.kit import assert_rounded
+from tests.compatibility.kit import assert_rounded, require_refused
 from tests.compatibility.pipelined import (
     BATCHES,
     PLAN,
@@ -605,27 +604,6 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (other_stage, "state is that of stages 0 of 2|could not load the state"),
     (same_names, "have blocks of the same names"),
 ]
-
-
-def refused(rank: int, ranks: int, functions: list[Callable[[int, int], None]]) -> list[str]:
-    """What each raises, one after the other: no rank waits for another, nor has it gone."""
-    found = []
-    for function in functions:
-        try:
-            function(rank, ranks)
-        except Exception as error:  # which it is, is looked at
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("nothing")
-        gc.collect()
-    return found
-
-
-def require_refused(table: list[tuple[Callable[[int, int], None], str]], ranks: int) -> None:
-    results = run_ranks(refused, ranks, [function for function, _ in table], timeout=150)
-    for index, (function, words) in enumerate(table):
-        for texts in results:
-            assert re.search(f"(?s){words}", texts[index]), (function.__name__, texts[index])
 
 
 def test_what_is_refused() -> None:
