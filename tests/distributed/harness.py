@@ -261,7 +261,7 @@ class _Process:
     def waiting(cls) -> _Process:
         """A process that waits for a run, or a new one."""
         while _IDLE:
-            if (one := _IDLE.pop(0)).runs < _RUNS and one.process.is_alive():
+            if (one := _IDLE.pop()).runs < _RUNS and one.process.is_alive():
                 return one
             one.connection.close()
             one.end(leaves=True)

@@ -231,3 +231,26 @@ def slow_peer(rank: int, world_size: int) -> float:
 
 def test_a_rank_stays_until_all_have_finished() -> None:
     assert run_ranks(slow_peer, 3) == [3.0, 0.0, 0.0]
+
+
+def leave(rank: int, world_size: int, what: str) -> tuple[int, bool]:
+    clean = "LEFT" not in os.environ and torch.get_default_dtype() == torch.float32
+    if what == "a variable" and rank == 1:
+        os.environ["LEFT"] = "1"
+    if what == "a setting":
+        torch.set_default_dtype(torch.float64)
+    if what == "an attribute":
+        torch.linalg.eigh = None  # type: ignore[assignment]
+    return os.getpid(), clean and torch.linalg.eigh is not None
+
+
+@pytest.mark.parametrize("what", ["a variable", "a setting", "an attribute"])
+def test_a_process_serves_again_unless_it_left_something_changed(what: str) -> None:
+    first, again, changed, after = (
+        dict(run_ranks(leave, 2, left)) for left in ("nothing", "nothing", what, "nothing")
+    )
+    assert first.keys() == again.keys() == changed.keys()
+    assert not first.keys() & after.keys()
+    assert all(after.values())
+    fresh = dict(run_ranks(leave, 2, "nothing", fresh=True))
+    assert not fresh.keys() & after.keys()
