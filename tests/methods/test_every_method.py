@@ -46,7 +46,7 @@ def test_two_ranks_are_one_process(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each_kind_first(METHODS))
+@pytest.mark.parametrize("name", each_kind_first(METHODS, ("ekfac", "soap-muon")))
 def test_ranks_are_one_process(name: str) -> None:
     """Under every strategy; saved on four ranks, and resumed on two."""
     check_method(name, ranks=(3, 4), fishers=("empirical",), launch=run_ranks)

@@ -61,6 +61,7 @@ def test_installed_components_are_listed_and_used_by_name(installed):
     done = run(
         """
         import copy, torch, soframe
+        from soframe.settings import grouped
         names = {
             "method": "half-kfac", "solver": "dense-inverse",
             "strategy": "last-rank", "backend": "quiet",
@@ -76,7 +77,8 @@ def test_installed_components_are_listed_and_used_by_name(installed):
         x = torch.randn(6, 4, dtype=torch.float64)
 
         def step(model, **options):
-            preconditioner = soframe.Preconditioner(model, kl_clip=None, solve_every=1, **options)
+            settings = {"kl_clip": None, "solve_every": 1, **options}
+            preconditioner = soframe.Preconditioner(model, **grouped(settings))
             model.zero_grad()
             model(x).square().sum(1).mean().backward()
             preconditioner.step()
@@ -91,7 +93,7 @@ def test_installed_components_are_listed_and_used_by_name(installed):
             torch.testing.assert_close(one.grad, other.grad / 2, rtol=1e-9, atol=1e-12)
 
         # A component without options or a repr of its own is the same one after a restart.
-        again = soframe.Preconditioner(twin, kl_clip=None, **names)
+        again = soframe.Preconditioner(twin, **grouped({"kl_clip": None, **names}))
         again.load_state_dict(mine.state_dict())
         assert all(block.solved for block in again._blocks)
         print("fine")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "how", "ranks", "status"),
     [
-        ("comm-opt", "ends", 3, 0),
+        ("comm-opt", "ends", 2, 0),
         pytest.param("comm-opt", "raises", 2, 1, marks=pytest.mark.thorough),
     ],
 )

@@ -34,7 +34,11 @@ from tests.state.test_resume import load, save, train, triangles
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "stagger"),
-    [("eigen", False), ("inverse", True), (Lazy(Eigen(follows=True), tolerance=0.3), True)],
+    [
+        pytest.param("eigen", False, marks=pytest.mark.thorough),
+        ("inverse", True),
+        (Lazy(Eigen(follows=True), tolerance=0.3), True),
+    ],
 )
 def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
     options = {"background": 2, "solver": solver, "stagger": stagger}
