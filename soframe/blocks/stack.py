@@ -108,7 +108,6 @@ class Stack:
         self.data: dict[str, dict[str, Tensor]] = {}
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
-        self._shaped: set[str] = set()  # factors whose statistics have shown their shape
         self.all = tuple(range(len(self.blocks)))
         for index, block in enumerate(self.blocks):
             block.join(self, index)
@@ -203,24 +202,30 @@ class Stack:
 
         Returns:
             Whether the statistics have the factor's shape.
+
+        Raises:
+            RuntimeError: If the function raises one for another reason.
         """
-        name, alone = factor.name, len(self.blocks) == 1
-        if name not in self.sums and (alone or name not in self._shaped):
-            # The first statistics show whether the shape is right.
+        name = factor.name
+        if isinstance(moment, Tensor) and moment.shape != factor.shape:
+            return False
+        if len(self.blocks) == 1 and name not in self.sums:
             new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
             if new.shape != factor.shape:
                 return False
-            self._shaped.add(name)
-            self.fill(self.sums, name, member, new)
+            self.sums[name] = new
             return True
         if name not in self.sums:
             self.sums[name] = self.empty(factor.shape)
         total = self.views(self.sums[name], (member,))[0]
-        if not isinstance(moment, Tensor):
-            moment(total, multiplier)
-        elif moment.shape == factor.shape:
+        if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
-        else:
+            return True
+        try:
+            moment(total, multiplier)
+        except RuntimeError:
+            if moment(None, multiplier).shape == factor.shape:
+                raise
             return False
         return True
 

@@ -149,8 +149,8 @@ def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     high = torch.minimum(largest / root, root * largest)
     pi = torch.minimum(torch.maximum(pi, low), high)
     first, second = (one.clamp(1 / largest, largest) for one in (root * pi, root / pi))
-    visible = root > 0
-    return first * visible, second * visible
+    undamped = root <= 0
+    return first.masked_fill_(undamped, 0.0), second.masked_fill_(undamped, 0.0)
 
 
 def frame(size: int) -> int:

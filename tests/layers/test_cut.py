@@ -140,7 +140,7 @@ def test_a_constraint_keeps_the_norm_of_each_part() -> None:
         ({"^0$": 1.5}, ValueError, "integer"),
         ({"^0$": "heads"}, ValueError, "integer"),
         ({"(": 3}, ValueError, "no regular expression"),
-        ({3: 3}, TypeError, "pattern is a string"),
+        ({3: 3}, TypeError, "must be string or compiled pattern"),
         (3, TypeError, "mapping from patterns"),
     ],
     ids=str,

@@ -235,7 +235,7 @@ def test_what_a_preconditioner_cannot_take(damping: Any, error: Any, message: st
 
 @pytest.mark.parametrize("damping", ["relative", RelativeDamping(0.5)])
 def test_the_quadratic_model_needs_one_number(damping: Any) -> None:
-    with pytest.raises(ValueError, match="TrustRegion needs one damping for the whole model"):
+    with pytest.raises(ValueError, match="a trust region needs one damping for the whole model"):
         soframe.TrustRegion(deep(), "mse", damping=damping)
 
 
