@@ -65,7 +65,8 @@ nitpick_ignore_regex = [
     (r"py:(class|data|obj)", r".*\.(C|T|P|R|_[A-Za-z]\w*)"),  # type variables, private types
     # Aliases, spelt out in the text beside them.
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
-    (r"py:class", r"soframe\.step\.engine\.Engine"),  # the base of Preconditioner, internal
+    # Bases of public classes, internal.
+    (r"py:class", r"soframe\.(state\.stateful\.Stateful|layers\.layout\.WeightAndBias)"),
     (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),

@@ -189,6 +189,8 @@ def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         if not (case.fp16 and case.spoilt and number == SPOILT):
             optimizer.step()
+        elif isinstance(optimizer, soframe.Optimizer):  # no scaler here shows that it is given up
+            optimizer.preconditioner.reset_batch()
         optimizer.zero_grad()
     return weights(model)
 
