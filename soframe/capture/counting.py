@@ -1,10 +1,10 @@
 """Counting: the terms that the loss is a mean of, and the rows that are data.
 
-The batch size of the layers is the number of samples in most models. It is not where a layer sees
-some of the samples only (a mixture of experts), where samples are cut in pieces (windows of an
-image), or where the batch is not the first dimension; then layers differ, which is an error. It
-does not show either which positions the loss ignores (``ignore_index``). `Preconditioner.count`
-declares it for the forward passes that follow.
+In most models the number of samples is the batch size of the layers. Not so if a layer sees some of
+the samples only (a mixture of experts), if samples are cut in pieces (windows of an image), or if
+the batch is not the first dimension: then layers differ, which is an error. Nor does the batch size
+show which positions the loss ignores (``ignore_index``). `Preconditioner.count` declares the terms
+for the forward passes that follow.
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(eq=False)
 class Batch:
-    """What is declared or observed of some forward passes.
+    """The declared or observed numbers of some forward passes.
 
     Attributes:
         terms: The number of terms that their loss is a mean of; None for the layers' batch size.
@@ -137,7 +137,7 @@ class Observed:
     def of(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Turn weighted vectors of a mean over all terms into those of the terms that count."""
+        """Mask and scale weighted vectors of a mean over all terms to the terms that count."""
         for vector, weight in vectors:
             pairs = zip(vector, self.masks, strict=True)
             masked = [v if v is None or mask is None else v * mask for v, mask in pairs]
@@ -150,8 +150,8 @@ def observed(
     """Return the terms of an observation of outputs ``[N, features, positions...]``.
 
     ``means`` is whether the loss of a sample is a mean over positions rather than a sum; None if
-    some of its terms are this and others that. Vectors are those of the declared loss, whose
-    samples are the first dimension; the factor makes them those of the mean over terms.
+    its terms differ in that. The vectors come from the declared loss, whose samples are the first
+    dimension; the factor rescales them to the mean over terms.
 
     Raises:
         ValueError: If the declaration does not fit the outputs.
@@ -180,7 +180,7 @@ def observed(
             flat = batch.mask.reshape(-1)
             return Observed(batch.terms, tuple(_like(flat, o) for o in outputs))
         if not several and batch.terms == size:
-            return Observed(size, none)  # the outputs are those of the terms alone
+            return Observed(size, none)  # the outputs have the counted terms alone
     shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
     said = batch.terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
     raise ValueError(
@@ -230,7 +230,7 @@ class Passes:
         self.samples: dict[int, int] = {}
         self.failure: Exception | None = None
         self._batches: dict[int, Batch] = {}
-        # Of passes whose samples their first layer tells: the most samples of a call, by layer.
+        # Of passes whose samples come from their first layer: the most samples of a call, by layer.
         self._sizes: dict[int, dict[str, int]] = {}
 
     def anew(self) -> Passes:
@@ -269,7 +269,7 @@ class Passes:
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
             return checked(setting())
-        except Exception as error:  # whatever it is: all ranks raise it, at the step
+        except Exception as error:  # any error: all ranks raise it, at the step
             self.fail(error)
             return otherwise
 

@@ -1,9 +1,9 @@
-"""Which Fisher: whose output gradients make the statistics.
+"""The kinds of Fisher, by the output gradients that enter the statistics.
 
-- ``"empirical"``: those of the loss itself, from the user's backward pass. It costs nothing, and is
-  no curvature: it vanishes where the model fits its data (Kunstner et al., 2019).
-- ``"monte-carlo"``: those at targets drawn from the model's predictive distribution, unbiased for
-  the true Fisher. One more backward pass per sample, to the layers' outputs only.
+- ``"empirical"``: gradients of the loss itself, from the user's backward pass. It costs nothing,
+  and is no curvature: it vanishes where the model fits its data (Kunstner et al., 2019).
+- ``"monte-carlo"``: gradients at targets drawn from the model's predictive distribution, unbiased
+  for the true Fisher. One more backward pass per sample, to the layers' outputs only.
 - ``"forward-only"``: none. The factor of the outputs is the identity, and the block of a layer
   ``A ⊗ I`` (Benzing, 2022, who calls it FOOF). It costs less than the empirical Fisher.
 - ``"type-2"``: the columns of a square root of the loss's Hessian, exact (Eschenhagen et al., 2023,
@@ -58,13 +58,13 @@ class Fisher:
 
     @property
     def probed(self) -> bool:
-        """Whether it needs output gradients besides those of the loss's own backward pass."""
+        """Whether it needs further backward passes for output gradients."""
         return self.kind in ("monte-carlo", "type-2")
 
     def observe(
         self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"
     ) -> None:
-        """Send vectors backward from a model's outputs, which have the loss's batch, to layers."""
+        """Send vectors backward to the layers from a model's outputs, of the loss's batch."""
         if self.kind == "empirical":
             raise RuntimeError("fisher='empirical' takes its statistics from loss.backward()")
         heads = heads_of(outputs)
@@ -91,7 +91,7 @@ class Fisher:
         Monte-Carlo.
 
         Raises:
-            TypeError: If there are several outputs, and the loss is no sum over them.
+            TypeError: If the model has several outputs and the loss is no `SumLoss`.
         """
         assert self.loss is not None
         if isinstance(outputs, Tensor):

@@ -2,7 +2,7 @@
 
 A forward hook puts a hook on the node of the module's output in the autograd graph. When the
 gradient of that output arrives, the call is complete: inputs and output gradient go to the sink as
-one `LayerCall`. Pairs cannot be mixed up, whatever the order of calls and backward passes, and a
+one `LayerCall`. Pairs cannot be mixed up, in any order of calls and backward passes, and a
 forward pass that is never differentiated (``no_grad``, validation, the first pass of a checkpoint)
 leaves no trace. Unlike full-backward hooks, these allow an in-place activation after the layer, and
 run after all tensor hooks, which may change the gradient from which the layer's own are computed.
@@ -67,7 +67,7 @@ class LayerCall:
         gradient: The gradient of the output.
         number: The number of the backward pass within the window.
         probe: The probe that brought the gradient; None for the loss's own backward pass.
-        batch: What is declared of the forward pass (`Preconditioner.count`).
+        batch: The declaration of the forward pass (`Preconditioner.count`).
         earlier: The number of another backward pass of the window through the same call, or None.
     """
 
@@ -85,7 +85,7 @@ Sink = Callable[[LayerCall], None]
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does; its output exists only to own the node that has them."""
+    """Saves tensors as autograd does; its output exists only to own the node that saves them."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, *tensors: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class _Hook:
     ) -> None:
         capture = self._capture() if self._capture is not None else None
         helper = self._helper() if self._helper is not None else None
-        # A compiler sees this much: a graph is broken at the layers of statistics steps only.
+        # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and helper is not None and capture.enabled:
             if getattr(module, "_is_replica", False):
                 raise RuntimeError(
@@ -190,7 +190,7 @@ class Capture:
         alike: Whether all ranks take statistics of the same calls.
         called: The helpers whose modules were called in this window with outputs to differentiate,
             with the version of a parameter then: an optimizer that steps changes it.
-        batch: What is declared of the forward passes under way.
+        batch: The declaration of the forward passes under way.
         told: Whether `Preconditioner.count` was ever called.
         failure: The error that the step raises on every rank.
         half: Whether a layer with float32 parameters had a float16 gradient in this window.
@@ -219,7 +219,7 @@ class Capture:
         self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
-    # -- what statistics, Fishers and the step ask for ------------------------------------------
+    # -- interface for statistics, Fishers and the step -----------------------------------------
 
     def listen(
         self,
@@ -229,7 +229,7 @@ class Capture:
         *,
         alike: bool = True,
     ) -> None:
-        """Hook the modules of these helpers, instead of those before, and send calls to a sink."""
+        """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink."""
         self.sink, self.rereading, self.alike = sink, rereading, alike
         _remove(self._handles)
         self.names = dict(names)
@@ -247,7 +247,7 @@ class Capture:
         counting: frozenset[LayerHelper],
         idle: frozenset[LayerHelper],
     ) -> None:
-        """Set what the window needs of the calls to come; see the attributes."""
+        """Set which calls and inputs the window needs; see the attributes."""
         self.enabled = enabled
         self.counting, self.idle = counting, idle
 
@@ -267,8 +267,8 @@ class Capture:
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
-        """Set what is declared of the forward passes that follow."""
-        if self._edges:  # an observation could not tell of which forward pass it is
+        """Set the declaration of the forward passes that follow."""
+        if self._edges:  # observe() could not be matched with one forward pass
             self.failure = RuntimeError(
                 "count() was called while a forward pass still waits for observe(): observe the "
                 "outputs of each forward pass before the next one"
@@ -361,13 +361,13 @@ class Capture:
                 f"{type(helper).__name__} serves modules that return one tensor, not "
                 f"{type(output).__name__}; skip the module (skip=[...])"
             )
-        # One that was frozen since is no reason to lose what the others need.
+        # If one was frozen since, the others still need the call.
         trained = [(registered, now) for registered, now in pairs if now.requires_grad]
         if not trained or not (output.requires_grad if inner is None else inner):
             return
         self.called[helper] = trained[0][0]._version
         own = [now for _, now in trained]
-        # Of a bias alone the inputs of several groups say which of them a call reaches.
+        # For a bias alone, inputs show which of several groups a call reaches.
         read = helper.multiplies or helper.groups > 1 or helper in self.rereading
         keeps = read and helper not in self.counting
         if inner is not None:
@@ -399,10 +399,10 @@ class Capture:
         """Put a hook on a call inside a module."""
         needed: tuple[Tensor, ...] = ()
         if keeps:
-            # The first pass of a checkpoint has saved nothing; what its second pass saves replaces,
-            # by its place in the order, what is saved here.
+            # The first pass of a checkpoint has saved nothing. Tensors saved here are replaced, in
+            # order, by the tensors that its second pass saves.
             needed = call.like() if _is_checkpointed() else call.read()
-        # Nothing that leads to the node: it has the hook, and both would live for ever.
+        # No reference to the node: it has the hook, and the cycle would never be freed.
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
             self._edges.append((call.edge, pending))
@@ -427,9 +427,9 @@ class Capture:
     def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
         """Return each parameter with the tensor that computes in its place; None if others do.
 
-        That is the parameter itself; what fully_shard has gathered of it for this pass; or what a
-        tensor-parallel plan has cut up since, unless some ranks would stay away where its rows are
-        brought together: such a model is refused at the step.
+        That tensor is the parameter itself; the one that fully_shard has gathered for this pass; or
+        the shard of a later tensor-parallel plan, unless some ranks would not enter the collective
+        that gathers its rows: such a model is an error at the step.
         """
         pairs = []
         for name, registered in helper.parameters.items():
@@ -504,7 +504,7 @@ class Capture:
             again = self._probe is not None and not self._probe.first
             if kept is not None and (not again or helper in self.rereading):
                 # The tensor is held, not its node alone: torch 2.12 frees one without its output.
-                # It has a node, made above, and the node what `_Keep` saved: no type says so.
+                # Its node has the tensors that `_Keep` saved; torch does not type that.
                 inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
                 inputs = tuple(map(sharding.whole, inputs))
             gradient = sharding.whole(gradient, read=helper not in self.idle)
@@ -524,8 +524,8 @@ class _Pending:
     edges: Sequence[Any]  # the nodes of the parameters
     counting: frozenset[LayerHelper]  # as it was then
     batch: Batch
-    number: int  # of the output among those of its node
-    view: Callable[[Tensor], Tensor] | None  # from the gradient that arrives to the output's
+    number: int  # of the output among the outputs of its node
+    view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[_Passes, int] | None = None  # the last backward pass through the call
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -533,7 +533,7 @@ class _Pending:
         if capture is None or not capture._wants(self.edges):
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Autograd frees here what it saved, even if the output lives on; so does this node.
+            # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.kept = None
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
@@ -554,7 +554,7 @@ class _Pending:
 
 
 _Watched = tuple[GradientEdge, _Pending | None]
-"""An end of a probe; and for a call inside a module what takes the gradient."""
+"""An end of a probe; and for a call inside a module its gradient hook."""
 
 
 def _lasting(
@@ -562,14 +562,14 @@ def _lasting(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """Return the output or its base, whose node stays, and how to get its gradient of the base's.
 
-    torch gives a view that is changed in place another node in the graph, and hooks of the former
-    are never called: so it is with ``nn.Linear`` on inputs of three dimensions, whose product has
-    two. The base's node stays, and has the gradient of what the layer returned.
+    torch gives a view that is changed in place another node in the graph, and never calls hooks of
+    the former one. The output of ``nn.Linear`` for inputs of three dimensions is such a view, of a
+    product with two. The base's node stays, and its gradient is the gradient of the layer's output.
     """
     base = output._base
     if base is None or base.grad_fn is None or base.dtype != output.dtype:
         return output, None
-    # Of a view of the inputs, the base has other gradients besides.
+    # If the output is a view of the inputs, the base has gradients from other uses.
     if any(x is base or x._base is base for x in inputs) or not _dense(base):
         return output, None
     size, stride, base_stride = output.size(), output.stride(), base.stride()
@@ -601,7 +601,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _is_checkpointed() -> bool:
-    """Return whether a checkpoint drops what the graph saves, to compute it anew."""
+    """Return whether a checkpoint drops the graph's saved tensors, to recompute them."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_checkpoint_hook." in getattr(hooks[0], "__qualname__", "")
 
@@ -611,7 +611,7 @@ def _accumulates(edge: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(edge))
     except RuntimeError:
-        # How torch answers for a parameter that autograd.grad was asked for.
+        # torch raises this for a parameter that is an input of autograd.grad.
         return False
 
 

@@ -1,8 +1,8 @@
 """The factor of a scaled loss, which keeps float16 gradients from underflow.
 
-The scale is read while a backward pass runs, on one rank, where nothing may be raised: the other
-ranks would wait for that pass. So an error is kept until the step, at which ranks agree on errors;
-the statistics of such a pass are NaN, and are dropped.
+The scale is read during a backward pass, where one rank must not raise: the other ranks would hang
+in that pass. So an error is kept until the step, where all ranks raise together; the statistics of
+such a pass are NaN, and are dropped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LossScale:
                 return _checked("grad_scaler()", told)
             self._known = told
             return self._of_scaler(told) if told.is_enabled() else 1.0
-        except Exception as error:  # whatever it is: it is raised at the step, on all ranks
+        except Exception as error:  # any error: all ranks raise it, at the step
             self._problem = self._problem or error
             return math.nan
 
@@ -77,8 +77,8 @@ class LossScale:
             self._read = (version, float(scaler.get_scale()))  # makes the host wait
         scale = _checked("the scale of grad_scaler", self._read[1])
         if self._of_window is not None and _backed_off(scaler, self._of_window, scale):
-            # The earlier passes overflowed and no step was taken: their statistics belong to no
-            # step, and are in one sum with those of this pass.
+            # The earlier passes overflowed and no step was taken: the sum mixes their statistics,
+            # which belong to no step, with this pass's.
             return math.nan
         if self._of_window not in (None, scale):
             raise RuntimeError(
@@ -171,7 +171,7 @@ def _require_unscaled(
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.Optimizer]:
-    """Yield an optimizer and those that it wraps, as Accelerate's does; a scaler knows the last."""
+    """Yield an optimizer and the ones it wraps (as in Accelerate); a scaler unscales the last."""
     while isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)

@@ -1,14 +1,14 @@
-"""Moments of some of the rows: those of a random subset, times what it is a part of.
+"""Moments estimated from a random subset of the rows, times the inverse of its fraction.
 
 The moment of n rows that are drawn from N without replacement, times N / n, is unbiased. Its error
 falls with the square root of n: for any entry, with the standard deviation s of the products
 ``a_i a_j`` over all rows, it is ``s N / sqrt(n) sqrt((N - n) / (N - 1))`` (Cochran, 1977, section
-2.5). Where whole samples are taken, as of images, they are what n and N count, and rows of one
-sample are mostly alike: the error is that of fewer rows than are taken.
+2.5). If whole samples are taken, as of images, n and N count samples. Rows of one sample are mostly
+alike, so the error is larger than for as many independent rows.
 
-What is drawn follows from the step, the rank, the backward pass and N alone. So a resumed run draws
-the same rows and there is nothing to save; ranks draw rows of their own; and layers with as many
-rows have the same ones, so that layers of one input share its moment still.
+The draw depends on the step, the rank, the backward pass and N alone. So a resumed run draws the
+same rows without any saved state; each rank draws its own rows; and layers with equal numbers of
+rows draw the same ones, so that layers of one input still share its moment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampler:
     """Takes some of the rows of every call of a window.
 
     Attributes:
-        draws: Whether rows are drawn; otherwise all that are data are taken.
+        draws: Whether rows are drawn; otherwise all rows that are data are taken.
 
     Args:
         rows: The fraction of a call's rows, or their number; 1.0 takes all.
@@ -79,12 +79,9 @@ class Sampler:
     ) -> tuple[tuple[Tensor, ...], Tensor, float]:
         """Return inputs and rows of a smaller call, and the multiplier of its moments.
 
-        ``call`` has the inputs, or none, and the rows of the output gradient; ``number`` is that of
-        the backward pass. ``whole`` keeps the rows of a sample together; ``data`` are the rows or
+        ``call`` has the inputs, or none, and the rows of the output gradient; ``number`` is the
+        backward pass's. ``whole`` keeps the rows of a sample together; ``data`` are the rows or
         samples that are not padding, None for all.
-
-        Returns:
-            The tensors, and the multiplier.
         """
         inputs, rows = call
         unit, total, size = _units(helper, rows, whole, data)
@@ -128,7 +125,7 @@ class Sampler:
         unit: Unit,
         key: Hashable,
     ) -> tuple[Tensor, ...]:
-        """Take of the very same input the very same tensor, so that its moment can be shared."""
+        """Return the same tensor for the same input, so that layers can share its moment."""
         if not inputs:
             return inputs
         now = (key, unit, type(helper), content(inputs))
@@ -140,7 +137,7 @@ class Sampler:
 def _units(
     helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
 ) -> tuple[Unit | None, int, int]:
-    """Return what is taken of a call, None for all of it; how many there are; the rows of each."""
+    """Return the unit that is drawn, or None for the whole call; the units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
         return data[1], len(data[0]), shared if data[1] == "sample" else 1

@@ -1,4 +1,4 @@
-"""What torch.compile, and a CUDA graph, are to leave alone, whoever calls it."""
+"""Functions that torch.compile must not trace and CUDA graphs must not capture."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run as it is where ``torch.compile`` would trace it.
+    """Exclude a function from ``torch.compile``; it raises a RuntimeError under graph capture.
 
-    A step is collectives, solves and questions of what is finite: nothing that one graph could
-    have. Not `torch.compiler.disable` alone: that imports the compiler, seconds of it, with the
-    library.
-
-    Args:
-        function: The function, or a method as a class has it.
-
-    Returns:
-        The same; a compiled caller has one graph before it and one after it. While a CUDA graph is
-        captured it raises a RuntimeError, before it has changed anything.
+    A step is collectives, solves and tests for finite values, which one graph cannot contain. A
+    compiled caller has one graph before the call and one after it. Plain `torch.compiler.disable`
+    would import the compiler with the library, which takes seconds. The RuntimeError is raised
+    before anything has changed.
     """
 
     @functools.cache
