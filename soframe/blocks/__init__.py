@@ -1,4 +1,4 @@
-"""Blocks: what is preconditioned together, and what every parameter ends in."""
+"""Blocks: parameters that are preconditioned together, and the report on all parameters."""
 
 from soframe.blocks.block import Block
 

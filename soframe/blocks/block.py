@@ -15,7 +15,7 @@ from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Solved
 
 @dataclass(eq=False)
 class Block(BlockSpec):
-    """A block with what changes from step to step.
+    """A block with its state: numbers, tensors and gradients.
 
     Attributes:
         record: Its numbers.
@@ -26,7 +26,7 @@ class Block(BlockSpec):
     member: int = 0
     _stack: Stack | None = field(default=None, repr=False)
 
-    # -- what is known of it ----------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def join(self, stack: Stack, member: int) -> None:
         """Become a member of a stack, which keeps the block's tensors from now on."""
@@ -51,17 +51,17 @@ class Block(BlockSpec):
 
     @property
     def state(self) -> State:
-        """What the method keeps from step to step, on gradient workers."""
+        """The method's state, on gradient workers."""
         return State(self)
 
     @cached_property
     def _dependent(self) -> bool:
-        """Whether statistics of a factor are made with second-order data."""
+        """Whether the statistics of a factor are computed with second-order data."""
         return any(factor.needs for factor in self.factors)
 
     @property
     def mass(self) -> float:
-        """The EMA weight of the first factor that needs no data; 1 where there are no factors."""
+        """The EMA weight of the first factor that needs no data; 1 for a block without factors."""
         first = next((factor.name for factor in self.factors if not factor.needs), None)
         if first is None:
             return 0.0 if self.factors else 1.0
@@ -69,7 +69,7 @@ class Block(BlockSpec):
 
     @property
     def lacks(self) -> bool:
-        """Whether a factor waits for its first statistics, which it could take now."""
+        """Whether a factor without statistics could take its first ones now."""
         if not self._dependent:
             return False
         able, masses = self.gatherable(), self.record.masses
@@ -95,7 +95,7 @@ class Block(BlockSpec):
         return Solved(dict(self.second_order), self.record.damping, failed)
 
     def restore(self, solved: Solved) -> None:
-        """Replace the second-order data and the damping by those of a snapshot."""
+        """Restore the second-order data and the damping of a snapshot."""
         for factor, tensors in solved.data.items():
             self.stack.set_data(factor, (self.member,), tensors)
         self.record.damping = solved.damping
@@ -107,14 +107,14 @@ class Block(BlockSpec):
 
     @property
     def lost(self) -> bool:
-        """Whether statistics are to be made with data that were there once, and are not now."""
+        """Whether statistics need second-order data that the block had once and has lost."""
         if not self.method.observes_with_data or self.solved or self.record.failed:
             return False
         return any(f.name in self.record.masses for f in self.factors if not f.captured)
 
     @property
     def active(self) -> bool:
-        """Whether the method makes a direction of the block's gradient yet."""
+        """Whether the method already computes an update from the block's gradient."""
         return self.solved or self.method.starts_at_once
 
     @property
@@ -123,11 +123,9 @@ class Block(BlockSpec):
         return any(map(self.home.has, self.parameters.values()))
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient as a matrix in the factors' dtype.
+        """Return the gradient, ``[groups, out, in]`` in the factors' dtype; None if it has none.
 
-        Returns:
-            ``[groups, out, in]``; None if no parameter of the block has a gradient. One that has
-            none counts as zero.
+        A parameter without a gradient counts as zero if another one of the block has a gradient.
         """
         tensors = self.gradients()
         return self.layout.pack(tensors).to(self.dtype) if tensors else None
@@ -146,21 +144,13 @@ class Block(BlockSpec):
         return tensors
 
     def write(self, matrix: Tensor) -> None:
-        """Write a matrix into the parameters' gradients, in place.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-        """
+        """Write a matrix ``[groups, out, in]`` into the parameters' gradients, in place."""
         parameters = self.parameters
         for name, value in self.layout.unpack(matrix).items():
             self.home.write(parameters[name], value)
 
     def parts(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter's gradient, by name; zeros where it has none.
-
-        Returns:
-            Tensors in the shapes of the home's `soframe.GradientHome.local`.
-        """
+        """Return this rank's part of each gradient by name, in the shape of the home's `local`."""
         home = self.home
         found = {}
         for name, parameter in self.parameters.items():
@@ -169,38 +159,22 @@ class Block(BlockSpec):
         return found
 
     def assemble(self, wholes: Mapping[str, Tensor]) -> Tensor:
-        """Return whole gradients as a matrix in the factors' dtype.
+        """Pack whole gradients into ``[groups, out, in]``, in the factors' dtype.
 
-        Args:
-            wholes: The gradient of each parameter, by name, of as many elements.
-
-        Returns:
-            ``[groups, out, in]``.
+        A whole gradient has the elements of its parameter, in any shape.
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         tensors = {name: whole.reshape(shapes[name]) for name, whole in wholes.items()}
         return self.layout.pack(tensors).to(self.dtype)
 
     def write_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Write this rank's parts into the parameters' gradients, in place.
-
-        Args:
-            parts: The part of each parameter, by name.
-        """
+        """Write this rank's parts, by name, into the parameters' gradients, in place."""
         for name, part in parts.items():
             self.home.write(self.parameters[name], part)
 
 
 def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a block's factors.
-
-    Args:
-        parameters: The block's parameters.
-        wanted: What the user asked for.
-
-    Returns:
-        ``wanted``, or the parameters' dtype but at least float32.
-    """
+    """Return the dtype of a block's factors: ``wanted``, or the parameters', at least float32."""
     if wanted is not None:
         return wanted
     return torch.promote_types(parameters[0].dtype, torch.float32)

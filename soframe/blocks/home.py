@@ -1,13 +1,13 @@
 """Where gradients live: the one seam between soframe and frameworks that keep them elsewhere.
 
-Whatever reads, writes or clears the gradient of a parameter asks a `GradientHome`, which the
-constructor of `soframe.Preconditioner` gives to all of its parts. Plain PyTorch keeps gradients in
+All reads, writes and clears of a parameter's gradient go through a `GradientHome`, which the
+constructor of `soframe.Preconditioner` passes to all of its parts. Plain PyTorch keeps gradients in
 ``.grad`` (`PlainGrad`, the default); Megatron, for example, in ``main_grad``.
 
-A home answers for this rank alone: its tensors have the shape of this rank's part of the parameter,
-the whole parameter by default, and are averaged over ranks or this rank's own, as
-``Distribution(gradients=...)`` of the preconditioner says. Reading is never a collective: gradients
-are read on some ranks and not on others.
+A home serves this rank alone: its tensors have the shape of this rank's part of the parameter, by
+default the whole parameter. ``Distribution(gradients=...)`` declares whether they are averaged over
+ranks or this rank's own. Reading is never a collective: some ranks read gradients that others do
+not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class GradientHome(ABC):
             parameter: The parameter.
 
         Returns:
-            The tensor in which it lies, not a copy, of the shape of `local`; None where there is no
-            gradient.
+            The tensor that stores it, not a copy, of the shape of `local`; None without a gradient.
         """
 
     @abstractmethod
@@ -83,7 +82,7 @@ class GradientHome(ABC):
         return [g for p in parameters if (g := self.read(p)) is not None]
 
     def write(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Overwrite a gradient in place, where there is one.
+        """Overwrite a gradient in place; do nothing without one.
 
         Args:
             parameter: The parameter.
@@ -94,7 +93,7 @@ class GradientHome(ABC):
             gradient.copy_(values)
 
     def fill(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of a parameter; where there is none, it is zeros from now on."""
+        """Return the gradient of a parameter; if it has none, store zeros first."""
         gradient = self.read(parameter)
         if gradient is None:
             gradient = torch.zeros_like(self.local(parameter), requires_grad=False)
@@ -102,7 +101,7 @@ class GradientHome(ABC):
         return gradient
 
     def zero(self, parameter: nn.Parameter) -> None:
-        """Overwrite a gradient with zeros in place, where there is one."""
+        """Overwrite a gradient with zeros in place; do nothing without one."""
         gradient = self.read(parameter)
         if gradient is not None:
             gradient.zero_()
@@ -118,8 +117,8 @@ class GradientHome(ABC):
     def settle(self, parameter: nn.Parameter) -> None:
         """Reduce a gradient over ranks to the parameter's parts.
 
-        The one method that may be a collective: every rank calls it, for a parameter with a
-        gradient of which `is_partial` is true, or none does. By default there is nothing to do.
+        The one method that may be a collective: all ranks call it, or none, for a parameter that
+        has a gradient and for which `is_partial` is true. The default does nothing.
 
         Args:
             parameter: The parameter.
@@ -134,8 +133,8 @@ class GradientHome(ABC):
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check that this home has the gradients of parameters; called when a model is registered.
 
-        The default refuses parameters of frameworks that are known to keep them elsewhere. A home
-        for such a framework overrides it.
+        The default rejects parameters of frameworks that keep gradients elsewhere. A home for such
+        a framework overrides it.
 
         Args:
             parameters: Parameters with their names.
@@ -146,7 +145,7 @@ class GradientHome(ABC):
         sharding.require_served(parameters)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """Return why the gradients of a step are not complete, and the remedy; asked as it begins.
+        """Return why gradients are incomplete at the start of a step, and the remedy.
 
         Args:
             parameters: The parameters of the blocks.
@@ -157,7 +156,7 @@ class GradientHome(ABC):
         return None
 
     def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which parameters have their shapes, as they have by default.
+        """Return a context in which parameters have their full shapes; by default they always do.
 
         Args:
             parameters: The parameters.
@@ -168,8 +167,8 @@ class GradientHome(ABC):
         """Return the model's parameters in each param group of an optimizer.
 
         Args:
-            optimizer: The optimizer, or what wraps it; where parameters are sharded, it may have
-                others in their place.
+            optimizer: The optimizer, or a wrapper of it. If parameters are sharded, its groups may
+                have other tensors in their place.
 
         Returns:
             By default the parameters of its groups, in their order.
@@ -194,7 +193,7 @@ class PlainGrad(GradientHome):
         self._sources = [one for one in sources if one is not None]
 
     def _elsewhere(self, parameter: nn.Parameter) -> GradientHome | None:
-        # The exact type: this is asked for every parameter, several times in a step.
+        # The exact type, since this runs for every parameter, several times in a step.
         if not self._zero and type(parameter) is nn.Parameter:
             return None
         return self._zero.get(parameter) or sharding.home_of(parameter)
@@ -205,7 +204,7 @@ class PlainGrad(GradientHome):
         return parameter.grad if home is None else home.read(parameter)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`. In ZeRO's partitions a copy of it, and zeros for none."""
+        """See `GradientHome.put`. ZeRO's partitions store a copy, and zeros for None."""
         home = self._elsewhere(parameter)
         if home is None:
             parameter.grad = gradient
@@ -261,14 +260,10 @@ def empty(
     *,
     set_to_none: bool,
 ) -> None:
-    """Zero the gradients that ``zero_grad`` of torch's optimizers has left.
+    """Zero the gradients that torch's ``Optimizer.zero_grad`` leaves.
 
-    Args:
-        home: Where the gradients live.
-        parameters: Those of its param groups, which have gradients left where the home is not
-            ``.grad``.
-        others: Parameters in none of its groups.
-        set_to_none: Whether they have no gradient afterwards, rather than zeros.
+    It leaves gradients of ``parameters`` (in param groups) if the home is not ``.grad``, and of
+    ``others`` (in none).
     """
     others = list(others)
     if left := [parameter for parameter in others if parameter.grad is not None]:

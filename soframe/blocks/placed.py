@@ -1,4 +1,4 @@
-"""Blocks with their places and their stacks: what the phases of a step work on."""
+"""Blocks with their places and their stacks, for the phases of a step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from soframe.strategies.work import BlockPlacement
 
 @dataclass(frozen=True, eq=False)
 class PlacedBlocks:
-    """The blocks of a model, who does what for each, and how tensors travel between them.
+    """The blocks of a model, their placement on ranks, and the backend that sends their tensors.
 
     Iterate for pairs of block and place.
 
     Attributes:
         blocks: The blocks, in the placement's order.
-        placement: Who owns, preconditions and receives what.
-        backend: How tensors travel.
+        placement: The owner, gradient workers and receivers of each block.
+        backend: The collectives between them.
         stacks: The blocks that are alike, batched.
     """
 

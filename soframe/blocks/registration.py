@@ -1,8 +1,8 @@
 """Registration: from a model to its blocks, and the report on every parameter.
 
 Two passes. The first collects candidates: modules that share a weight, each with its helper or the
-reason why none serves it. The second decides on each candidate, and then on every parameter that is
-in no block of a layer, for methods that read gradients alone.
+reason why it has none. The second decides on each candidate, and then, for methods that read
+gradients alone, on every parameter that is in no block of a layer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chose per layer.
+    """The user's choices per layer.
 
     Attributes:
         method: The curvature method.
@@ -81,15 +81,15 @@ class Choices:
         forward_only: Whether the factors of the outputs are the identity.
         damping: The damping policy, which may wrap each block's solver.
         scaling: The convention of scale, for which not every method is defined.
-        auxiliary: The method of every parameter that no other has; None to leave them alone.
-        observed: Whether the Fisher is one that is observed, which only methods of calls need.
-        draws: Whether that Fisher draws targets, on every rank others.
+        auxiliary: The method of every parameter that no other method takes; None for no method.
+        observed: Whether the Fisher needs `observe`, which only methods that read calls use.
+        draws: Whether that Fisher draws targets, different ones on each rank.
         ranks: The global ranks of the group in which blocks are placed.
         cut: The number of parts of matrices, along their outputs, by patterns on module names; for
             methods that read gradients alone.
-        staged: Whether the model is some stages of a pipeline: patterns may be for others.
-        head_in: Of such a model, the module that has the head of the whole; None where another
-            stage has it.
+        staged: Whether the model is a part of a pipeline, so that patterns may match other stages.
+        head_in: The module of a staged model that contains the head of the whole model; None if
+            another stage has it.
     """
 
     method: Choice
@@ -151,7 +151,7 @@ def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
 def head_of(model: nn.Module, part: nn.Module) -> tuple[nn.Parameter | None, bool]:
     """Return the weight of the head in a part of a model, and whether it is tied to an embedding.
 
-    It is the last Linear's, of those that are tied if there are any; None without a Linear.
+    The head is the last tied Linear, else the last Linear; None without a Linear.
     """
     linear = [module for module in part.modules() if isinstance(module, nn.Linear)]
     weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
@@ -178,7 +178,7 @@ class _Candidate:
     Attributes:
         name: Its name.
         module: The module.
-        helper: Its helper, if there is one.
+        helper: Its helper, or None.
         reason: Why it has no block; None if it may have one.
     """
 
@@ -193,7 +193,7 @@ class Registration:
 
     Args:
         model: The model, unwrapped.
-        choices: What the user chose.
+        choices: The user's choices.
 
     Attributes:
         blocks: The blocks, in the order of ``named_modules``.
@@ -334,7 +334,7 @@ class Registration:
         return found
 
     def _is_observed(self, name: str) -> bool:
-        """Return whether the calls of a module are to be observed, if it can have a block."""
+        """Return whether a module's method reads calls; without one, True if none is auxiliary."""
         method: Method | None = self._methods.find(name)
         return self._auxiliary is None if method is None else method.captures
 
@@ -562,7 +562,7 @@ class Registration:
         return method.unsuited(candidate)
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
-        """Return the layout of one parameter: its layer's, where that has another shape."""
+        """Return the layout of one parameter: its helper's if its shape differs, else plain."""
         if are_experts(module) and module.get_parameter(key).dim() > 1:
             return GroupedLayout(module, key)
         plain = PlainLayout(module, key)
@@ -581,7 +581,7 @@ class Registration:
         return plain
 
     def _cut(self, name: str, full: str, layout: Layout) -> Layout:
-        """Return a layout in parts, where a pattern says so of its module; vectors stay whole."""
+        """Cut a layout if a pattern of ``cut`` matches its module; vectors stay whole."""
         pattern = first_match(self._choices.cut, name)
         if pattern is None or layout.shape.in_features == 1:
             return layout
@@ -595,7 +595,7 @@ class Registration:
         return cut
 
     def _sparse(self, parameter: nn.Parameter) -> str | None:
-        """Return why the gradient of a parameter is no matrix, if it is sparse."""
+        """Return the reason if the gradient of a parameter is sparse, else None."""
         for _, module in self._sharers.get(id(parameter), ()):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 return Reason.SPARSE.format(type(module).__name__)
@@ -727,7 +727,7 @@ def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueE
 
 
 def _chooses(helper: type[LayerHelper]) -> bool:
-    """Return whether a helper says itself which parameters it takes, or in which blocks."""
+    """Return whether a helper class overrides ``names`` or ``of``."""
     return any(
         getattr(getattr(helper, name), "__func__", None)
         is not getattr(getattr(LayerHelper, name), "__func__", None)
@@ -736,7 +736,7 @@ def _chooses(helper: type[LayerHelper]) -> bool:
 
 
 def _require_own_parameters(name: str, helper: LayerHelper) -> None:
-    """Check that a helper names parameters as the module does: hooks find them by that."""
+    """Check that a helper uses the module's parameter names, by which hooks find parameters."""
     for key, parameter in helper.parameters.items():
         if parameter_of(helper.module, key) is not parameter:
             raise ValueError(
@@ -747,7 +747,7 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
 
 
 def _require_matrix(name: str, helper: LayerHelper) -> None:
-    """Check that a helper makes the matrix that it says, and parameters of it; without values."""
+    """Check the shapes of ``pack`` and ``unpack`` on meta tensors."""
     given = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
     matrix = helper.pack(given)
     if matrix.shape != torch.Size(helper.shape):
@@ -765,7 +765,7 @@ def _require_matrix(name: str, helper: LayerHelper) -> None:
 
 
 def _require_direction(method: Method) -> None:
-    """Check that a method says what becomes of a gradient."""
+    """Check that a method overrides ``direct`` or ``precondition``."""
     kind = type(method)
     if kind.direct is Method.direct and kind.precondition is Method.precondition:
         raise TypeError(

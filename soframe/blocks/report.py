@@ -22,7 +22,7 @@ class ReportRow:
         block: The name of its block; None if it has none.
         method: The block's curvature method.
         reason: Why it has no block; empty if it has one.
-        note: What a user may want to know of the block.
+        note: A remark on the block.
     """
 
     parameter: str
@@ -63,15 +63,7 @@ class Report:
         return f"{title}\n{format_table(header, cells)}"
 
     def with_note(self, note: str, blocks: Collection[str]) -> Report:
-        """Return a report that says something more of some blocks.
-
-        Args:
-            note: What to say.
-            blocks: The blocks' names.
-
-        Returns:
-            The report.
-        """
+        """Return a report with a further note on the blocks of these names."""
         rows = (
             replace(row, note="; ".join(filter(None, (row.note, note))))
             if row.block in blocks
@@ -82,15 +74,10 @@ class Report:
 
 
 def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
-    """Warn of layers that had a block, and have one no more although they are still trained.
+    """Warn of layers that are still trained and have lost their block.
 
-    A layer that is frozen or taken away has none by the user's wish. One whose weight became a
-    computed tensor, say by pruning, goes on without preconditioning.
-
-    Args:
-        before: The report before the model was changed.
-        after: The report now.
-        stacklevel: That of ``warnings.warn``, seen from the caller.
+    A layer that was frozen or removed has none by the user's wish. A layer whose weight became a
+    computed tensor, for example by pruning, continues without preconditioning.
     """
     kept = {row.block for row in after}
     had = {row.block: row.method for row in before if row.block and row.block != row.parameter}

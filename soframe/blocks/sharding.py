@@ -1,8 +1,8 @@
-"""The seam to `soframe.parallel`: parameters of which a rank has a part, met by whoever reads one.
+"""The seam to `soframe.parallel`: parameters that are sharded over ranks.
 
-No other file of the core knows DTensor or DeepSpeed. A file of `soframe.parallel` is imported once
-the package that it serves has been imported by others; until then each function here answers as for
-plain PyTorch, after a look into `sys.modules`.
+No other file of the core refers to DTensor or DeepSpeed. A file of `soframe.parallel` is imported
+only once the package that it serves is in `sys.modules`; until then each function here returns its
+result for plain PyTorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _import = cache(import_module)
 
 
 def _met(package: str) -> Any:
-    """Return the file of `soframe.parallel` for a package, or None if nobody has imported it."""
+    """Return the file of `soframe.parallel` for a package, or None if that is not imported."""
     return _import(f"soframe.parallel.{_SERVED[package]}") if package in sys.modules else None
 
 
@@ -144,15 +144,7 @@ def _refusals() -> Any:
 
 
 def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Check that fully_shard and tensor-parallel plans are laid out in a way that is served.
-
-    Args:
-        model: The model.
-        ranks: The global ranks of the preconditioner's group.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Raise a ValueError if fully_shard or plans have changed a model in an unsupported way."""
     if "torch.distributed.tensor" in sys.modules:
         _refusals().require_model(model, ranks)
 
@@ -179,16 +171,6 @@ def require_own_step(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def require_together(model: nn.Module, blocks: Any, placement: Any, *, draws: bool) -> None:
-    """Check that all ranks of a tensor-parallel plan make the same statistics of the same calls.
-
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        placement: Their placement.
-        draws: Whether the Fisher draws targets.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Raise a ValueError if ranks of a plan draw their own targets, or take no statistics."""
     if "torch.distributed.tensor" in sys.modules:
         _refusals().require_together(model, blocks, placement, draws=draws)

@@ -29,7 +29,7 @@ class BlockSpec:
         method: The curvature method.
         solver: The solver of factors for which the method chooses none.
         dtype: The dtype of factors and second-order data.
-        layout: How the parameters become the gradient matrix: the first helper, where there is one.
+        layout: How the parameters become the gradient matrix: the first helper, if it has any.
         home: Where the parameters' gradients live.
         ranks: The global ranks of the group in which the block is placed.
         auxiliary: Whether its method is the auxiliary one.
@@ -70,7 +70,7 @@ class BlockSpec:
 
     @cached_property
     def captured(self) -> tuple[FactorSpec, ...]:
-        """The factors that are made of calls."""
+        """The factors whose statistics are computed from calls."""
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
@@ -85,15 +85,15 @@ class BlockSpec:
 
     @cached_property
     def solved_here(self) -> tuple[tuple[int, FactorSpec, Solver], ...]:
-        """The factors that are solved: the index of each, what it is, and who solves it."""
+        """The factors that are solved: the index, spec and solver of each."""
         found = [(i, f, self.method.solver(f, self.solver)) for i, f in enumerate(self.factors)]
         return tuple((i, f, solver) for i, f, solver in found if solver is not None)
 
     @cached_property
     def solvers(self) -> list[tuple[Solver, list[int]]]:
-        """The solvers, and which of the solved factors each has: equal ones are one.
+        """The solvers, each with the numbers of its solved factors.
 
-        A method may make a solver for each factor, which is none the less the same.
+        Equal solvers are merged: a method may construct one for each factor.
         """
         solvers: list[tuple[Solver, list[int]]] = []
         for number, (_, _, solver) in enumerate(self.solved_here):
@@ -112,7 +112,7 @@ class BlockSpec:
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
-        """What second-order data there are, by the factors that are solved."""
+        """The second-order data of each factor that is solved."""
         return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_here}
 
     @property
@@ -122,12 +122,12 @@ class BlockSpec:
 
     @cached_property
     def states(self) -> Mapping[str, TensorSpec]:
-        """What the method keeps, by name."""
+        """The method's state, by name."""
         return self.method.state(self.shape)
 
     @cached_property
     def remembers(self) -> bool:
-        """Whether its directions depend on earlier gradients: by a state, or by their factors."""
+        """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
         return bool(self.states) or len(self.captured) < len(self.factors)
 
     @cached_property
@@ -137,13 +137,10 @@ class BlockSpec:
 
     @cached_property
     def shards(self) -> dict[str, Shards]:
-        """How each parameter is shared out over ranks, by its name.
-
-        Returns:
-            Nothing, where every rank has all of them whole.
+        """How each parameter is sharded over ranks, by name; empty if all ranks have all of them.
 
         Raises:
-            ValueError: If one is shared out in a way that is not known.
+            ValueError: If a parameter is sharded in a way that is not supported.
         """
         found: dict[str, Shards | None] = {}
         for name, parameter in self.parameters.items():
@@ -165,14 +162,9 @@ class BlockSpec:
         return any(solver.follows for _, _, solver in self.solved_here)
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
-        """Return the share of the damping of each factor that is solved.
+        """Return the damping ``[groups]`` of each solved factor, given their mean traces.
 
-        Args:
-            traces: The mean trace of each, ``[groups]``.
-            damping: The damping of the blocks.
-
-        Returns:
-            ``[groups]`` for each: those of one solver are split by it together.
+        Each solver splits the block's damping over all of its factors together.
         """
         shares: dict[int, Tensor] = {}
         for solver, numbers in self.solvers:
@@ -182,7 +174,7 @@ class BlockSpec:
 
     @property
     def work(self) -> BlockWork:
-        """What has to be placed."""
+        """The block's work, for its placement."""
         continued = {factor.name for _, factor, solver in self.solved_here if solver.continues}
         resident = tuple(not f.captured or f.name in continued for f in self.factors)
         return BlockWork(

@@ -3,8 +3,8 @@
 Blocks of the same matrix shape, factors, method, solver, dtype and place form a stack. It keeps one
 tensor for each accumulator, factor, second-order datum and method state, with the groups of all its
 blocks side by side: a tensor ``[g, ...]`` of one block is a slice of the stack's ``[blocks * g,
-...]``. Each phase of the step is then one batched call for a stack, or for those of its blocks that
-take part (*members*, ascending indices). What differs by block is a number, in `Record`.
+...]``. Each phase of the step is then one batched call for a stack, or for some of its blocks
+(*members*, ascending indices). Numbers that differ by block are in `Record`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Members = Sequence[int]
 
 @dataclass
 class Record:
-    """The numbers of one block, the same on every rank but for those of the window.
+    """The numbers of one block; all but the counts of the window are the same on every rank.
 
     Attributes:
         masses: By factor the EMA weight that its average has gathered, one number or one for each
             group: 1 without start-up bias. A factor without statistics has none.
-        pending: The part of the weight that is in the ranks' accumulators still.
+        pending: The part of the weight that is still in the ranks' accumulators.
         updates: How many updates the method has made.
         solved: Whether the gradient workers have second-order data of all factors.
         failures: How often each factor could not be solved.
         failed: Whether one could not be solved since the last snapshot.
-        damping: In place of the preconditioner's; None for that.
+        damping: The block's own damping; None for the preconditioner's.
         counts: The samples and rows of the window, on this rank.
         gathered: The factors that take statistics in the window.
         statistics_at: By factor the step of its last statistics.
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Solved:
-    """What a block preconditions with on this rank; see `soframe.Preconditioner.snapshot`.
+    """The second-order data of a block on this rank; see `soframe.Preconditioner.snapshot`.
 
     Attributes:
         data: Second-order data: factor -> tensor name -> tensor.
@@ -91,11 +91,11 @@ class Stack:
     Attributes:
         blocks: The blocks, in the placement's order.
         places: Their places, which differ in owners alone.
-        sums: The accumulators of the window by factor: of matrices the lower triangles.
-        lower: The factors of which the lower triangle alone is valid.
+        sums: The accumulators of the window by factor; matrices are valid in the lower triangle.
+        lower: The factors that are valid in the lower triangle alone.
         accumulators: Statistics whose reduction is deferred, packed.
         data: Second-order data: factor -> tensor name -> tensor.
-        state: What the method keeps, by name.
+        state: The method's state, by name.
     """
 
     def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
@@ -117,7 +117,7 @@ class Stack:
         return f"Stack({len(self.blocks)} x {groups} x {out} x {into}, {self.like.method!r})"
 
     def clear(self) -> None:
-        """Forget all tensors, once those that travel have arrived."""
+        """Drop all tensors, once pending collectives have finished."""
         self.arrive()
         self.drop_sums()
         self.lower.clear()
@@ -161,11 +161,11 @@ class Stack:
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
     def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
-        """Return the members that some blocks are."""
+        """Return the indices of some blocks in the stack."""
         return tuple(sorted(block.member for block in blocks))
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
-        """Return sets of blocks for which a method is called once: those in the same state."""
+        """Return sets of blocks in the same state; a method is called once for each set."""
         same: dict[tuple[object, ...], list[int]] = {}
         for member in members:
             block = self.blocks[member]
@@ -192,19 +192,13 @@ class Stack:
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
-        """Add a multiple of the statistics of one call to the sum of a block.
+        """Add ``multiplier`` times the statistics of one call to the sum of a block.
 
-        Args:
-            factor: The factor.
-            member: The block.
-            moment: A tensor of the factor's shape, or a function that adds to a sum in place.
-            multiplier: The multiple.
-
-        Returns:
-            Whether the statistics have the factor's shape.
+        ``moment`` is a tensor, or a function that adds to a sum in place. Returns False if its
+        shape is not the factor's.
 
         Raises:
-            RuntimeError: If the function raises one for another reason.
+            RuntimeError: If the function raises one for another reason than the shape.
         """
         name = factor.name
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
@@ -230,16 +224,11 @@ class Stack:
         return True
 
     def drop_sums(self) -> None:
-        """Forget the sums, which have entered the averages."""
+        """Drop the sums, which have entered the averages."""
         self.sums = {}
 
     def renew(self, members: Members, name: str) -> None:
-        """Drop statistics that were made with second-order data which have been replaced.
-
-        Args:
-            members: The blocks.
-            name: The factor whose data have been replaced.
-        """
+        """Drop the statistics that need second-order data of factor ``name``, now replaced."""
         for factor in self.like.factors:
             if name not in factor.needs:
                 continue
@@ -254,18 +243,18 @@ class Stack:
     # -- running factors --------------------------------------------------------------------------
 
     def expect(self, pending: Pending) -> None:
-        """Wait for a collective before the next look at a factor."""
+        """Register a collective that must finish before factors are next read."""
         self._pending.append(pending)
 
     def arrive(self) -> None:
-        """Wait for the statistics that travel still."""
+        """Wait for the pending reductions of statistics."""
         pending, self._pending = self._pending, []
         for one in pending:
             one.wait()
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The running factors of all blocks as they are stored, once statistics have arrived."""
+        """The running factors of all blocks as they are stored, after pending reductions."""
         self.arrive()
         return self._factors
 
@@ -280,7 +269,7 @@ class Stack:
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
         """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape.
 
-        With ``lower`` what is above the diagonals of matrices may be undefined.
+        With ``lower`` the entries above the diagonals of matrices may be undefined.
         """
         stored = self.factors[factor.name] if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor)
@@ -330,7 +319,7 @@ class Stack:
         self.data[factor] = {**old, **new}
 
     def fill(self, tensors: dict[str, Tensor], name: str, member: int, values: Tensor) -> None:
-        """Store the part of one block of a tensor that has just been made, or is made here."""
+        """Store the values of one block in a tensor of the stack, which is allocated if needed."""
         if len(self.blocks) == 1:
             tensors[name] = values
             return
@@ -408,7 +397,7 @@ class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
 
 
 class State(_View):
-    """What the method keeps for a block; empty where this rank keeps nothing."""
+    """The method's state of a block; empty on ranks that hold none."""
 
     def _names(self) -> list[str]:
         return list(self._stack.state) if self._block.record.updates else []
@@ -425,7 +414,7 @@ class State(_View):
 
 
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
-    """Return a factor in its own shape, whichever way it is stored."""
+    """Return a factor in its own shape, from either way of storage."""
     if spec.kind == "psd" and stored.dim() == 2:
         return unpack_triangle(stored, spec.size)
     return stored

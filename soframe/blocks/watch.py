@@ -8,7 +8,7 @@ from soframe.blocks import sharding
 
 
 class Watch:
-    """Tells whether the parameters of a model are still those that were registered."""
+    """Compares the parameters of a model with the registered ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [module._parameters for module in model.modules()]
@@ -29,7 +29,7 @@ class Watch:
         return trained, children, sharding.zero_count(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the known modules have now, without walking the modules."""
+        """Return the current parameters of the registered modules, without walking the model."""
         sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
         return [p for slots in self._slots for p in slots.values() if p is not None]
 
