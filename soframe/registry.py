@@ -102,11 +102,11 @@ class Registry:
                     f"@soframe.register({self.kind!r}, ModuleType)"
                 )
             self._add(point.name, component)
-        except Exception as error:  # whatever it is, name the package
+        except Exception as error:  # any error, with the name of the package
             raise ValueError(f"{what} cannot be used: {error}") from error
 
     def available(self) -> dict[Any, type]:
-        """Return every component by key, including those of installed packages."""
+        """Return every component by key, with the components of installed packages."""
         self.discover()
         return dict(self._components)
 

@@ -181,8 +181,8 @@ class GrowingBatch:
 def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
     """Return a decay under which all samples so far have the same weight, however batches grow.
 
-    The running factors average the means of batches, one per statistics step, whatever the sizes
-    of the batches. With the decay ``1 - n_k / (n_0 + ... + n_k)`` of this schedule they are the
+    The running factors average the means of batches, one per statistics step, regardless of their
+    sizes. With the decay ``1 - n_k / (n_0 + ... + n_k)`` of this schedule they are the
     mean over all samples instead, and forget nothing. It is meant for ``statistics_every=1``.
 
     Args:

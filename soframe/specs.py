@@ -1,4 +1,4 @@
-"""Shapes of factors and second-order data, as parts exchange them: no tensors."""
+"""Shapes of factors and second-order data, without tensors."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class FactorSpec:
         side: Which side of the gradient matrix ``[groups, out, in]`` it acts on: ``"left"``
             (outputs), ``"right"`` (inputs), or ``"both"``.
         groups: The leading dimension of the factor.
-        size: The number of rows of the factor; for an elementwise one that of the gradient's.
+        size: The number of rows of the factor; of the gradient's for an elementwise one.
         kind: Its kind, which determines its shape.
         reads: The source of its statistics; by default inputs on the right side, output gradients
             on the left, and both on both.
         degree: Its degree in the gradient, by which it scales with the loss; by default 0 if it
             reads inputs, else 2.
-        mean_over: What it is a mean over; by default rows if it reads output gradients, else
+        mean_over: The elements of its mean; by default rows if it reads output gradients, else
             samples.
         columns: The number of columns of an elementwise factor.
         needs: The factors whose second-order data its statistics are computed with: statistics wait
@@ -63,8 +63,8 @@ class FactorSpec:
     _: KW_ONLY
     kind: FactorKind = "psd"
     reads: Reads = None  # type: ignore[assignment]  # by the side
-    degree: int = None  # type: ignore[assignment]  # by what it reads
-    mean_over: MeanOver = None  # type: ignore[assignment]  # by what it reads
+    degree: int = None  # type: ignore[assignment]  # by `reads`
+    mean_over: MeanOver = None  # type: ignore[assignment]  # by `reads`
     columns: int = 0
     needs: tuple[str, ...] = ()
     decay: float | None = None
@@ -112,7 +112,7 @@ class FactorSpec:
 
     @property
     def packed_numel(self) -> int:
-        """Elements of it that travel."""
+        """The number of its elements that are sent."""
         return prod(self.packed_shape)
 
     @property
@@ -132,8 +132,8 @@ class TensorSpec:
 
     Attributes:
         shape: Its shape.
-        symmetric: Whether its last two dimensions form symmetric matrices, of which only the
-            lower triangle needs to travel and to be saved.
+        symmetric: Whether its last two dimensions form symmetric matrices; only their lower
+            triangles are sent and saved.
     """
 
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class TensorSpec:
 
     @property
     def packed_numel(self) -> int:
-        """Elements that travel."""
+        """The number of elements that are sent."""
         if not self.symmetric:
             return prod(self.shape)
         *leading, size, _ = self.shape
@@ -161,8 +161,9 @@ class Shards:
     """How a parameter, and its gradient with it, is cut up over ranks.
 
     Most often along one dimension; along others too where two plans cut it, such as ``fully_shard``
-    the rows and a tensor-parallel plan the columns. Where several ranks hold the same part (hybrid
-    sharding) there are several copies: the ranks of one number in ``copies`` hold the whole tensor.
+    the rows and a tensor-parallel plan the columns. If several ranks hold the same part (hybrid
+    sharding), the tensor has several copies: the ranks with one number in ``copies`` together hold
+    the whole tensor.
     """
 
     shape: tuple[int, ...]  # in which the tensor is cut: the parameter's own, or a flat one
@@ -187,7 +188,7 @@ class Shards:
 
     @property
     def copied(self) -> bool:
-        """Whether there are several copies."""
+        """Whether the tensor has several copies."""
         return len(set(self.copies)) > 1
 
     def sources(self, rank: int) -> list[int]:

@@ -25,7 +25,7 @@ START = 3.0
 """Where the search for a first damping begins."""
 
 APART = 10.0
-"""The factor between the dampings that it tries."""
+"""The factor between the dampings that the search tries."""
 
 
 class DampingPolicy(ABC):
@@ -35,8 +35,8 @@ class DampingPolicy(ABC):
         interval: Steps between measurements of the reduction ratio; 0 for never. A step that did
             harm, or with full batches reduced the loss by more than twice the prediction, is
             reported at once.
-        per_block: Whether blocks have dampings of their own, so that there is no one number for
-            the quadratic model.
+        per_block: Whether blocks have dampings of their own, so that the quadratic model has no
+            single damping.
     """
 
     interval: int = 0
@@ -80,7 +80,7 @@ class DampingPolicy(ABC):
         return False
 
     def state(self) -> dict[str, float]:
-        """Return what `load` needs."""
+        """Return the numbers that `load` restores."""
         return {}
 
     def load(self, state: Mapping[str, float]) -> None:  # noqa: B027 (optional)
@@ -110,8 +110,8 @@ class ConstantDamping(DampingPolicy):
 class RelativeDamping(ConstantDamping):
     """A multiple of the mean eigenvalue of each block: ``value * tr(A) / n_A * tr(G) / n_G``.
 
-    The step then does not change with the scale of the loss, nor with that of a layer's inputs or
-    output gradients. Influence functions are computed with ``value = 0.1`` (Grosse et al., 2023);
+    The step then does not change with the scale of the loss, of a layer's inputs or of its output
+    gradients. Influence functions are computed with ``value = 0.1`` (Grosse et al., 2023);
     as a damping for training it is less common, and the value has to be tried. For `Preconditioner`
     alone: see `soframe.solvers.Relative`.
 

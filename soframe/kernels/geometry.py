@@ -5,8 +5,8 @@ Along one axis, output ``t`` and kernel position ``k`` meet at the input positio
 ``x[u] x[u + shift]^T`` with ``shift = dilation (k' - k)``, over the ``u`` that ``k`` meets while
 both positions are within the input (outside are zeros). Blocks with the same shift mostly sum over
 the same positions. `segments` cuts all these ranges where they begin and end: every product of a
-segment is needed once, and added to all blocks that contain it. Nothing is ever subtracted, so no
-digits are lost, whatever the padding. Two axes cross: a rectangle is a segment of rows times one of
+segment is computed once, and added to all blocks that contain it. Nothing is ever subtracted, so no
+digits are lost for any padding. Two axes cross: a rectangle is a segment of rows times one of
 columns.
 """
 

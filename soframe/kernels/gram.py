@@ -3,11 +3,11 @@
 Cholesky factorisations, eigendecompositions and packing read one triangle; `mirror` fills the
 other one. A large product is done in parts, for little more than half the arithmetic:
 
-- by blocks of columns, each against the columns up to its own, with no matrix besides the sum;
+- by blocks of columns, each against the columns up to its own, with no matrix other than the sum;
 - by halves, which are wider, where threads share them.
 
-``beta`` is torch's: 1 adds to a sum, 0 writes to one that has no numbers yet.
-On an accelerator launches count, so there are few blocks, and images are multiplied all at once:
+``beta`` is torch's: 1 adds to a sum, 0 writes to uninitialised memory.
+On an accelerator launches dominate, so blocks are few, and images are multiplied all at once:
 torch multiplies the images of a batch into one matrix one after the other there.
 """
 
@@ -25,11 +25,11 @@ from soframe.kernels import devices, halves
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
-GPU_BLOCKS = (0, 768, 1536)  # likewise 1, 2 and 4 on an accelerator
+GPU_BLOCKS = (0, 768, 1536)  # 1, 2 and 4 blocks from these sizes on, on an accelerator
 LEAST = 96  # columns of a half
 ALIGNMENT = 64  # bytes
-HUGE = 2**20  # numbers of a sum that huge pages pay for
-TILE = 256  # of `mirror`: what a transposed copy reads and writes stays in the cache
+HUGE = 2**20  # least numbers of a sum for which huge pages pay
+TILE = 256  # of `mirror`: both tiles of a transposed copy stay in the cache
 
 
 def zeros(groups: int, size: int, like: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def zeros(groups: int, size: int, like: Tensor) -> Tensor:
 
 
 def empty(groups: int, size: int, like: Tensor) -> Tensor:
-    """Return a sum without numbers, to be written with ``beta=0``; see `zeros`."""
+    """Return an uninitialised sum, to be written with ``beta=0``; see `zeros`."""
     flat = _numpy(groups * size * size, like, zero=False)
     return like.new_empty(groups, size, size) if flat is None else flat.view(groups, size, size)
 
@@ -49,7 +49,7 @@ def _numpy(count: int, like: Tensor, *, zero: bool) -> Tensor | None:
     name = str(like.dtype).removeprefix("torch.")
     if count < HUGE or devices.on_gpu(like) or name not in ("float32", "float64"):
         return None
-    # NumPy's allocator asks the system for huge pages, and for zeros that are not written twice.
+    # NumPy's allocator uses huge pages, and zeros from the system that are not written again.
     # Its memory is aligned here as torch's is: products into other memory take up to a quarter
     # longer.
     memory = (np.zeros if zero else np.empty)(count + ALIGNMENT // like.element_size(), name)
@@ -83,7 +83,7 @@ def add(total: Tensor, product: Tensor, scale: float, beta: float) -> None:
 def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Add ``scale rows^T rows`` to the lower triangle of ``[n, n]``, of rows ``[m, n]``.
 
-    What is above the diagonal is undefined afterwards. Rows of half precision are summed in the
+    Entries above the diagonal are undefined afterwards. Rows of half precision are summed in the
     dtype of the total (`halves.widens`).
     """
     if rows.dtype != total.dtype:
@@ -102,7 +102,7 @@ def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float =
     for level in range(number + 1):
         count = 2**level
         width = size // count
-        if level == number:  # what is left on the diagonal
+        if level == number:  # the remaining blocks on the diagonal
             by_part = rows.unflatten(1, (count, width)).permute(1, 0, 2)
             first, second, offset = by_part, by_part, 0
         else:

@@ -1,9 +1,9 @@
 """Squares and moments of the gradients of single samples, without storing all of them.
 
 Sample n has the gradient ``W_n = sum_t g_{n,t} a_{n,t}^T`` of a linear layer's weight, with inputs
-``a`` and output gradients ``g`` at its positions t. Where there is one position the squares need
-no product of samples: ``sum_n W_n^2 = (g^2)^T (a^2)``. The moments of its rows and columns,
-``sum_n W_n W_n^T`` and ``sum_n W_n^T W_n``, are then those of ``g`` and ``a``, weighted with
+``a`` and output gradients ``g`` at its positions t. With one position the squares need no product
+of samples: ``sum_n W_n^2 = (g^2)^T (a^2)``. The moments of its rows and columns,
+``sum_n W_n W_n^T`` and ``sum_n W_n^T W_n``, are then the moments of ``g`` and ``a``, weighted with
 ``|a|^2`` and ``|g|^2``; with several positions, products of Gram matrices
 ``[positions, positions]`` with ``g`` and ``a``, wherever that takes less than the gradients.
 Rows are ``[groups, batch, positions, in]`` and ``[groups, batch, positions, out]``.

@@ -2,11 +2,12 @@
 
 Copies of the input lie with their positions first, ``[height, width, batch, channels]``, so that a
 range of rows is one matrix and every product an ordinary one, with no batch to loop over. Along
-the height, blocks share products as `soframe.kernels.geometry` says. Along the width there are two
-ways:
+the height, blocks share products as in `soframe.kernels.geometry`. Along the width one of two ways
+is used:
 
-- `add`: likewise. A 3 x 3 kernel takes 13 products of ``[positions, channels]`` matrices instead of
-  45, and a few small ones for the borders. Where it can, `soframe.kernels.rowwise` does that.
+- `add`: blocks share products here too. A 3 x 3 kernel takes 13 products of
+  ``[positions, channels]`` matrices instead of 45, and a few small ones for the borders. For the
+  geometries that it serves, `soframe.kernels.rowwise` does that.
 - `add_by_rows`: the kernel columns are written out side by side, which makes matrices of kernel
   columns times channels. Fewer, wider products: for inputs of few channels.
 """
@@ -86,7 +87,7 @@ def _add_products(
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
     step = geometry.rows.stride
-    # On an accelerator one long product takes one launch, and no memory for those of all rows.
+    # On an accelerator one long product takes one launch, and no memory for a product per row.
     by_row = rowwise.serves(geometry) and not devices.on_gpu(total)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):

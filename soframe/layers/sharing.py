@@ -58,7 +58,7 @@ class SharedInputs:
     ) -> Tensor:
         """Compute ``helper.input_moment``, or add the cached one; scale must not be zero.
 
-        ``fresh`` says that ``total`` has nothing yet: None or zeros.
+        ``fresh`` is whether ``total`` is still empty: None or zeros.
         """
         input_key = helper.input_key()
         if input_key is None:

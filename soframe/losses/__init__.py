@@ -1,4 +1,4 @@
-"""Losses: what a Fisher matrix needs of a loss."""
+"""Losses: Hessians and predictive distributions, for Fisher matrices."""
 
 from soframe.losses.base import Loss
 from soframe.losses.classification import BinaryCrossEntropy, CrossEntropy

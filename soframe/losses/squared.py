@@ -21,7 +21,7 @@ class _Gaussian(Loss):
 
     @abstractmethod
     def _precision(self, outputs: Tensor) -> float:
-        """Return the factor of the identity that the Hessian is."""
+        """Return the multiple of the identity that the Hessian is."""
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return vectors * self._precision(outputs)
@@ -30,7 +30,7 @@ class _Gaussian(Loss):
         return diagonal_columns(torch.full_like(outputs, math.sqrt(self._precision(outputs))))
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        # Noise of the Gaussian's variance, of which signs are the cheapest.
+        # Any noise of the Gaussian's variance serves; random signs are the cheapest.
         return random_signs(outputs, generator) * math.sqrt(self._precision(outputs))
 
 
@@ -56,7 +56,7 @@ class SquaredError(_Gaussian):
 @register("loss", "mse")
 @dataclass(frozen=True)
 class MeanSquaredError(_Gaussian):
-    """``l_n = mean over features of (output_n - target_n)^2``: what ``nn.MSELoss()`` averages."""
+    """``l_n = mean over features of (output_n - target_n)^2``, as in ``nn.MSELoss()``."""
 
     @property
     def means(self) -> bool:

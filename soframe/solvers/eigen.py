@@ -32,9 +32,9 @@ class Eigen(Solver):
     Attributes:
         follows: Whether eigenvalues are refreshed between solves: after statistics they become
             ``diag(Q^T F Q)``, the optimal diagonal for the eigenvectors Q of the last solve (in the
-            Frobenius norm). This takes one product per factor on every gradient worker, all of
-            which must hold the factor. It helps if the factor changes in scale more than in its
-            eigenvectors. Among equal eigenvalues, for example zeros, Q depends on rounding.
+            Frobenius norm). This takes one product per factor on every gradient worker, and
+            all of them must hold the factor. It helps if the factor changes in scale more than in
+            its eigenvectors. Among equal eigenvalues, for example zeros, Q depends on rounding.
     """
 
     follows: bool = field(default=False, kw_only=True)

@@ -25,7 +25,7 @@ from soframe.registry import register
 from soframe.solvers.base import replace_groups, whole
 from soframe.solvers.inverse import Inverse, damped
 
-_CHUNK = 3  # iterations between two tests of the residual, each of which synchronises
+_CHUNK = 3  # iterations between two tests of the residual; each test synchronises
 
 
 @register("solver", "newton-schulz")
