@@ -83,7 +83,7 @@ class Every:
         return int(value)
 
     def at(self, step: int) -> int:
-        """Return the interval after a number of completed steps; an error if it is none."""
+        """Return the interval after a number of completed steps; an error if it is no interval."""
         return self._check(_value(self.name, self.value, step))
 
     def due(self, step: int) -> bool:

@@ -117,7 +117,7 @@ class FactorSpec:
 
     @property
     def captured(self) -> bool:
-        """Whether its statistics are made of calls, rather than of the averaged gradient."""
+        """Whether its statistics come from calls rather than from the averaged gradient."""
         return self.reads != "gradient"
 
     @property

@@ -199,12 +199,11 @@ class PlainGrad(GradientHome):
         return self._zero.get(parameter) or sharding.home_of(parameter)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `GradientHome.read`."""
         home = self._elsewhere(parameter)
         return parameter.grad if home is None else home.read(parameter)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """See `GradientHome.put`. ZeRO's partitions store a copy, and zeros for None."""
+        """Set the gradient of a parameter; ZeRO's partitions store a copy, and zeros for None."""
         home = self._elsewhere(parameter)
         if home is None:
             parameter.grad = gradient
@@ -212,43 +211,35 @@ class PlainGrad(GradientHome):
             home.put(parameter, gradient)
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """See `GradientHome.local`."""
         home = self._elsewhere(parameter)
         return parameter if home is None else home.local(parameter)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
-        """See `GradientHome.shards`."""
         home = self._elsewhere(parameter)
         return None if home is None else home.shards(parameter, ranks)
 
     def is_partial(self, parameter: nn.Parameter) -> bool:
-        """See `GradientHome.is_partial`."""
         home = self._elsewhere(parameter)
         return home is not None and home.is_partial(parameter)
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """See `GradientHome.settle`."""
         home = self._elsewhere(parameter)
         if home is not None:
             home.settle(parameter)
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """See `GradientHome.check`."""
         named = list(parameters)
         self._zero = {**self._zero, **sharding.zero_homes(named, self._zero, self._sources)}
         sharding.require_served((name, p) for name, p in named if p not in self._zero)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """See `GradientHome.incomplete`."""
         homes = dict.fromkeys(filter(None, map(self._zero.get, parameters))) if self._zero else ()
         return next((why for home in homes if (why := home.incomplete(()))), None)
 
     def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """See `GradientHome.shaped`."""
         return sharding.shaped(parameters)
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
-        """See `GradientHome.groups`."""
         of_zero = (home.groups(optimizer) for home in dict.fromkeys(self._zero.values()))
         return next(filter(None, of_zero), None) or super().groups(optimizer)
 

@@ -80,7 +80,7 @@ class BlockSpec:
 
     @cached_property
     def unequal(self) -> bool:
-        """Whether groups see rows of their own."""
+        """Whether each group has rows of its own."""
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
     @cached_property

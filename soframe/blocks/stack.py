@@ -368,12 +368,12 @@ class RunningFactors(_View):
 
     @property
     def masses(self) -> dict[str, tuple[float, ...]]:
-        """See `Record.masses`."""
+        """The EMA weights by factor, as in `Record`."""
         return self._block.record.masses
 
     @property
     def pending(self) -> float:
-        """See `Record.pending`."""
+        """The EMA weight that is still in accumulators, as in `Record`."""
         return self._block.record.pending
 
 
@@ -409,7 +409,7 @@ class State(_View):
 
     @property
     def updates(self) -> int:
-        """See `Record.updates`."""
+        """The number of updates of the method."""
         return self._block.record.updates
 
 

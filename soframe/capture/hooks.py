@@ -6,7 +6,7 @@ one `LayerCall`. Pairs cannot be mixed up, in any order of calls and backward pa
 forward pass that is never differentiated (``no_grad``, validation, the first pass of a checkpoint)
 leaves no trace. Unlike full-backward hooks, these allow an in-place activation after the layer, and
 run after all tensor hooks, which may change the gradient from which the layer's own are computed.
-If the output is a view, an in-place change gives it another node: the hook goes on its base. A
+If the output is a view, an in-place change gives it another node: the hook is put on its base. A
 probe ends at the outputs, where node hooks do not run: there it is a tensor hook.
 
 A product inside a module, which no module hook sees, is found in the graph by its helper

@@ -93,7 +93,7 @@ class LossScale:
     def changed(self) -> bool:
         """Return whether a ``GradScaler`` has changed its scale since a pass of this window.
 
-        After an overflow it lets no optimizer step, so that gradients are zeroed without one.
+        After an overflow it skips the optimizer's step, so that gradients are zeroed without one.
         """
         if self._known is None or self._of_window is None or self._known._scale is None:
             return False

@@ -1,4 +1,4 @@
-"""The geometry of a convolution, and which products of shifted positions its factor is made of.
+"""The geometry of a convolution, and the products of shifted positions in its factor.
 
 Along one axis, output ``t`` and kernel position ``k`` meet at the input position
 ``u = stride t + dilation k - before``. The block ``(k, k')`` of the factor is a sum of

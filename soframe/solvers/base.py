@@ -290,7 +290,7 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     sizes = [len(problem.matrices) for problem in problems]
     parts: list[dict[str, Tensor]] = [{} for _ in problems]
     for name, tensor in data.items():
-        # Copies: stacks keep their data for different times. Whoever checks shapes refuses others.
+        # Copies: stacks keep their data for different times. Other lengths fail the shape check.
         alike = len(tensor) == len(matrices)
         # torch's stub of the function returns None.
         split: Any = torch.split_with_sizes_copy
