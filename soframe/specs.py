@@ -38,7 +38,7 @@ class FactorSpec:
         side: Which side of the gradient matrix ``[groups, out, in]`` it acts on: ``"left"``
             (outputs), ``"right"`` (inputs), or ``"both"``.
         groups: The leading dimension of the factor.
-        size: The number of rows of the factor; of the gradient's for an elementwise one.
+        size: The number of rows of the factor; an elementwise one has as many as the gradient.
         kind: Its kind, which determines its shape.
         reads: The source of its statistics; by default inputs on the right side, output gradients
             on the left, and both on both.

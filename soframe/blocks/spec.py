@@ -162,7 +162,7 @@ class BlockSpec:
         return any(solver.follows for _, _, solver in self.solved_here)
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
-        """Return the damping ``[groups]`` of each solved factor, given their mean traces.
+        """Return each solved factor's share of the damping, ``[groups]``, given their mean traces.
 
         Each solver splits the block's damping over all of its factors together.
         """

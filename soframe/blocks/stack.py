@@ -33,7 +33,7 @@ Members = Sequence[int]
 
 @dataclass
 class Record:
-    """The numbers of one block; all but the counts of the window are the same on every rank.
+    """The numbers of one block; all but the window's are the same on every rank.
 
     Attributes:
         masses: By factor the EMA weight that its average has gathered, one number or one for each
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Solved:
-    """The second-order data of a block on this rank; see `soframe.Preconditioner.snapshot`.
+    """Data and damping of a block on this rank; see `soframe.Preconditioner.snapshot`.
 
     Attributes:
         data: Second-order data: factor -> tensor name -> tensor.

@@ -137,7 +137,7 @@ class Sampler:
 def _units(
     helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
 ) -> tuple[Unit | None, int, int]:
-    """Return the unit that is drawn, or None for the whole call; the units; the rows of each."""
+    """Return the drawn unit, None for the whole call; the number of units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
         return data[1], len(data[0]), shared if data[1] == "sample" else 1

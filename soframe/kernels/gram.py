@@ -25,10 +25,10 @@ from soframe.kernels import devices, halves
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
-GPU_BLOCKS = (0, 768, 1536)  # 1, 2 and 4 blocks from these sizes on, on an accelerator
+GPU_BLOCKS = (0, 768, 1536)  # 1, 2 and 4 blocks on an accelerator
 LEAST = 96  # columns of a half
 ALIGNMENT = 64  # bytes
-HUGE = 2**20  # least numbers of a sum for which huge pages pay
+HUGE = 2**20  # numbers; larger sums gain from huge pages
 TILE = 256  # of `mirror`: both tiles of a transposed copy stay in the cache
 
 
@@ -49,7 +49,7 @@ def _numpy(count: int, like: Tensor, *, zero: bool) -> Tensor | None:
     name = str(like.dtype).removeprefix("torch.")
     if count < HUGE or devices.on_gpu(like) or name not in ("float32", "float64"):
         return None
-    # NumPy's allocator uses huge pages, and zeros from the system that are not written again.
+    # NumPy's allocator uses huge pages; its zeros come from the system and are not written.
     # Its memory is aligned here as torch's is: products into other memory take up to a quarter
     # longer.
     memory = (np.zeros if zero else np.empty)(count + ALIGNMENT // like.element_size(), name)

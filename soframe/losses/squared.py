@@ -56,7 +56,7 @@ class SquaredError(_Gaussian):
 @register("loss", "mse")
 @dataclass(frozen=True)
 class MeanSquaredError(_Gaussian):
-    """``l_n = mean over features of (output_n - target_n)^2``, as in ``nn.MSELoss()``."""
+    """``l_n = mean over features of (output_n - target_n)^2``; ``nn.MSELoss()`` is its mean."""
 
     @property
     def means(self) -> bool:
